@@ -1,4 +1,4 @@
-"""One test of many small cases: all are tried, and those that fail are named."""
+"""Runs many small cases in one test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def each(cases: Iterable[Any], check: Callable[..., object], name: Callable[[Any], object] = repr) -> None:
-    """Calls `check` with each case, a tuple's members as its arguments, and fails with the names of all that failed."""
+    """Calls `check` with each case (a tuple gives several arguments). Fails with the names of all failed cases."""
     failed, tried = [], 0
     for case in cases:
         tried += 1

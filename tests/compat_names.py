@@ -1,10 +1,10 @@
 """Compares the names of a `parallel_state.compat` module with those of its project's files, which `ast` reads.
 
-    differences(compat.vllm, [VLLM, VLLM_UTILS], also=["_node_count"])      # [] where each name is accounted for
+    differences(compat.vllm, [VLLM, VLLM_UTILS], also=["_node_count"])      # [] if each name is accounted for
 
-A name is the same where ours has the same parameters: names, order, kinds, defaults. One that differs is in the
-module's `NOTES`, one that isn't there in its `MISSING`, each with the reason. Members of a class are names, too:
-`GroupCoordinator.send`. A module with a row in `PROJECTS` is tested by it, and has its table in `docs/compat.md`.
+A name is the same if its parameters have the same names, order, kinds and defaults. The module's `NOTES` explains each
+different name, `MISSING` each absent one. Members of a class count: `GroupCoordinator.send`. `PROJECTS` lists the
+compared modules, and `docs/compat.md` has their tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.references import (
 )
 
 SKIPPED = {"logger", "T", "P", "R"}
-"""Public at a module's top level by their spelling, and nobody's interface."""
+"""Public by their spelling, but no interface."""
 
 _MISSING = inspect.Parameter.empty
 _PROPERTIES = {"property", "cached_property", "abstractproperty"}
@@ -47,7 +47,7 @@ _KINDS = {
 
 
 class Parameter(NamedTuple):
-    """One parameter of a project's function; `default` is source text, "" for none."""
+    """A parameter of a project's function. `default` is source text, "" for none."""
 
     name: str
     kind: str
@@ -55,13 +55,13 @@ class Parameter(NamedTuple):
 
 
 class Name(NamedTuple):
-    """Holds a project's word on a name: its parameters, or None where it isn't called."""
+    """A project's name: its parameters, or None if it isn't called."""
 
     parameters: list[Parameter] | None
 
 
 class Row(NamedTuple):
-    """One row of the table: `state` is "same", "note" or "missing", or what is wrong and not accounted for."""
+    """A row of the table. `state` is "same", "note" or "missing", else an unexplained difference."""
 
     name: str
     state: str
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 def names_of(source: str, also: Iterable[str] = ()) -> dict[str, Name]:
-    """Returns the public names of a module's source, and those of `also`, with the members of its public classes."""
+    """Returns the public names of a module's source and those of `also`, with members of classes."""
     found: dict[str, Name] = {}
     wanted = set(also)
 
@@ -90,7 +90,6 @@ def names_of(source: str, also: Iterable[str] = ()) -> dict[str, Name]:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields statements, those within `if`, `try` and `with` as well."""
     for node in body:
         if isinstance(node, ast.If | ast.Try | ast.With):
             yield from _statements(node.body)
@@ -134,7 +133,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool = Fal
 
 
 def _constructor(node: ast.ClassDef) -> list[Parameter] | None:
-    """Returns the parameters of a class's call; None where a class above it, in another file, may say them."""
+    """Returns the parameters of a class's call. None if a base class in another file may define them."""
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return _parameters(each, method=True)
@@ -149,7 +148,6 @@ def _constructor(node: ast.ClassDef) -> list[Parameter] | None:
 
 
 def _members(node: ast.ClassDef) -> dict[str, Name]:
-    """Returns a class's public methods and attributes, those that its methods set as well."""
     found: dict[str, Name] = {}
     for each in node.body:
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -174,11 +172,11 @@ def _set_on_self(node: ast.AST) -> set[str]:
     }
 
 
-# Ours.
+# Our module's names.
 
 
 def _find(module: ModuleType, name: str) -> Any:
-    """Returns ours of that name; `_MISSING` if there is none, None for an attribute that instances alone have."""
+    """Returns our object of that name. `_MISSING` if there is none, None for an attribute of instances only."""
     owner, _, member = name.rpartition(".")
     if not owner:
         return getattr(module, name, _MISSING)
@@ -193,18 +191,18 @@ def _find(module: ModuleType, name: str) -> Any:
 
 @cache
 def _attributes(kind: type) -> set[str]:
-    """Returns the attributes that instances of `kind` have by annotation or by assignment in its methods."""
+    """Returns the attributes of instances of `kind`, by annotation or by assignment in methods."""
     found: set[str] = set()
     for each in kind.__mro__[:-1]:
         found |= set(vars(each).get("__annotations__", ())) | set(vars(each).get("__slots__", ()))
-        for method in filter(inspect.isfunction, vars(each).values()):  # a public class doesn't tell its file
+        for method in filter(inspect.isfunction, vars(each).values()):  # a public class hides its file
             with contextlib.suppress(OSError):  # made at run time
                 found |= _set_on_self(ast.parse(textwrap.dedent(inspect.getsource(method))))
     return found
 
 
 def _difference(theirs: Name, ours: Any, of_instance: bool, namespace: Mapping[str, Any]) -> str:
-    """Returns how ours differs from theirs; "" where it doesn't."""
+    """Returns how our object differs, or ""."""
     if theirs.parameters is None:
         return ""
     function = ours.__func__ if isinstance(ours, staticmethod | classmethod) else ours
@@ -230,7 +228,7 @@ def _difference(theirs: Name, ours: Any, of_instance: bool, namespace: Mapping[s
 def _same_default(ours: Any, theirs: str, namespace: Mapping[str, Any]) -> bool:
     if ours is _MISSING or not theirs:
         return ours is _MISSING and not theirs
-    if theirs.startswith(("field(", "dataclasses.field(")):  # of a dataclass: a factory, whose place is what counts
+    if theirs.startswith(("field(", "dataclasses.field(")):  # of a dataclass: a factory, which can't be compared
         return True
     try:
         value = eval(theirs, dict(namespace))  # (a default in a file whose digest is pinned)
@@ -240,9 +238,9 @@ def _same_default(ours: Any, theirs: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[Row]:
-    """Returns a row for each name of the project; of a name in two files the first file's counts.
+    """Returns a row for each name of the project. If two files have a name, the first one counts.
 
-    `also`: private names that their own trees import. A row's state that is none of the three is a defect.
+    `also`: private names that other projects import. Any state except the three is a defect.
     """
     import torch
     import torch.distributed
@@ -250,7 +248,7 @@ def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str
     namespace = {"torch": torch, "dist": torch.distributed, **vars(module)}
     names: dict[str, Name] = {}
     references = list(references)
-    if not references:  # its names are asked for all over a tree, which a test of that tree looks through
+    if not references:  # a test of the project's tree finds the names in use
         names = dict.fromkeys([*module.__all__, *module.MISSING], Name(None))
     for reference in references:
         for name, each in names_of(reference.read(), also).items():
@@ -276,7 +274,7 @@ def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, An
 
 
 def differences(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[str]:
-    """Returns what is neither the same nor accounted for in `module.NOTES` or `module.MISSING`, in words."""
+    """Returns in words what is neither the same nor explained in `module.NOTES` or `module.MISSING`."""
     return [
         f"{row.name} {row.state}"
         for row in rows(module, references, also)
@@ -285,7 +283,7 @@ def differences(module: ModuleType, references: Iterable[Reference], also: Itera
 
 
 def imported_names(folder: Path, module: str) -> dict[str, list[str]]:
-    """Returns the names that a tree's files import from `module` (dotted), each with those files."""
+    """Returns the names that a tree imports from `module` (dotted), each with the importing files."""
     package, _, last = module.rpartition(".")
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -310,7 +308,7 @@ def imported_names(folder: Path, module: str) -> dict[str, list[str]]:
 
 
 def missing_names(ours: ModuleType, folder: Path, *modules: str) -> dict[str, list[str]]:
-    """Returns what a tree's files import from these of its modules, and ours has not, without a word in `MISSING`."""
+    """Returns what a tree imports from these modules and our module neither has nor explains."""
     found: dict[str, list[str]] = {}
     for module in modules:
         for name, files in imported_names(folder, module).items():
@@ -321,7 +319,7 @@ def missing_names(ours: ModuleType, folder: Path, *modules: str) -> dict[str, li
 
 
 class Project(NamedTuple):
-    """A project of `docs/compat.md`: its compat module, title, files, and the private names that its tree imports."""
+    """A project of `docs/compat.md`. `also` are private names that its tree imports."""
 
     module: str
     title: str
@@ -348,4 +346,4 @@ PROJECTS: tuple[Project, ...] = (
     ),
     Project("deepspeed", "DeepSpeed's mpu", ()),
 )  # fmt: skip
-"""Each compat module has a row here, which the test of all of them and the docs' table read."""
+"""Each compat module has a row, which a test and the docs' table read."""

@@ -1,4 +1,4 @@
-"""Fixtures: pools of ranks, one per world size, and hosts with ranks on them, shared by the whole run."""
+"""Fixtures that the whole run shares: pools of ranks by world size, and hosts with ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workers import WorkerPool
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `long`, except in long runs; says what the fork server should import."""
+    """Deselects tests marked `long`, except in long runs. Notes what the fork server should import."""
     left_out = [] if LONG else [item for item in items if item.get_closest_marker("long")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -32,7 +32,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """`pools(4)` is the pool of four ranks; it starts with its first use."""
+    """`pools(4)` is the pool of four ranks, started at first use."""
     made: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:
@@ -47,7 +47,6 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """Three hosts of this machine."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")

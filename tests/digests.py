@@ -1,9 +1,9 @@
-"""Digests of the bits that each collective returns: a change of any bit on any transport must be meant.
+"""Digests of the bits that each collective returns: a change of any bit on any transport must be intended.
 
     python -m tests.digests --reason "float32 sums between hosts are pairwise now"      # rewrites digests.json
 
-`digests.json` holds, for each placement of ranks, operation and dtype, one digest per size class, and the reason
-of each rewrite. Inputs come from a seeded generator of Python's and exact conversions, so no library matters.
+`digests.json` holds one digest per placement of ranks, operation, dtype and size class, and the reason of each rewrite.
+Inputs come from Python's seeded generator and exact conversions, so no library matters.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 COUNTS = (5, 1_000, 20_001, 150_001)
 """Elements per rank. Within a host: one exchange, one chunk, several slots. Between hosts: one round, two rounds."""
 LARGE_COUNTS = (2_300_001,)
-"""Sums of float32 and bfloat16 only: chunks of slices, lanes and stripes."""
+"""For sums of float32 and bfloat16 only: chunks of slices, lanes and stripes."""
 MOVED_COUNTS = (3, 20_001)
 WIDTHS = (1, 64, 1_000)
-"""Columns of the inputs of the fused norm, which have three rows."""
+"""Columns of the fused norm's inputs, which have three rows."""
 
 
 class Placement(NamedTuple):
-    """One group: the catalog row that carries it and the host of each rank."""
+    """A group: its catalog row and each rank's host."""
 
     row: str
     hosts: tuple[int, ...]
@@ -51,12 +51,12 @@ PLACEMENTS = (
 
 
 def stored() -> dict[str, Any]:
-    """Returns the content of the file: `reasons`, a list, and `digests` by placement and case."""
+    """Returns the file's content: `reasons`, a list, and `digests` by placement and case."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def differences(placement: Placement, found: dict[str, str]) -> list[str]:
-    """Returns a line per case whose digest isn't the stored one, or that only one side has."""
+    """Returns a line per case whose digest differs from the stored one, or that only one side has."""
     expected = stored()["digests"].get(str(placement), {})
     return [
         f"{placement}, {case}: {found.get(case, 'not run')}, but {FILE.name} has {expected.get(case, 'nothing')}"
@@ -66,7 +66,7 @@ def differences(placement: Placement, found: dict[str, str]) -> list[str]:
 
 
 def combined(of_ranks: Sequence[dict[str, list[str]]]) -> dict[str, str]:
-    """Returns one digest per case and size class over what all ranks received."""
+    """Returns a digest over all ranks' results, by case and size class."""
     return {
         case: " ".join(
             _digest("".join(parts).encode()) for parts in zip(*(found[case] for found in of_ranks), strict=True)
@@ -76,7 +76,7 @@ def combined(of_ranks: Sequence[dict[str, list[str]]]) -> dict[str, str]:
 
 
 def digests_of_rank(group: Any) -> dict[str, list[str]]:
-    """Runs every case on this rank. All ranks of `group` must call it."""
+    """All ranks of `group` must call it."""
     found: dict[str, list[str]] = {}
     for case, calls in _cases(group):
         found[case] = [_digest(b"".join(bytes_of(x).numpy().tobytes() for x in call())) for call in calls]
@@ -89,12 +89,12 @@ def _digest(content: bytes) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _integers(count: int, rank: int) -> Tensor:
-    """Returns `count` 32-bit integers that depend on nothing but the arguments."""
     return torch.frombuffer(bytearray(random.Random(count * 64 + rank).randbytes(4 * count)), dtype=torch.int32)
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Returns the input of `rank`: sums round and integers overflow. The first floats are ±0, a tiny and infinity."""
+    """Returns the input of `rank`: its sums round and its integers overflow. The first floats are ±0, a tiny number and
+    infinity."""
     integers = _integers(count, rank)
     if not dtype.is_floating_point and not dtype.is_complex:
         return (integers & 1).bool() if dtype == torch.bool else integers.to(dtype, copy=True)  # some calls write to it
@@ -113,7 +113,7 @@ def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def raw(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Returns arbitrary bytes of a dtype, for calls that move them."""
+    """Returns random bytes as a dtype, for calls that only move them."""
     if dtype == torch.bool:
         return (_integers(count, rank) & 1).bool()
     return torch.frombuffer(bytearray(random.Random(rank).randbytes(count * dtype.itemsize)), dtype=torch.uint8).view(
@@ -215,7 +215,6 @@ def _norms(group: Any) -> Iterator[tuple[str, list[Callable[[], Sequence[Tensor]
 
 
 def main() -> None:
-    """Computes all digests and rewrites the file."""
     from tests.contract.test_digests import found_on
     from tests.hosts import Hosts
     from tests.workers import WorkerPool

@@ -1,9 +1,9 @@
-"""The code blocks of README.md and docs/*.md, and how each is run, by the comment before it.
+"""The code blocks of README.md and docs/*.md. The comment before a block says how it is run.
 
 (nothing)                          on 2 ranks, tensor parallel; blocks of one page share their names, in order
 <!-- run: 4 ranks, tp=2, pp=2 -->  the same, on other ranks; without sizes the block makes its own world
 <!-- run: one process -->          in one process, without a world
-<!-- run: program -->              in a file of its own; a comment behind `print(launch(…` says what it prints
+<!-- run: program -->              as its own file; a comment after `print(launch(…` has the output
 <!-- edit -->, <!-- use -->        by tests/contract/test_extending.py
 <!-- not run: reason -->           not at all
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.md"))]
 DEFAULT = "run: 2 ranks, tp=2"
 PLAIN = ("text", "json")
-"""Languages of pictures and output: nothing to run."""
+"""Languages of pictures and output, which can't run."""
 DIRECTIVES = ("{toctree}", "{include}", "{eval-rst}")
 
 
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Ranks that blocks run on; without `tp` blocks make their own world."""
+    """Without `tp`, blocks make their own world."""
 
     count: int
     tp: int | None
@@ -42,7 +42,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(how: str) -> Ranks | None:
-    """Returns the ranks that a comment asks for; None if it asks for something else."""
+    """Returns the ranks in a comment, or None if it has none."""
     found = re.fullmatch(r"run: (\d+) ranks(?:, tp=(\d+))?(?:, pp=(\d+))?", how)
     return None if found is None else Ranks(int(found[1]), int(found[2]) if found[2] else None, int(found[3] or 1))
 

@@ -1,4 +1,4 @@
-"""The programs in examples/, and what each says that it prints."""
+"""The programs in examples/, and the output that their docstrings promise."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 WITH_TORCH_ALONE = [FOLDER / "fsdp2_tp.py"]
-"""What `make test` runs; `make test-engines` runs the others."""
+"""`make test` runs these, `make test-engines` the others."""
 WITH_ENGINES = sorted(set(FOLDER.glob("*.py")) - set(WITH_TORCH_ALONE))
 
 
 def promised(example: Path) -> list[str]:
-    """Returns the lines that an example's docstring has below "It prints …:"."""
     text = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or ""
     found = re.search(r"^It prints.*:\n\n((?:    .*\n?)+)", text, re.MULTILINE)
     assert found, f"{example.name} must say in its docstring what it prints"
@@ -21,7 +20,7 @@ def promised(example: Path) -> list[str]:
 
 
 def check(example: Path, output: str) -> None:
-    """Fails unless the promised lines are in the output, in their order; `…` stands for anything within a line."""
+    """Fails unless the output has the promised lines in order. `…` matches anything within a line."""
     printed = iter(line.strip() for line in output.splitlines())
     for line in promised(example):
         pattern = ".+".join(map(re.escape, line.split("…")))

@@ -1,6 +1,6 @@
-"""How much of the suite runs: every behaviour once, or with FAILURE_TESTS=long (`make test-long`) in full.
+"""How much of the suite runs: every behavior once, or everything with FAILURE_TESTS=long (`make test-long`).
 
-The long part has more seeds, sizes and pairs of what the short part proves. It may not hold anything alone.
+The long part adds seeds, sizes and pairs to what the short part proves, and no behavior of its own.
 """
 
 from __future__ import annotations

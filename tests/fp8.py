@@ -1,7 +1,5 @@
-"""float8_e4m3fn from its definition, and the numerics of the fused norms in float64: what results are compared with.
-
-Nothing here uses torch's own conversions or norms.
-"""
+"""References: float8_e4m3fn from its definition, and the fused norms in float64. None uses torch's conversions or
+norms."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ def _value(byte: int) -> float:
 
 
 VALUES = np.array([_value(byte) for byte in range(256)])
-"""Of each byte."""
+"""By byte."""
 _MAGNITUDES = VALUES[:127]  # 0 … 448, ascending; byte 127 is NaN
 
 
 def to_bytes(numbers: Any) -> Any:
-    """The bytes of `numbers`: to the nearest, ties to the even fraction, beyond 448 to 448; of NaN, 127."""
+    """Returns bytes rounded to nearest, ties to even. Above 448 gives 448, NaN gives 127."""
     wide = np.asarray(numbers, dtype=np.float64)
     absolute = np.where(np.isnan(wide), 0.0, np.minimum(np.abs(wide), MAX))
     above = np.clip(np.searchsorted(_MAGNITUDES, absolute), 1, 126)
@@ -40,19 +38,18 @@ def to_bytes(numbers: Any) -> Any:
 
 
 def bytes_of(x: Tensor) -> Any:
-    """Of a float8 tensor; every NaN is 127."""
+    """Returns a float8 tensor's bytes, with every NaN as 127."""
     found = x.view(torch.uint8).numpy()
     return np.where((found & 127) == 127, 127, found)
 
 
 def static_bytes(normed: Tensor, scale: float) -> Any:
-    """What quantising `normed` with a scale for all gives."""
     with np.errstate(all="ignore"):
         return to_bytes(normed.float().numpy() * (np.float32(1) / np.float32(scale)))
 
 
 def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
-    """What quantising `normed` by rows gives, and the scales, float32."""
+    """Quantizes `normed` by rows. Returns the bytes and the float32 scales."""
     with np.errstate(all="ignore"):
         wide = normed.float().numpy()
         largest = np.abs(wide).max(-1, keepdims=True, initial=0)
@@ -62,7 +59,7 @@ def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
 
 
 def norm_bounds(y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Between what the norm of `y` has to lie: float64, a bit of float32 and a rounding to the dtype allowed."""
+    """Returns float64 bounds of the norm of `y`: they allow a bit of float32 and a rounding to the dtype."""
     wide = y.double()
     exact = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     info = torch.finfo(torch.float32 if y.dtype == torch.float64 else y.dtype)

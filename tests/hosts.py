@@ -1,4 +1,4 @@
-"""Hosts on this machine, for tests and benchmarks: what ranks see of each other is what they would see over a network.
+"""Hosts on one machine, for tests and benchmarks: ranks on them see each other as over a network.
 
     with Hosts(2) as hosts:                                       # or Hosts([Host(), Host(own_pids=True)])
         with hosts.ranks([0, 0, 1, 1]) as ranks:                  # rank r is on host placement[r]
@@ -6,13 +6,13 @@
             hosts.link(1, up=False)
             ...
 
-A host is a network namespace with one interface, a UTS namespace with a name of its own, a mount namespace with a
-fresh /dev/shm, and, if asked for, a PID namespace and a monotonic clock. Their interfaces meet in a bridge, in
-a namespace of its own: nothing has a name outside, and no two runs meet. Each namespace lives as long as a process that
-reads a pipe of ours, so whatever becomes of the owner, be it SIGKILL, the kernel takes all of it away. It needs root,
-`ip` and `tc` (Debian: iproute2), `unshare` and `nsenter` (util-linux); `problem()` says what is missing.
+A host is a network namespace with one interface, a UTS namespace with its own name, and a mount namespace with an empty
+/dev/shm. It can also have a PID namespace and a monotonic clock. A bridge in another namespace connects the hosts, so
+two runs never meet. Each namespace lives as long as a process that reads a pipe of ours: the kernel removes all of them
+even after SIGKILL. Needs root, `ip` and `tc` (Debian: iproute2), `unshare` and `nsenter` (util-linux); `problem()` says
+what is missing.
 
-Ranks are forks of the tests' fork server, so they start in milliseconds, that enter a host's namespaces.
+Ranks are forks of the tests' fork server that enter a host's namespaces.
 """
 
 from __future__ import annotations
@@ -35,36 +35,35 @@ from typing import Any
 from tests.workers import WorkerPool, serve
 
 _FIRST_PORT = 20_000
-"""Of rank 0, on its own host, one for each pool: nobody else is there, and outgoing connections have higher ones."""
+"""Rank 0's port on its own host, one per pool. No other process listens there, and outgoing connections use higher
+ports."""
 
 INTERFACE = "eth0"
 _DEADLINE_S = 20.0
 _NAMESPACES = ("net", "uts", "ipc", "pid_for_children", "time_for_children", "mnt")
-"""The last one takes the way to the others away."""
+"""The mount namespace is last: entering it hides the files of the others."""
 CLOCK_STEP_S = 1000 if os.path.exists("/proc/self/ns/time") else 0
-"""So far the monotonic clock of a host with PIDs of its own is ahead of that of the one before."""
+"""Seconds by which each host with its own PIDs is ahead of the previous one's monotonic clock."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Host:
-    """What one host has of its own, and what it shares with one before it."""
-
     network_of: int | None = None
     """Shares that host's network: the same address, but no memory."""
     memory_of: int | None = None
-    """Shares that host's /dev/shm and files: the same memory, but another address and name."""
+    """Shares that host's /dev/shm and files, but has another address and name."""
     own_pids: bool = False
-    """Its processes have a PID namespace, others don't see them, nor does this host see others; and their own clock."""
+    """Has its own PID namespace and monotonic clock. Other hosts' processes are invisible, and its own to them."""
     shared_memory: str = "1g"
-    """The size of /dev/shm."""
+    """Size of /dev/shm."""
     cpus: tuple[int, ...] = ()
-    """The cores of its ranks; else all of this machine's, which its neighbours use, too."""
+    """Cores of its ranks. By default all of this machine's, shared with the other hosts."""
 
 
 @functools.cache
 def problem() -> str | None:
-    """Why there can be no hosts here, or None."""
+    """Returns why no hosts can be made here."""
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (Debian: iproute2, util-linux)"
@@ -78,19 +77,17 @@ def problem() -> str | None:
 
 
 def cores_of_each(hosts: int) -> list[tuple[int, ...]]:
-    """This machine's cores, shared out to hosts; all of them to each where there are fewer cores than hosts."""
+    """Divides this machine's cores among hosts. With fewer cores than hosts, each gets all."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // hosts
     return [tuple(cores[host * share : (host + 1) * share] if share else cores) for host in range(hosts)]
 
 
 class HostsFailedError(RuntimeError):
-    """A command that makes or changes hosts failed, or was late."""
+    """A command that makes or changes hosts failed or timed out."""
 
 
 class Hosts:
-    """Hosts that reach each other, from `__enter__` to `__exit__`; `addresses[i]` is that of host i."""
-
     def __init__(self, hosts: int | Sequence[Host]) -> None:
         self.hosts = [Host()] * hosts if isinstance(hosts, int) else list(hosts)
         self.addresses: list[str] = []
@@ -115,7 +112,7 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """Ends all ranks and takes the hosts away. Twice is fine."""
+        """Ends all ranks and removes the hosts. Can be called twice."""
         for pool in self._pools:
             pool.kill()
         for holder in self._holders:
@@ -153,13 +150,13 @@ class Hosts:
         address = f"10.77.{index // 250}.{index % 250 + 1}"
         self._in_network(self._switch, f"ip link add h{index} type veth peer name {INTERFACE} netns {pid}")
         self._in_network(self._switch, f"ip link set h{index} master br0 up")
-        # Without an IPv6 address of the link, there is one address only that a transport can choose.
+        # Without an IPv6 address, a transport has exactly one address to choose.
         self._in_network(pid, f"ip link set {INTERFACE} addrgenmode none && ip addr add {address}/16 dev {INTERFACE}")
         self._in_network(pid, f"ip link set {INTERFACE} up && ip link set lo up")
         self.addresses.append(address)
 
     def _hold(self, *options: str, script: str, enter: Sequence[str] = ()) -> int:
-        """Makes namespaces and runs `script` in them; they stay until the pipe to their process ends."""
+        """Runs `script` in new namespaces. They last until the pipe to their process closes."""
         command = ["nsenter", *enter] if enter else []
         command += ["unshare", *options, "sh", "-c", f"{script} && echo ready && exec cat"]
         holder = subprocess.Popen(
@@ -177,28 +174,26 @@ class Hosts:
         return _run(["nsenter", "-t", str(pid), "--net", "sh", "-c", script])
 
     def pid(self, host: int) -> int:
-        """A process that lives in the host's namespaces."""
         return self._holders[1 + host].pid
 
     def run_on(self, host: int, command: str) -> str:
-        """The output of a shell command on a host."""
         return _run(["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--mount", "sh", "-c", command])
 
     def link(self, host: int, up: bool) -> None:
-        """Plugs the host's cable in or out, at the switch: the host itself still believes in its interface."""
+        """Connects or disconnects the host's cable at the switch. The host's own interface stays up."""
         state = "up" if up else "down"
         self._in_network(self._switch, f"ip link set h{self._port(host)} {state}")
 
     def limit(self, host: int, rate: str | None, queue: str = "256kb") -> None:
-        """What the host sends passes at `rate` (`1gbit`, `1mbit`), behind a `queue`; None takes the limit away."""
+        """Limits what the host sends to `rate` (`1gbit`, `1mbit`) behind a `queue`. None removes the limit."""
         script = f"tc qdisc del dev {INTERFACE} root 2>/dev/null || true"
         if rate is not None:
-            # A burst holds the largest packet that the kernel hands down at once, of 64 KiB.
+            # A burst holds the kernel's largest packet, 64 KiB.
             script = f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst 128kb limit {queue}"
         self.run_on(host, script)
 
     def lose(self, host: int, percent: int) -> None:
-        """Drops so many of a hundred packets that the host sends to others, at the switch; 0: none. Needs nftables."""
+        """Drops this percentage of the host's packets to others, at the switch. Needs nftables."""
         script = "nft delete table bridge loss 2>/dev/null || true"
         if percent:
             rule = f"iifname h{self._port(host)} numgen random mod 100 < {percent} drop"
@@ -208,11 +203,9 @@ class Hosts:
         self._in_network(self._switch, script)
 
     def sent_bytes(self, host: int) -> int:
-        """What the host has sent to other hosts so far, headers and acknowledgements included."""
         return self.sent(host)[0]
 
     def sent(self, host: int) -> tuple[int, int]:
-        """Bytes and packets that the host has sent to other hosts so far."""
         (link,) = json.loads(self._in_network(self._switch, f"ip -s -j link show dev h{self._port(host)}"))
         return int(link["stats64"]["rx"]["bytes"]), int(link["stats64"]["rx"]["packets"])
 
@@ -221,14 +214,14 @@ class Hosts:
         return host if shared is None else self._port(shared)
 
     def ranks(self, placement: Sequence[int], **environment: str) -> HostRanks:
-        """Ranks on these hosts, with these environment variables beside the usual ones; they start at the first run."""
+        """Returns ranks that start at the first run, with additional environment variables."""
         pool = HostRanks(self, placement, {"MASTER_PORT": str(next(self._ports)), **environment})
         self._pools.append(pool)
         return pool
 
 
 class HostRanks(WorkerPool):
-    """A pool of ranks that are spread over hosts. They meet at the address of rank 0's host, which serves the store."""
+    """A pool of ranks over several hosts. Rank 0 serves the store at its host's address."""
 
     def __init__(self, hosts: Hosts, placement: Sequence[int], environment: dict[str, str]) -> None:
         super().__init__(len(placement))
@@ -243,10 +236,10 @@ class HostRanks(WorkerPool):
         self.kill()
 
     def kill(self) -> None:
-        """As any pool's; ranks in a PID namespace end before the processes outside that wait for them.
+        """Kills the ranks in a PID namespace before the outer processes that wait for them.
 
-        An orphan among them would be left to PID 1 outside, which in a container often reaps nobody; and the namespace,
-        so its host, stays until all of its processes are reaped.
+        Otherwise PID 1 outside would inherit them, and in a container it often doesn't reap. The namespace, and so the
+        host, remains until all its processes are reaped.
         """
         for process, host in zip(self._processes, self.placement, strict=False):
             if self._hosts.hosts[host].own_pids:
@@ -257,7 +250,7 @@ class HostRanks(WorkerPool):
         super().kill()
 
     def _serve_store(self) -> None:
-        """Rank 0 does."""
+        """Rank 0 serves it."""
 
     def _environment(self, rank: int) -> dict[str, str]:
         host = self.placement[rank]
@@ -282,7 +275,7 @@ def _serve_on_host(host_pid: int, host: Host, connection: Connection, environmen
     if host.cpus:
         os.sched_setaffinity(0, host.cpus)
     if host.own_pids:
-        # Only children are in the PID namespace; this process stays outside and ends as its child does.
+        # Only children are in the PID namespace. This process stays outside and exits like its child.
         child = os.fork()
         if child:
             connection.close()
@@ -297,12 +290,12 @@ def _children(pid: int) -> list[int]:
     try:
         with open(f"/proc/{pid}/task/{pid}/children", encoding="utf-8") as file:
             return [int(child) for child in file.read().split()]
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         return []
 
 
 def enter(pid: int) -> None:
-    """This process, of one thread, joins the namespaces of another."""
+    """Joins another process's namespaces. This process must have one thread."""
     library = ctypes.CDLL(None, use_errno=True)
     folder = os.getcwd()
     with contextlib.ExitStack() as stack:

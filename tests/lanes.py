@@ -1,17 +1,16 @@
-"""Runs the suite in lanes beside each other: what computes, what starts ranks, and what waits for ranks to end.
+"""Runs the suite in concurrent lanes: tests that compute, that start ranks, and that wait for ranks to die.
 
     python -m tests.lanes [options of pytest]          # all lanes
     python -m tests.lanes check [options of pytest]    # for the inner loop: what isn't slow, and some with ranks
-    python -m tests.lanes room layout [options]        # what isn't slow of the unit tests of one room
-    python -m tests.lanes lint [check] [options]       # `make lint` beside them, as a lane of its own
+    python -m tests.lanes room layout [options]        # the unit tests of one room that aren't slow
+    python -m tests.lanes lint [check] [options]       # also runs `make lint` as a lane
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
-Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
-end, of the others the summary. Many tests have ranks that must notice something in time, so no more lanes run at once
-than there are cores, and one; and up to MOST_AGAIN tests that failed run once more, with the machine to themselves. The
-last line counts all tests in pytest's words, and names those that were run again. The exit code is 1 where a lane
-failed for good or ran no test, where more than MOST_FLAKES passed only when run again, and where the tests of all lanes
-no longer hold each of `tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
+Each lane is one pytest that logs to `.lanes/NAME.log`. At the end, the output of failed lanes and the summaries of
+the others are printed. Many ranks must detect something in time, so at most one more lane runs than there are cores. Up
+to MOST_AGAIN failed tests run again, alone on the machine. The last line counts all tests as pytest does, and names the
+repeated ones. The exit code is 1 if a lane failed for good or ran no test, if more than MOST_FLAKES passed only in the
+second run, or if the lanes lack a line of `tests/promises.txt`. Ctrl-C ends all lanes with their descendants.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = "/dev/shm"
 LOGS = ROOT / ".lanes"
 SOME_FAILED, NO_TESTS = 1, 5
-"""pytest's exit codes. The second: nothing was collected, or -k left nothing over; no failure of one among several."""
+"""pytest's exit codes. NO_TESTS: nothing was collected, or -k selected nothing. In one of several lanes it is no
+failure."""
 MOST_AGAIN = 10
-"""More failures than these don't come from a busy machine."""
+"""With more failures than this, the machine's load isn't the cause."""
 MOST_FLAKES = 2
-"""More tests than these that pass only when run again fail the run: they would hide what is broken."""
+"""More tests than this that pass only in a second run fail the run: they would hide defects."""
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-"""The lanes have the cores among them; and inductor makes scalar code: a process that tries instruction sets compiles a
-program for each and loads it in an interpreter with torch, 6 s of CPU time."""
+"""Lanes share the cores. Inductor makes scalar code: to test instruction sets, a process would compile and load a
+program for each, 6 s of CPU time."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 AT_ONCE = (os.cpu_count() or 1) + 1
-"""Lanes that run at the same time: tests of ranks wait more than they compute, but each has deadlines."""
+"""Lanes at the same time: tests of ranks mostly wait, but have deadlines."""
 _STEP_S = 0.2
 _LOOK_S = 2.0
 
@@ -56,10 +56,10 @@ class Lane(NamedTuple):
     name: str
     paths: tuple[str, ...]
     but: tuple[str, ...] = ()
-    """What of `paths` another lane has."""
+    """Parts of `paths` that another lane runs."""
     niceness: int = 0
     command: tuple[str, ...] = ()
-    """Runs instead of pytest; where it fails, the run has failed."""
+    """Runs instead of pytest. If it fails, the run fails."""
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:
@@ -76,20 +76,20 @@ COMPILERS = _files(
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
 ) + _files("tests/internals", "test_collectives_ranks")  # fmt: skip
-"""Contract tests whose ranks need torch's compiler or FSDP: one fork server imports them."""
+"""Contract tests whose ranks need torch's compiler or FSDP, which one fork server imports."""
 PROGRAMS = _files(
     "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
-"""Contract tests of programs, rather than of ranks."""
+"""Contract tests of programs instead of ranks."""
 RANKS = _files(
     "tests/internals", "test_areas", "test_control_plane", "test_direct_calls",
     "test_group_topology_ranks", "test_kernels", "test_message_queue", "test_nccl_windows_ranks", "test_peer_calls",
     "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_thread_names",
     "test_trace", "test_tune", "test_world_store",
 )  # fmt: skip
-"""Tests of internals that start ranks or take seconds: beside the contract tests."""
+"""Tests of internals that start ranks or take seconds."""
 FUZZING = _files("tests/internals", "test_fuzzed")
-"""Measures this process's memory, so that it runs where ranks do all the work."""
+"""Measures this process's memory, so it runs in a lane whose work is in ranks."""
 DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
@@ -108,8 +108,8 @@ LANES = (
     Lane("native", NATIVE, niceness=3),
     Lane("disagreements", DISAGREEMENTS),
 )
-"""In the order in which they start: the longest first. The failure tests wait for ranks to notice something in time, so
-the other lanes are nice to them, but none may starve: they have deadlines, too."""
+"""In the order of their start, the longest first. The others are nice to the failure tests, which must detect failures
+in time. None may starve, because all have deadlines."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
@@ -117,10 +117,10 @@ COMPUTING = _files(
 ) + _files(
     "tests/internals", "test_codec", "test_codec_hostile", "test_plan", "test_plan_picture", "test_wire",
 )  # fmt: skip
-"""Most of the seconds of unit tests that don't wait: `make test` has them, and a room's own check."""
+"""Unit tests that take most of the CPU time. `make test` and the checks of their rooms run them."""
 UNITS = ("tests/unit", "tests/internals")
 WITH_RANKS = (*FUZZING, *RANKS, *_files("tests/internals", "test_bench_command", "test_benchmarks"))
-"""Of these folders what starts ranks, or takes seconds for each case."""
+"""Tests in these folders that start ranks or take seconds a case."""
 CHECK = (
     *(Lane(folder.rpartition("/")[2], (folder,), but=(*COMPUTING, *WITH_RANKS)) for folder in UNITS),
     Lane(
@@ -136,14 +136,14 @@ _IMPORTED = re.compile(r"^from (?:parallel_state|device_communicators)\.(\w+)", 
 
 
 def room_of(test: Path) -> str:
-    """Returns the room that a file of tests imports most from, the ground apart; empty if none."""
+    """Returns the room that a test file imports most, except `base`; "" if none."""
     rooms = Counter(_IMPORTED.findall(test.read_text(encoding="utf-8")))
     del rooms["base"]
     return rooms.most_common(1)[0][0] if rooms else ""
 
 
 def lanes_of_room(room: str) -> list[Lane]:
-    """Returns two lanes of the unit tests of a room. Raises SystemExit, with the rooms, if it has none."""
+    """Returns two lanes of a room's unit tests. If it has none, raises SystemExit with the known rooms."""
     left_out = {ROOT / path for path in WITH_RANKS}
     files = sorted({path for folder in UNITS for path in (ROOT / folder).glob("test_*.py")} - left_out)
     found = [str(path.relative_to(ROOT)) for path in files if room_of(path) == room]
@@ -155,7 +155,7 @@ def lanes_of_room(room: str) -> list[Lane]:
 
 
 def _be_nice(niceness: int) -> None:
-    """Lowers what this process gets of the cores; where each session gets the same share, that of its session."""
+    """Lowers this process's share of the cores, and its session's under autogroups."""
     os.nice(niceness)
     with suppress(OSError):  # no autogroups
         Path("/proc/self/autogroup").write_text(str(niceness), encoding="utf-8")
@@ -164,21 +164,19 @@ def _be_nice(niceness: int) -> None:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a lane.
 
-    Tests start some hundred interpreters. Each would compile this project's modules anew where the caller wants no
-    bytecode beside them, and torch's as well in a folder that holds none of theirs yet (14 s with torch's compiler).
+    It allows bytecode. Without it, some hundred interpreters would each compile this project's modules, and maybe
+    torch's (14 s with torch's compiler).
     """
     return {**VARIABLES, **{name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}}
 
 
 class Run:
-    """A lane's pytest and its log."""
-
     def __init__(self, lane: Lane, options: Sequence[str]) -> None:
         self.lane = lane
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
         self.cpu_s = 0.0
-        """Of it and of all that descends from it, as of the last look; those of orphans are missing."""
+        """CPU time of it and its descendants at the last measurement, without orphans'."""
         self._cache = LOGS / f"{lane.name}.cache"
         command = list(lane.command)
         if not command:
@@ -198,33 +196,30 @@ class Run:
         with open(self.log, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends the lanes
                 preexec_fn=lambda: _be_nice(self.lane.niceness),
                 env=environment(os.environ),
             )  # fmt: skip
 
     @property
     def failed(self) -> bool:
-        """Whether a test failed, or none ran though all were asked for."""
         return self.code not in (0, NO_TESTS if self._options and not self.lane.command else 0)
 
     @property
     def code(self) -> int | None:
-        """How it ended; None before that."""
+        """Exit code; None before the exit."""
         return None if self._process is None else self._process.poll()
 
     @property
     def pid(self) -> int:
-        """0 before it was started."""
+        """0 before the start."""
         return 0 if self._process is None else self._process.pid
 
     def failures(self) -> list[str]:
-        """Returns the names of tests that failed and of files that couldn't be read; none if pytest itself failed."""
         found = self._cache / "v/cache/lastfailed"
         return list(json.loads(found.read_text())) if self.code == SOME_FAILED and found.exists() else []
 
     def kill(self) -> None:
-        """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""
         if self._process is not None and self.code is None:
             for pid in [self._process.pid, *descendants(self._process.pid)]:
                 with suppress(ProcessLookupError):
@@ -235,7 +230,6 @@ class Run:
         return counts_of(self.log.read_text(errors="replace"))
 
     def summary(self) -> str:
-        """Returns pytest's last lines, with the reasons of skipped tests."""
         text = self.log.read_text(errors="replace").rstrip()
         heading = text.rfind("\n", 0, text.rfind("short test summary info") + 1)
         return text[heading if heading >= 0 else text.rfind("\n") :].strip()
@@ -247,9 +241,9 @@ class Run:
 
 @functools.cache
 def apart() -> tuple[str, ...]:
-    """Returns what to begin a command with so that it has a /dev/shm of its own, as large; nothing where it can't.
+    """Returns a command prefix for an own /dev/shm of the same size; empty if that is impossible.
 
-    The failure tests look at what is left there. Without it they leave out what processes of other lanes have open.
+    The failure tests look for leftovers there. Without it they ignore what processes of other lanes have open.
     """
     if not os.path.isdir(SHARED_MEMORY):
         return ()
@@ -263,10 +257,10 @@ def apart() -> tuple[str, ...]:
 
 
 def _note_cpu_s(runs: Sequence[Run]) -> None:
-    """Updates the CPU seconds of lanes: of all that descends from them, with what those processes have waited for."""
+    """Updates the lanes' CPU seconds, with those of descendants and of processes they have reaped."""
     used_s, children = dict[int, float](), dict[int, list[int]]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has exited
             _, parent, *fields = stat.read_text("utf-8", "replace").rpartition(") ")[2].split()
             pid = int(stat.parent.name)
             children.setdefault(int(parent), []).append(pid)
@@ -281,7 +275,7 @@ def _note_cpu_s(runs: Sequence[Run]) -> None:
 
 
 def counts_of(text: str) -> Counter[str]:
-    """Returns the numbers of pytest's last line, such as `== 1 failed, 3 passed, 2 errors in 0.5s ==`."""
+    """Returns the numbers in pytest's last line, such as `== 1 failed, 3 passed, 2 errors in 0.5s ==`."""
     for line in reversed(text.splitlines()):
         found = re.findall(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)\b", line)
         if found and re.search(r" in [\d.]+s", line):
@@ -296,7 +290,7 @@ def last_line(total: Counter[str], seconds: float, again: Sequence[str] = ()) ->
 
 
 def ended(runs: Sequence[Run]) -> Iterator[Run]:
-    """Starts them, AT_ONCE at a time, and yields each as it ends."""
+    """Starts the runs, AT_ONCE at a time, and yields each when it ends."""
     waiting, running, next_look_s = list(runs), list[Run](), 0.0
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
@@ -388,7 +382,7 @@ def _chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
 
 
 if __name__ == "__main__":
-    # In the background, or below nohup, a process ignores signals that tests send to ranks: no handler is inherited.
+    # In the background, or under nohup, a process ignores signals that tests send to ranks. Handlers aren't inherited.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _stop)
     try:

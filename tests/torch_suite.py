@@ -1,10 +1,10 @@
-"""Runs torch's own tests of torch.distributed, those that its wheel brings, over one backend on the CPU.
+"""Runs torch's own torch.distributed tests, from its wheel, over a backend on the CPU.
 
     python -m tests.torch_suite BACKEND WORLD_SIZE [--rpc] [NAME…]     # a line of JSON a test; the log goes to stderr
 
-What the tests decide by a backend's name is decided as for gloo, or as for MPI where only that is let in. Each rank of
-a test is forked from this process, which has imported all that it needs and has made no group. With --rpc it runs those
-tests of torch's RPC, with 4 ranks each, that make a process group as well.
+Tests that depend on the backend's name run as for gloo, or for MPI if only that is accepted. Each rank is forked from
+this process, which has all imports and no group. --rpc runs the RPC tests that also make a process group, with 4 ranks
+each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class _Opening(str):
-    """A backend's name that passes for gloo's and for MPI's, too, where it is compared, and for gloo's in sets."""
+    """A backend's name that also equals gloo's and MPI's, and acts as gloo's in sets."""
 
     def __eq__(self, other: object) -> bool:
         return other in ("gloo", "mpi") or str(self) == other
@@ -58,7 +58,7 @@ class _Opening(str):
 def run(
     backend: str, size: int, names: Sequence[str] = (), *, rpc: bool = False, debug: str = "OFF", log: Path
 ) -> dict[str, Outcome]:
-    """Returns what became of the tests, all of them or `names`; what they print is added to `log`."""
+    """Returns the outcomes of `names`, by default of all, and appends their output to `log`."""
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
@@ -76,7 +76,7 @@ def run(
                 found[outcome.name] = outcome
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with ranks that it has left
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has left
             process.wait()
     missing = set(names) - set(found)
     if missing or not found:
@@ -85,13 +85,13 @@ def run(
 
 
 def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """Returns the classes of distributed_test.py, whose gates read the backend's name while they are defined."""
+    """Returns the classes of distributed_test.py. Their gates read the backend's name while they are defined."""
     from torch.testing._internal import common_distributed
 
     common_distributed.DistTestCases.backend_feature["plugin"].add(backend)
     with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _Opening(backend)}):
         module = importlib.import_module(f"{_PACKAGE}.distributed_test")
-    os.environ["BACKEND"] = "mpi"  # from now on it is asked for what needs 8 ranks, but for MPI
+    os.environ["BACKEND"] = "mpi"  # it decides which tests need 8 ranks, except for MPI
     for names in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
         getattr(module, f"{names}_SUPPORTED_BACKENDS").append(backend)
 
@@ -104,7 +104,7 @@ def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
 
 
 def _rpc_tests() -> list[type[unittest.TestCase]]:
-    """Returns the classes of the other files that have tests: of RPC, and of DDP below a distributed autograd."""
+    """Returns the test classes of RPC, and of DDP under distributed autograd."""
     suites = importlib.import_module(f"{_PACKAGE}.rpc_utils")
     agents = {
         "TensorPipe": ("tensorpipe_rpc_agent_test_fixture", suites.GENERIC_TESTS + suites.TENSORPIPE_TESTS),
@@ -126,7 +126,7 @@ def _fork_ranks() -> None:
 
 
 def _make_groups_of(backend: str) -> None:
-    """Makes groups of what is asked for as gloo's world from here on."""
+    """Makes groups of this backend where a test requests gloo's world."""
     import torch.distributed as dist
 
     made = dist.init_process_group
@@ -141,7 +141,7 @@ def _make_groups_of(backend: str) -> None:
 
 
 def _makes_group(kind: type[unittest.TestCase], method: str) -> bool:
-    """Returns True where a test of RPC, or a method that it calls, makes a process group."""
+    """Returns True if an RPC test, or a method that it calls, makes a process group."""
     source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
     if re.search("initialize_pg|init_process_group", source):
         return True

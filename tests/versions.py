@@ -1,10 +1,11 @@
-"""The Python versions that pyproject.toml promises, and the newest torch: `make versions`, a part of `make test-long`.
+"""Checks the Python versions that pyproject.toml promises, and the newest torch: `make versions`, a part of `make
+test-long`.
 
     python -m tests.versions
 
-For each version of Python: mypy as of that version. Where its interpreter is found (on PATH, or one of pyenv's), it
-compiles every file of the repository, and runs the unit tests that need no torch in an environment of its own. With the
-newest torch, where pip knows a build of it for CPUs alone, `make check`'s tests run. All else runs in CI's matrix.
+For each version: runs mypy. If the interpreter is found (on PATH, or pyenv's), compiles every file, and runs the unit
+tests without torch in a separate environment. With the newest torch, if pip knows a CPU build, runs the tests of `make
+check`. CI's matrix runs the rest.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ def promised() -> list[str]:
 
 
 def interpreters(version: str) -> Iterator[str]:
-    """Yields commands that may be this version's interpreter."""
     yield from filter(None, [shutil.which(f"python{version}")])
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     yield from (str(path) for path in sorted(pyenv.glob(f"{version}.*/bin/python")))
 
 
 def find_interpreter(version: str) -> str | None:
-    """Returns an interpreter that says it is of this version: a shim may have none behind it."""
+    """Returns an interpreter that confirms its version: a shim may lack one."""
     code = "import sys; print('{}.{}'.format(*sys.version_info))"
     for command in interpreters(version):
         if subprocess.run([command, "-c", code], capture_output=True, text=True).stdout.strip() == version:
@@ -61,7 +61,7 @@ def run(*command: str | Path, stdin: str = "") -> bool:
 
 
 def environment(name: str, interpreter: str, *needed: str) -> Path | None:
-    """Returns the Python of an environment with what the tests need; None if that can't be had."""
+    """Returns the Python of an environment with the tests' requirements, or None."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
@@ -73,7 +73,7 @@ def environment(name: str, interpreter: str, *needed: str) -> Path | None:
 
 
 def check(version: str) -> dict[str, bool | None]:
-    """Returns what was done, and whether it went well; None for what couldn't be."""
+    """Returns the result of each check; None if it was impossible."""
     found: dict[str, bool | None] = {"mypy": run(sys.executable, "-m", "mypy", "--python-version", version)}
     interpreter = find_interpreter(version)
     found["compiled"] = None if interpreter is None else run(interpreter, "-c", COMPILE, stdin="\n".join(sources()))
@@ -86,7 +86,7 @@ def check(version: str) -> dict[str, bool | None]:
 
 
 def newest_torch() -> tuple[str, str | None]:
-    """Returns the newest version of torch that pip knows, and the newest of its builds for CPUs alone, if any."""
+    """Returns the newest torch version that pip knows, and the newest CPU build, if any."""
     done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "torch"], capture_output=True, text=True)
     (known,) = re.findall(r"^Available versions: (.*)$", done.stdout, re.MULTILINE) or [""]
     versions = [version for version in known.split(", ") if version]
@@ -94,7 +94,7 @@ def newest_torch() -> tuple[str, str | None]:
 
 
 def check_torch(newest: str, for_cpus: str | None) -> bool | None:
-    """Returns whether the tests of `make check` pass with the newest torch; None where it can't be had."""
+    """Returns whether the tests of `make check` pass with the newest torch; None if it is unavailable."""
     if for_cpus is None or not for_cpus.startswith(newest):
         return None
     python = environment(f"torch-{newest}", sys.executable, f"torch=={for_cpus}", *NEEDED, "nvidia-ml-py", "setuptools")

@@ -1,4 +1,4 @@
-"""A plugin of pytest: the packages without their `__init__`, so that what needs no torch is imported without it."""
+"""A pytest plugin: imports the packages without their `__init__`, so that torch-free modules need no torch."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     results = pool.run(function, argument, …, tp=2, pp=2)     # each rank's return value
 
-A function that raises on any rank fails the test with every traceback; one that doesn't end within its deadline has
-its ranks killed, and the next test gets fresh ones. Functions are found by name in the worker: module level only.
+If a function raises on any rank, the test fails with every traceback. If it exceeds its deadline, its ranks are killed,
+and the next test gets new ones. Workers find functions by name, so these must be at module level.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRELOADED = (
     "parallel_state.groups.world",
     "device_communicators.cpu.host_memory",
 )
-"""Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""
+"""The fork server imports these. None may call CUDA, or no rank could use CUDA."""
 COMPILING = "any test that compiles"
 _SLOW_IMPORTS = {
     ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
@@ -50,17 +50,16 @@ _SLOW_IMPORTS = {
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
-"""Seconds for tests with torch's own parallelism, its compiler or a model: imported there as well in a run of theirs
-where torch has no CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton,
-and Triton for a GPU."""
+"""Modules that take seconds to import -> tests that need them. The fork server imports them for runs with these tests,
+unless torch has CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
 modules_of_tests: set[str] = set()
-"""Their names without `.py`, set when the tests of a run are known."""
+"""Names without `.py`, set when the tests of a run are known."""
 modules_of_new_ranks: set[str] = set()
-"""Of them those whose tests start ranks each, in full: 13 ms a rank that need not import its own."""
+"""Modules whose tests start new ranks: preloading them saves 13 ms a rank."""
 
 
 def fork_context() -> Any:
-    """Returns a context whose processes are forked from one, of this run, that has imported what they need."""
+    """Returns a context whose processes are forks of this run's fork server."""
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
     also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
@@ -69,7 +68,7 @@ def fork_context() -> Any:
 
 
 class WorkersFailedError(AssertionError):
-    """At least one rank raised, died or was late; `errors` maps ranks to their tracebacks."""
+    """At least one rank raised, died or was late. `errors` maps ranks to tracebacks."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
@@ -77,7 +76,7 @@ class WorkersFailedError(AssertionError):
 
 
 class WorkerPool:
-    """`world_size` processes; with `initialize` each joins a world, and `run` gives them the layout it is asked for."""
+    """`world_size` processes. `run` gives them the requested layout."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -88,7 +87,7 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *args: Any, tp: int | None = None, pp: int = 1, timeout_s: float = 120.0
     ) -> list[Any]:
-        """Each rank's result. With `tp` the ranks have model-parallel groups; else the function does its own init."""
+        """Returns each rank's result. With `tp` the ranks have model-parallel groups, else the function initializes."""
         self._begin(function, args, None if tp is None else (tp, pp))
         results, errors = self._collect(timeout_s, GRACE_S)
         if errors:
@@ -97,7 +96,7 @@ class WorkerPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> dict[int, Any]:
-        """As `run`, for functions in which ranks die: the results of those that didn't. The next run gets new ranks."""
+        """Like `run`, for functions in which ranks die. Returns the survivors' results."""
         self._begin(function, args, None)
         try:
             results, errors = self._collect(timeout_s, timeout_s)
@@ -150,14 +149,14 @@ class WorkerPool:
             )
             with _STARTS:
                 process.start()
-                # A start asks for the ends of all that were started before; that of a rank is for its pool's thread.
+                # A start joins all children started before, but each rank belongs to its pool's thread.
                 multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
             theirs.close()
             self._processes.append(process)
             self._connections.append(mine)
 
     def _serve_store(self) -> None:
-        # The parent hosts the store, as torchrun does, so that no port is guessed and worlds can follow each other.
+        # The parent serves the store, like torchrun: no port is guessed, and worlds can follow each other.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -175,11 +174,10 @@ class WorkerPool:
         }
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """What a rank's process runs, and the arguments before its connection and environment."""
+        """Returns a rank's function, and its arguments before the connection and environment."""
         return serve, ()
 
     def kill(self) -> None:
-        """Ends the ranks at once; the next `run` starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

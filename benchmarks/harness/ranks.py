@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 import parallel_state as ps
 from device_communicators import Route, register_route, unique_name
 from device_communicators.base.errors import UnsupportedError
-from device_communicators.base.torch_internals import dynamo, functional_collectives
+from device_communicators.base.torch_internals import dynamo
 from harness.collectives import count_of, ours_by_op
 from harness.picture import draw
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
@@ -102,7 +103,6 @@ class Ways:
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
     """Returns torch's functional collective, which torch.compile supports."""
-    functional = functional_collectives()
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
         "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),

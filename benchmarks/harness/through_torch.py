@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import wait_tensor
 
 import parallel_state as ps
 from device_communicators.base.settings import SHARED_MEMORY
-from device_communicators.base.torch_internals import functional_collectives, load_inductor, register_fake_backend
+from device_communicators.base.torch_internals import register_fake_backend
 from harness.collectives import count_of, ours_by_op
 from harness.ranks import compilable_of_torch
 from parallel_state.tools.bench.collectives import GLOO, OWN, answer, given, torch_by_call
@@ -44,9 +45,9 @@ _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
 
 def load(name: str, settings: dict[str, Any]) -> None:
     """Imports the team's modules, so that its start-up time excludes imports."""
+    import torch._inductor.compile_fx
     import torch.distributed.fsdp
 
-    load_inductor()
     register_fake_backend()
     torch.set_num_threads(1)
 
@@ -92,7 +93,6 @@ class ThroughTorch:
         self._x = self._source.clone()
         eager = torch_by_call(operation, dist.group.WORLD, self.size)
         functional = compilable_of_torch(operation, dist.group.WORLD)
-        wait_tensor = functional_collectives().wait_tensor
         if kind == "compiled":
             torch.compiler.reset()
             functional = torch.compile(functional, fullgraph=True)  # waits by itself

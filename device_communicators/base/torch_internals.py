@@ -164,18 +164,8 @@ def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
-def store_of(group: Any) -> Any:
-    return c10d._world.pg_map[group][1]
-
-
 def register_fake_backend() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-
-def functional_collectives() -> Any:
-    import torch.distributed._functional_collectives as functional
-
-    return functional
 
 
 def new_group_of_members(
@@ -390,11 +380,6 @@ def dynamo() -> Any:
     from torch import _dynamo
 
     return _dynamo
-
-
-def load_inductor() -> None:
-    """Imports inductor, which takes seconds."""
-    import torch._inductor.compile_fx  # noqa: F401
 
 
 def register_graph_pass(kind: type) -> None:

@@ -1,7 +1,7 @@
-"""Sends requests to the store or the program of a control plane, without importing torch: `debug --live` starts fast.
+"""Sends requests to the store or the program of a control plane. Imports no torch, so that `debug --live` starts fast.
 
 The compiled library does the I/O in the calling thread, without the interpreter lock. Python checks for signals every
-50 ms. This module has requests, replies, and descriptions of other services that answer at a store's address.
+50 ms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""Maximum size of a request or reply; equals kMostStoreBytes in csrc/store.h."""
+"""As kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
-"""The first bytes that a listener of the control plane sends."""
+"""A listener's first bytes."""
 _MOST_PARTS = 1 << 17
 _QUESTION = 11
 """StoreCall::kQuestion in csrc/store.h."""
@@ -31,11 +31,11 @@ _SHOWN_BYTES = 48
 
 
 class ForeignServiceError(Exception):
-    """The service that answered is not this process's store. The text describes the service."""
+    """Another service answered; the text describes it."""
 
 
 def in_words(answer: bytes) -> str:
-    """Describes the service that answered with these bytes, and quotes the first of them."""
+    """Describes the service that answered with these bytes."""
     if answer.startswith(MAGIC):
         return (
             "the store of another launch listens there, which accepts only the ranks of that launch. If a rank of it "
@@ -49,8 +49,8 @@ def in_words(answer: bytes) -> str:
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
     """Sends `text` to the program at `address` and returns its reply; see `on_question` of `World.meet`.
 
-    Raises OSError if the connection fails or times out, ForeignServiceError if another service answers, and
-    ConfigMismatchError if the peer has another protocol version.
+    Raises OSError if the connection fails or times out, ForeignServiceError for another service, and
+    ConfigMismatchError for another protocol version.
     """
     hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
     client = library.ps_store_client(hosts.encode(), address[1], token.encode())
@@ -78,7 +78,7 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Releases the connection for other requests, or closes it if no reply arrived or it is a hold. Idempotent."""
+        """Releases the connection for reuse; closes it if no reply arrived or it is a hold. Idempotent."""
         handle, self._handle = self._handle, 0
         if handle > 0:
             self._library.ps_store_end(handle)

@@ -1,8 +1,7 @@
 """Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank.
 
-A thread of the compiled library does the work and never takes the interpreter lock. So a rank that holds the lock for
-long is not reported as dead; its callbacks run once it releases the lock. docs/protocol.md describes the protocol. This
-module has no sockets and makes no decisions.
+A thread of the compiled library does the work without the interpreter lock. So a rank that holds the lock for long
+isn't reported as dead; its callbacks run later. docs/protocol.md describes the protocol.
 
     world = World(library, address, limit_s=20.0, beat_s=1.0)     # listens; publish str(world.endpoint)
     world.meet(members, on_change)                                # all ranks, with the same members
@@ -48,26 +47,26 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""An agreement's larger value raises InvalidArgumentError."""
+"""Limit of an agreement's value."""
 MOST_STATUS_BYTES = 64 << 10
-"""A larger question gets no reply; a larger reply to a rank is truncated."""
+"""A larger question gets no reply; a larger reply is truncated."""
 MOST_TEXT_BYTES = 256
-"""Longer purposes of agreements raise InvalidArgumentError; longer causes of failures are truncated."""
+"""Limit of an agreement's purpose; longer causes of failures are truncated."""
 LINGER_S = 1.0
 GREETING_BYTES = 60
-"""Size of the first bytes that a listener sends: its hello and the head of its nonce frame (docs/protocol.md)."""
+"""Size of a listener's first bytes: its hello and the head of its nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
-"""A call raises ControlError if the compiled thread has not ended it this long after its deadline."""
+"""A call whose thread is this late after the deadline raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""Equal kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h. A lead is connected to every other domain."""
+"""As kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
-"""Maximum size of a token given by the program: HMAC would hash a longer key first."""
+"""HMAC would hash a longer key first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
-"""Offset and size of the endpoint on a board; see BoardHead in csrc/machine.h."""
+"""Position of the endpoint on a board; see BoardHead in csrc/machine.h."""
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Link targets of board descriptors in /proc/PID/fd. The second is used if memfd_create is refused."""
+"""Link targets of board descriptors in /proc/PID/fd; the second if memfd_create is refused."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
@@ -79,11 +78,11 @@ SAME = "the replay has the same digest\n"
 """Last line of `describe` if the replay ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s44xQ")
-"""The hello's magic, and the process number of the sender."""
+"""The hello's magic, and the sender's process number."""
 
 
 def greeter(greeting: bytes) -> int:
-    """Returns the process number of the listener that sent `greeting`; 0 for another service or protocol version."""
+    """Returns the process number of the listener that sent `greeting`; 0 for another service or version."""
     if len(greeting) != GREETING_BYTES:
         return 0
     magic, proc = _GREETING.unpack(greeting)
@@ -91,65 +90,60 @@ def greeter(greeting: bytes) -> int:
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
-"""A reply, or a function that receives `send` and calls it later with the reply."""
+"""A reply, or a function that later passes the reply to its argument `send`."""
 
 _OPEN: WeakSet[World] = WeakSet()
 
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """Registers `_leave_all` once, to run at the program's exit."""
     atexit.register(_leave_all)
 
 
 def _leave_all() -> None:
-    """Leaves all worlds at a normal exit. After an uncaught exception does nothing, so that peers report a death."""
+    """Leaves all worlds at a normal exit. After an uncaught exception it doesn't, so that peers report a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
 
 
 class ControlError(CommunicationError):
-    """The control plane is unusable: this process left the world, or the control plane's thread ended."""
+    """The control plane is unusable: this process left the world, or the plane's thread ended."""
 
 
 class Endpoint(NamedTuple):
     """Address and identity of a process, published before the ranks meet."""
 
     proc: int
-    """A random number that identifies this process in this world."""
+    """A random number: this process in this world."""
     host: str
     port: int
     token: str
-    """The listener's secret. Peers prove by HMAC that they have it."""
+    """The listener's secret, which peers prove by HMAC to have."""
     board: int
-    """Descriptor number, in that process, of its board: shared memory that processes of its watch domain read."""
+    """The process's descriptor of its board: shared memory that processes of its watch domain read."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str | bytes) -> Endpoint:
-        """Returns the endpoint that `str` wrote. Raises ValueError."""
+        """Raises ValueError."""
         proc, host, port, token, board = json.loads(text)
         return cls(int(proc), str(host), int(port), str(token), int(board))
 
 
 class Member(NamedTuple):
-    """One rank of a world."""
-
     rank: int
     domain: str
-    """Watch domain: equal for processes that can watch each other by PID; empty if none can watch this one."""
+    """Equal for processes that can watch each other by PID; empty if none can watch this one."""
     pid: int
     began: str
-    """The start time of the process, as `host.start_time` returns it; empty if unknown."""
+    """Start time of the process, as `host.start_time` returns it; empty if unknown."""
     endpoint: Endpoint
 
 
 class Change(NamedTuple):
-    """A change of one rank's state."""
-
     kind: str
     """died, left, failed, unreachable (its host shows no sign of life), or stopped.
 
@@ -157,18 +151,15 @@ class Change(NamedTuple):
     """
     rank: int
     text: str
-    """The cause, if known."""
     by: int = -1
     """The rank that reported it; -1 if unknown."""
 
 
 class Verdict(NamedTuple):
-    """The result of an agreement."""
-
     kind: str
-    """agreed, ended (`ranks` ended), missing (`ranks` did not call in time), or undecided (`ranks` did not answer)."""
+    """agreed, ended (`ranks` exited), missing (`ranks` did not call in time), or undecided (`ranks` did not answer)."""
     values: list[bytes]
-    """If agreed, the values of all ranks in the order of the call's `ranks`; else empty."""
+    """If agreed, the values in the order of the call's `ranks`."""
     ranks: list[int]
 
 
@@ -184,17 +175,17 @@ class _Asked:
 
 
 class World:
-    """This process's membership in one world. Any thread may call any method."""
+    """This process's membership in one world. Thread-safe."""
 
     def __init__(
         self, library: Any, address: str, *, limit_s: float, beat_s: float, port: int | None = None, token: str = ""
     ) -> None:
         """Listens at `address`, and serves a key-value store to processes that prove the token; see `ControlStore`.
 
-        `library`: the loaded C++ library. `port`: None for any free one, within PARALLEL_STATE_PORTS if that is set.
-        `token`: the listener's secret; a random one if empty. `limit_s`: a host without a sign of life for this long is
-        unreachable. Raises ResourceLimitError if descriptors, threads or memory ran out, and ControlError for other
-        errors, such as no free port.
+        `library`: the loaded C++ library. `port`: None: any free one, within PARALLEL_STATE_PORTS if set. `token`: the
+        listener's secret; random if empty. `limit_s`: a host without a sign of life for this long is unreachable.
+        Raises ResourceLimitError if descriptors, threads or memory ran out, and ControlError for other errors, such as
+        no free port.
         """
         exits.prepare()
         _leave_at_exit()
@@ -227,7 +218,7 @@ class World:
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._questions: dict[int, tuple[_Asked, int]] = {}
-        """Question number -> (the question, the rank that it was sent to)."""
+        """Question number -> (the question, its rank)."""
         self._asked = 0
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
@@ -246,10 +237,9 @@ class World:
     ) -> None:
         """Joins the world. Every member calls it with the same members. Returns without waiting.
 
-        `on_change` is called for each rank that ends, and for this rank if a peer reports it.
-        `on_question(rank, question)` returns the reply, or a function `f`. `f` is called with a function `send`; any
-        thread may call `send(reply)` later. Rank -1 stands for a process outside the world that has the token.
-        `look` is called about every 0.4 s. One thread calls all callbacks, so they must be quick.
+        `on_change` is called for each rank that exits, and for this rank if a peer reports it. `on_question(rank,
+        question)` returns an `Answer`; rank -1 is a process outside the world that has the token. `look` is called
+        about every 0.4 s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -270,20 +260,19 @@ class World:
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
         self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
-        self._procs, self._ranks = procs, ranks  # before joining: the callback thread may run already, for a store
+        self._procs, self._ranks = procs, ranks  # before joining: for a store, the callback thread runs already
         try:
             code = self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members))
             self._check(code, "joining the world")
         except BaseException:
             self._procs, self._ranks = {}, {}
             raise
-        self.start_thread()  # last: a process without it can still report that it failed
+        self.start_thread()  # last: a process without it can still report its failure
 
     def start_thread(self, on_question: Callable[[int, bytes], Answer] | None = None) -> None:
         """Starts the thread that calls callbacks and logs, if it isn't running.
 
-        `meet` calls it. Call it earlier to answer questions before the ranks meet, or for a world that only serves a
-        store.
+        Call it before `meet` to answer earlier questions, or for a world that only serves a store.
         """
         self._on_question = on_question or self._on_question
         if self._thread is not None:
@@ -305,9 +294,8 @@ class World:
         """Sends `value` and returns the verdict: the values of all `ranks`, or why there are none.
 
         All of `ranks` must call it with the same purpose, attempt and ranks, and use each combination once. Returns at
-        most 0.5 s after `give_up()` first returns True, with the verdict reached by then. After "undecided", other
-        ranks may have received another verdict that this rank can't know. Raises ControlError if this process leaves
-        the world, and ConfigMismatchError if a peer has another protocol version.
+        most 0.5 s after `give_up()` first returns True. After "undecided", other ranks may have another verdict. Raises
+        ControlError if this process leaves the world, and ConfigMismatchError if a peer has another protocol version.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -350,8 +338,8 @@ class World:
     ) -> dict[int, bytes]:
         """Sends `question` to all `ranks` and returns the replies of their `on_question`, by rank.
 
-        Ranks that end, or don't reply in time, have no entry. With `on_replies` it returns {} at once, and the callback
-        thread calls `on_replies(replies)` later. The callback thread itself must pass `on_replies`.
+        Ranks that exit, or don't reply in time, have no entry. With `on_replies` it returns {} at once, and the
+        callback thread calls `on_replies(replies)` later. The callback thread itself must pass `on_replies`.
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
@@ -384,10 +372,10 @@ class World:
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """Registers a shared-memory group: the compiled thread then ends the group's waits when ranks end.
+        """Lets the compiled thread end a shared-memory group's waits when ranks exit.
 
-        `ranks`: the group's ranks on this host, in the group's order. The death of any rank in `domain` fails the
-        group. Raises ControlError if this process left the world.
+        `ranks`: the group's ranks on this host, in the group's order. A death in `domain` fails the group. Raises
+        ControlError if this process left the world.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
@@ -399,22 +387,22 @@ class World:
         self._report(0, _FAILED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
-        """Reports ranks as unreachable because a data connection to them is silent; `text` is the cause."""
+        """Reports ranks whose data connections are silent; `text` is the cause."""
         for rank in ranks:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last 32 to 64 KiB of events of this rank's core, for `describe`; empty if memory ran out.
+        """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out.
 
-        It contains no tokens except those in values of agreements.
+        It has no tokens except in values of agreements.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Leaves the world and frees its resources. Idempotent.
 
-        Returns once other hosts' kernels have received the farewell and this host's ranks can read it, after at most
-        `linger_s` + 1 s. Waits up to 1 s more for a running callback.
+        Returns when other hosts' kernels have the farewell and this host's ranks can read it, after at most `linger_s`
+        + 1 s. Waits up to 1 s more for a running callback.
         """
         if self._is_leaving or self._pid != os.getpid():
             return
@@ -430,12 +418,11 @@ class World:
 
     @property
     def library(self) -> Any:
-        """Returns the loaded C++ library."""
         return self._library
 
     @property
     def _handle(self) -> int:
-        """Returns the handle. Raises ForkedError in a forked child."""
+        """Raises ForkedError in a forked child."""
         if self._pid != os.getpid():  # before any lock: the parent may have held it at the fork
             raise forks.error("the control plane")
         return int(self._own_handle)
@@ -453,7 +440,7 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits for the agreement's verdict in C++, in the calling thread: slow callbacks elsewhere don't delay it."""
+        """Waits in C++, in the calling thread, so that slow callbacks don't delay it."""
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
@@ -570,7 +557,6 @@ class World:
                 self._guarded(call.on_replies, call.result)
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a program's callback and logs its exceptions."""
         try:
             return function(*args)
         except Exception:
@@ -579,12 +565,12 @@ class World:
 
 
 def describe(library: Any, record: bytes) -> str:
-    """Returns a replay as text: a line per event and action, the ends, and whether the final state matches."""
+    """Returns a replay as text: events, actions, exits, and whether the final state matches."""
     return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """Calls `fill(buffer, size)` with larger buffers until its result, the needed size, fits; returns the bytes."""
+    """Calls `fill(buffer, size)`, which returns the needed size, with larger buffers until it fits."""
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):
         buffer = ctypes.create_string_buffer(needed)
@@ -593,18 +579,15 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Returns endpoints of this PID namespace's processes, by PID, from the boards in which they publish them.
-
-    Boards that this user may not read are left out.
-    """
+    """Returns endpoints of this PID namespace's processes, by PID, from the boards that this user may read."""
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"
-        with contextlib.suppress(OSError):  # it exited, or is another user's
+        with contextlib.suppress(OSError):  # exited, or another user's
             for number in os.listdir(folder):
                 path = f"{folder}/{number}"
-                with contextlib.suppress(OSError, ValueError, TypeError):  # it was closed, or is another file
-                    is_own = os.lstat(path).st_mode & stat.S_IWUSR  # boards of other processes are open read-only
+                with contextlib.suppress(OSError, ValueError, TypeError):  # closed, or another file
+                    is_own = os.lstat(path).st_mode & stat.S_IWUSR  # other processes' boards are open read-only
                     if is_own and os.readlink(path).startswith(_BOARDS):
                         with open(path, "rb") as board:
                             text = os.pread(board.fileno(), _ENDPOINT_BYTES, _ENDPOINT_AT).rstrip(b"\0")
@@ -617,7 +600,7 @@ def _kind_of(flags: int) -> str:
 
 
 def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
-    """Reads kind, flags, process, number and text of news, and skips the call's key."""
+    """Reads kind, flags, process, number and text of news; skips the call's key."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
     news.number("Q"), news.number("Q"), news.text(), news.number("I"), news.number("B")
@@ -629,7 +612,7 @@ def _words(text: bytes) -> str:
 
 
 def _pack(member: Member, addresses: dict[str, str]) -> bytes:
-    """Encodes a member for `ps_control_meet`. `addresses` caches resolved host names."""
+    """Encodes a member. `addresses` caches resolved host names."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
         try:
@@ -648,7 +631,7 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Decodes values that `put` in csrc/frame.h encoded."""
+    """Decodes what `put` in csrc/frame.h encoded."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -1,9 +1,7 @@
 """Implements torch's `Store` as a client of the key-value store that a `World` serves.
 
-The compiled library does the I/O in the calling thread, without the interpreter lock. Python checks for signals every
-50 ms. Both sides prove that they know the listener's token. Each request and reply has a MAC. Nothing is encrypted.
-
-This module has the client only; the server is in csrc/store.h.
+Both sides prove that they have the listener's token. Each request and reply has a MAC. Nothing is encrypted. The server
+is in csrc/store.h.
 """
 
 from __future__ import annotations
@@ -35,35 +33,34 @@ _PAUSE_S = 0.02
 
 
 class ControlStore(dist.Store):
-    """The store of one world. Any thread may call it; threads don't wait for each other.
+    """The store of one world. Thread-safe; threads don't wait for each other.
 
-    Methods raise DistStoreError if a wait times out before its keys are set, or if the request is invalid. They raise
-    DistNetworkError if the server can't be used. Its `__cause__` is a PermissionError if the server doesn't know the
-    token, a ForeignServiceError for another service, and a ConfigMismatchError for another protocol version.
+    Methods raise DistStoreError for invalid requests, and if keys aren't set in time. They raise DistNetworkError if
+    the server can't be used. Its `__cause__` is a PermissionError for a wrong token, a ForeignServiceError for another
+    service, a ConfigMismatchError for another protocol version.
 
     torch's C++ code doesn't keep this object alive and needs the interpreter lock to call it. c10d/control_store.py
-    compiles a replacement for torch where it can.
+    compiles a replacement if possible.
     """
 
     served_by: int | None = None
-    """The global rank that runs the server; None if a launcher does."""
+    """The global rank that runs the server; None: a launcher."""
     access = "the job's secret"
-    """Describes the access control, for messages."""
+    """Access control, for messages."""
 
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Opens no connection; the first request connects.
+        """Opens no connection; the first request does.
 
-        `library`: the loaded C++ library. `timeout_s`: timeout of each request, which `set_timeout` changes. `name`:
-        describes the store in errors.
+        `timeout_s`: of each request; `set_timeout` changes it. `name`: for errors.
         """
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """Handle of the library's client, shared by all stores of one server; 0 until the server name is resolved."""
+        """Handle of the library's client, shared by all stores of one server; 0 until the name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -72,7 +69,7 @@ class ControlStore(dist.Store):
         return f"{self._name} at {self.address[0]}:{self.address[1]}"
 
     def reach(self, deadline: float) -> None:
-        """Returns once the server answers. Raises DistNetworkError at the deadline."""
+        """Returns when the server answers. Raises DistNetworkError at the deadline."""
         while True:
             try:
                 self._ask(_CHECK, [], timeout_s=max(0.0, deadline - time.monotonic()))
@@ -91,16 +88,16 @@ class ControlStore(dist.Store):
         self.library.ps_store_close(self._client)
 
     def clone(self) -> ControlStore:
-        """Returns this store itself, because its requests never wait for each other."""
+        """This store, because its requests never wait for each other."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(_SET, [key, value])
 
     def hold(self, key: str, value: str | bytes) -> None:
-        """Sets KEY until this process exits or calls `close`. The server then replaces KEY by gone/KEY.
+        """Sets KEY until this process exits or calls `close`; then gone/KEY replaces KEY.
 
-        If `delete_key` removes KEY first, gone/KEY is not set. Key and value together have at most 64 KiB.
+        `delete_key` before that removes both. Key and value together have at most 64 KiB.
         """
         self._ask(_HOLD, [key, value], holds=True)
 
@@ -167,7 +164,7 @@ class ControlStore(dist.Store):
         except ConnectionAbortedError as error:
             raise dist.DistNetworkError(f"{self} closes each connection") from error
         except (OSError, ForeignServiceError, ConfigMismatchError) as error:
-            if not self._is_numeric:  # the name may resolve to another address now
+            if not self._is_numeric:  # it may resolve to another address now
                 self._client = 0
             raise dist.DistNetworkError(f"{self} can't be reached: {error}") from error
         if text[0] != 0:
@@ -177,7 +174,7 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns the handle of the library's client (csrc/guest.h). Resolves the server's host name first, if needed.
+        """Returns the handle of the library's client. Resolves the server's name first, if needed.
 
         Raises OSError if the name isn't resolved within `limit_s` or 2 s, whichever is longer.
         """
@@ -187,7 +184,7 @@ class ControlStore(dist.Store):
         return self._client
 
     def _look_up(self, limit_s: float) -> list[str]:
-        """Returns the server's numeric addresses. Resolves in a thread: a name server may exceed `limit_s`."""
+        """Returns the server's addresses. Resolves in a thread: a name server may exceed `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
             raise TimeoutError(f"the name {self.address[0]!r} was not resolved")

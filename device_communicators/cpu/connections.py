@@ -1,8 +1,8 @@
-"""Makes the TCP connections between ranks of a group that share no memory, while all its ranks are here.
+"""Makes the TCP connections between ranks of a group that share no memory.
 
-The ranks gather addresses, ports and tokens. A connection begins with the token of the listener, the rank of the
-dialer, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to the interfaces in GLOO_SOCKET_IFNAME
-in turn, and a large body goes in stripes over all of them. What goes over them is moved by compiled code.
+The ranks exchange addresses, ports and tokens. A connection begins with the listener's token, the dialer's rank and the
+connection's number. With PARALLEL_STATE_CONNECTIONS two ranks have several connections, to the interfaces of
+GLOO_SOCKET_IFNAME in turn; a large body is striped over them. Compiled code moves the data.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
 _MOST_UNKNOWN = 256
-"""Connections that have sent no hello: beyond this number the oldest is closed."""
+"""Limit of connections without a hello; beyond it the oldest is closed."""
 _BACKLOG = 512
 _MOST_ADDRESSES = 4
 _Key = tuple[int, int]
 """A rank, and the number of the connection to it."""
 _STRANGER: _Key = (-1, 0)
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
-"""Offsets in Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
+"""Offsets in Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
 """After this many unanswered probes of a full receiver, its kernel owes an answer."""
 _SECOND_PROBE_S = 0.4
@@ -47,11 +47,10 @@ _SECOND_PROBE_S = 0.4
 
 
 class Meeting(NamedTuple):
-    """The ranks of a group that connect, and how they exchange what they need for it."""
+    """The ranks of a group that connect, and how they exchange records."""
 
     members: GroupMember
     ranks: Sequence[int]
-    """Global, in group order."""
     gather: Callable[[bytes], list[bytes]]
     """Returns the record of each rank; every rank calls it."""
     watcher: Watcher
@@ -71,18 +70,18 @@ class Connections:
     ) -> None:
         """`early_bytes`: by rank, the bytes that this rank may send before that rank receives them.
 
-        `granted_bytes`: the same limit for each other rank, which this rank announced and enforces.
+        `granted_bytes`: the limit that this rank announced to every other rank and enforces.
         """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
         self.early_bytes = dict(early_bytes)
         self._unanswered: dict[socket.socket, float] = {}
-        """Those on which the other kernel owes an acknowledgement, and since when."""
+        """Sockets whose peer kernel owes an acknowledgement, and since when."""
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose kernel has left data sent on a connection unacknowledged for this long.
+        """Returns the ranks whose kernel has left data on a connection unacknowledged for this long.
 
-        Call it several times within `limit_s`. It omits a rank that just doesn't read: its kernel still answers.
+        Call it several times within `limit_s`. It omits a rank that doesn't read, because its kernel still answers.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -109,7 +108,7 @@ class Connections:
         self.sockets = {}
 
     def release(self) -> None:
-        """Leaves the descriptors to the compiled group, which closes them."""
+        """The compiled group closes the descriptors."""
         for connections in self.sockets.values():
             for connection in connections:
                 connection.detach()
@@ -117,11 +116,10 @@ class Connections:
 
 
 def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Connects this rank to `peers`, to each of which it is one, too. Every rank of the group calls it.
+    """Connects this rank to `peers`; every peer must list this rank, too. Every rank of the group calls it.
 
-    `address`: at which others reach this rank; None for that which gloo tells them. Raises CommunicationError on all
-    ranks where one can't listen, and on those that find out why some can't be connected; as soon as a watched rank has
-    ended, the error that names it.
+    `address`: how others reach this rank; None: as gloo publishes it. Raises CommunicationError on all ranks if one
+    can't listen, and on ranks that can't be connected. When a watched rank exits, raises the error that names it.
     """
     started = time.monotonic()
     members, ranks = meeting.members, meeting.ranks
@@ -177,16 +175,16 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
 
 
 def _connections(members: GroupMember, peers: int) -> int:
-    """Returns how many connections to each other rank there may be: as many as are wanted, or one."""
+    """Returns the number of connections per rank: the configured one, or 1."""
     wanted = settings.CONNECTIONS.get()
-    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may have as many again
+    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may need as many again
     if shortage:
         logger.warning("%s has one connection to each rank instead of %d: %s", members, wanted, shortage)
     return 1 if shortage else wanted
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Returns the error for connections that can't be made: by whose death, if it becomes known in a moment."""
+    """Returns the error for connections that can't be made. It names a death that becomes known in a moment."""
     suspects = [meeting.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
     kind: type[CommunicationError] = CommunicationError
@@ -204,7 +202,7 @@ def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started:
 
 
 def _greet(meeting: Meeting, rank: int, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
-    """Makes a connection of this number to a rank that listens at `end`, an address and a port."""
+    """Makes connection `number` to a rank that listens at `end`, an address and a port."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
@@ -239,9 +237,9 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Adds the connections of `keys`, all of which others make, to `made`; those of strangers end."""
+    """Adds the connections of `keys`, which others make, to `made`; closes those of strangers."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-    """By descriptor, in order of arrival: connections without a whole hello, and the bytes of it that arrived."""
+    """By descriptor, in order of arrival: connections without a whole hello, and the bytes that arrived."""
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}
     for listener in listeners:
@@ -275,7 +273,7 @@ def _accept(
 
 
 def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
-    """Adds what has come to `hello`; returns whose it is, `_STRANGER` of a stranger, None if more must come."""
+    """Reads bytes of a hello. Returns its key, `_STRANGER` for a stranger, or None if more must arrive."""
     try:
         come = connection.recv(_HELLO.size - len(hello))
     except BlockingIOError:

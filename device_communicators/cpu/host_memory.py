@@ -1,13 +1,13 @@
 """The ranks of a group that share a host, and the segment that they work in.
 
-It is attached once, when the group is made, by all ranks together: so whether there is shared memory is
-a fact of the group from its beginning, the same on every rank. Each rank makes an empty segment under a random name
-and tells it to the others; those who can open it share its maker's memory, which is the evidence, whatever the hosts
-are called. All work in the segment of a host's lowest rank, in which each of them backs its own slots with memory: the
-kernel takes it from the NUMA node that the asking process runs on. Then all names are taken away again.
+All ranks attach together when the group is made, so every rank agrees from the start on which ranks share memory. Each
+rank makes an empty segment under a random name and sends the name to the others. A rank that can open a segment shares
+its maker's memory, whatever the hosts are called. All ranks of a host work in the segment of its lowest rank. Each
+allocates its own slots there, because the kernel takes memory from the NUMA node of the allocating process. Then all
+names are removed.
 
-The ranks that work in one segment are a *memory domain*, which the collectives treat as a host. A rank whose memory
-can't be shared is a domain by itself, as is each rank of a host without room for the segment.
+The ranks that work in one segment are a *memory domain*, which the collectives treat as a host. A rank that can't share
+memory is a domain by itself.
 """
 
 from __future__ import annotations
@@ -41,52 +41,51 @@ _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
 MOST_MESHED = 256
-"""Groups of more ranks have no connections but those of the domains' first ranks."""
+"""Larger groups connect only the lowest ranks of the domains."""
 MESHED_UNASKED = 32
-"""Groups of more ranks have connections between each two ranks if each rank has descriptors left for them."""
-_MOST_AREAS = 4  # a sum that goes along more of them comes late
+"""Larger groups connect all ranks only if each has enough descriptors."""
+_MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
 class HostMemory:
-    """The shared memory of one group; `attach` it once, all ranks together, before anything else is asked."""
+    """The shared memory of one group. All ranks call `attach` once, before anything else."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: the cores, a bit each, of all ranks on this host, where there are others than the group's."""
+        """`neighbours`: core masks of all ranks on this host, if there are others than the group's."""
         self.members = members
         self.cores: tuple[int, ...] = ()
-        """Of the group's ranks on this host: on which cores each may run, a bit each."""
+        """Core mask of each of the group's ranks on this host."""
         self.areas: tuple[cores.Area, ...] = ()
-        """Of the ranks in this domain: the NUMA node and the cache that its cores have in common."""
+        """By rank in this domain: the NUMA node and cache that its cores share."""
         self.area_ranks = 0
-        """Ranks of each NUMA node, or cache, where they are on several; 0: collectives don't go by them."""
+        """Ranks per NUMA node or cache if they are on several; 0: collectives ignore areas."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
-        """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
+        """Ranks in the group by host, sorted by first rank; known after `attach`."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """Ranks in the group by the segment that they work in, in the order of the first ranks."""
+        """Ranks in the group by segment, sorted by first rank."""
         self.apart = ""
-        """The reason that ranks of one host are in several domains, equal on all ranks; empty where none are."""
+        """The reason that a host has several domains, equal on all ranks; else empty."""
         self.problem: str | None = "it isn't attached yet"
-        """The reason that the group has no compiled collectives, equal on all ranks; None where it has them."""
+        """The reason that the group has no compiled collectives, equal on all ranks; else None."""
         self.collectives: NativeGroup | None = None
-        """None where there is a problem."""
         self.is_meshed = False
-        """True if each rank has a connection to each rank of other domains; else only the domains' first ranks do."""
+        """True if all ranks of different domains are connected; else only the domains' first ranks are."""
         self.channels: Channels | None = None
-        """The message queues; None where the ranks are on several hosts."""
+        """The message queues; None if the group isn't in one segment."""
         self.debug = False
-        """True if one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
+        """True if any rank has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
         self.rounding: tuple[bool, ...] = ()
-        """By rank: whether it has PARALLEL_STATE_ROUND_BETWEEN_HOSTS on."""
+        """By rank: its PARALLEL_STATE_ROUND_BETWEEN_HOSTS."""
         self.pids: tuple[int, ...] = ()
-        """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
+        """Of this host's ranks; -1 in another PID namespace, where they can't be watched."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks in the group that are on this host, ascending."""
+        """Returns this host's ranks in the group, ascending."""
         return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
 
     @property
@@ -96,7 +95,6 @@ class HostMemory:
 
     @property
     def in_one_segment(self) -> bool:
-        """Returns True if all ranks of the group work in one segment."""
         return self.problem is None and len(self.domains) == 1
 
     def attach(
@@ -107,12 +105,12 @@ class HostMemory:
         purpose: str = "shared memory",
         address: str | None = None,
     ) -> None:
-        """Finds out who shares memory, maps it, and connects what shares none. All ranks call it.
+        """Finds the ranks that share memory, maps it, and connects the other ranks. All ranks call it.
 
-        The deadline is that of the start. The death of a rank of `watched`, by default the group's, ends the wait.
+        The deadline is that of the start. The death of a rank in `watched`, by default the group's, ends the wait.
         `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
-        `address`: at which other hosts reach this rank; None for that which gloo tells them. Raises as `Watcher.gather`
-        and `connect` do, and ConfigMismatchError if a setting differs that must not.
+        `address`: how other hosts reach this rank; None: as gloo publishes it. Raises as `Watcher.gather` and `connect`
+        do, and ConfigMismatchError if ranks differ in a setting.
         """
         if self.attached:
             return
@@ -144,7 +142,7 @@ class HostMemory:
         watched: Sequence[int],
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Connects the sets of ranks that share memory (domains) by TCP. Every rank calls it."""
+        """Connects the domains by TCP. Every rank calls it."""
         rank, size = self.members.rank, len(self.members.ranks)
         rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
         others = [other for domain in self.domains if rank not in domain for other in domain]
@@ -173,7 +171,7 @@ class HostMemory:
         return connect(meeting, members.rank, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Returns the ranks' value of a setting. Raises ConfigMismatchError on all of them where they have two."""
+        """Returns the ranks' common value of a setting. Raises ConfigMismatchError on all ranks if they differ."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -186,7 +184,7 @@ class HostMemory:
         return values[0]
 
     def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
-        """Returns True on all ranks if each can open `needed` files. Every rank of the group calls it."""
+        """Returns True on all ranks if each can open `needed` files. Every rank calls it."""
         shortage = limits.descriptor_shortage(needed)
         if shortage:
             logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
@@ -243,7 +241,6 @@ class HostMemory:
         return f"{size} ranks, {set_}, {ops}; waits: {waits}, sleep; {self._describe_cores()}"
 
     def describe_ways(self) -> str:
-        """Returns the transports of the collectives, for `explain`."""
         if self.in_one_segment:
             return f"a shared segment: {self}"
         hosts = ", ".join(
@@ -264,12 +261,12 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Has the control plane end waits in this memory at deaths in `domain`. Without one they end at deadlines."""
+        """Ends waits in this memory at deaths in `domain`, if there is a control plane."""
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def close(self) -> None:
-        """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
+        """Releases the memory once no call uses it. May be called twice."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
         collectives, self.collectives = self.collectives, None
@@ -282,16 +279,16 @@ class HostMemory:
 
 
 class _Memory:
-    """Mappings that nobody owns yet."""
+    """Mappings without an owner."""
 
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library
         self.size_bytes = size_bytes
         self.arenas_at = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        """Where in each rank's segment its memory for tensors begins: on a huge page, which need not be there."""
+        """Offset of the arena in each rank's segment, aligned to huge pages."""
         self.address = 0
         self.arenas: list[int] = []
-        """The first page of each rank's memory for tensors, of which more is mapped as it is used."""
+        """The first page of each rank's arena; the rest is mapped on use."""
         self.arena_bytes = 0
         self.descriptor = -1
         self.queues: QueueMemory | None = None
@@ -305,7 +302,7 @@ class _Memory:
         return address
 
     def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
-        """Makes the C++ group in this memory, which owns it from now on."""
+        """Makes the C++ group in this memory, which then owns it."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
@@ -327,19 +324,19 @@ class _Memory:
 
 
 def mapped_bytes(library: NativeLibrary, size: int) -> int:
-    """Returns the bytes, in whole pages, of what the collectives of `size` ranks work in."""
+    """Returns the bytes, in whole pages, that the collectives of `size` ranks need."""
     return int(library.ps_segment_bytes(size)) + _PAGE_BYTES - 1 & -_PAGE_BYTES
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Backs the slots of `rank` with memory and maps their pages: called by that rank, so that they lie on its node.
+    """Allocates the slots of `rank` and maps their pages. That rank calls it, so that they are on its NUMA node.
 
-    The first rank also backs what all share. `address`: of the segment's begin. SegmentError where there is no room.
+    The first rank also allocates what all share. `address`: of the segment's start. Raises SegmentError without room.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
         last = library.ps_slots_offset(size, size)
-        segment.allocate(start, leave_some=True)  # for messages and tensors
+        segment.allocate(start, leave_some=True)  # the rest is for messages and tensors
         segment.allocate(mapped_bytes(library, size) - last, last)
     segment.allocate(end - start, start, leave_some=True)
     library.ps_back(address + start, end - start, segment.descriptor, start)
@@ -356,7 +353,7 @@ def _want_huge_pages(library: NativeLibrary) -> None:
 
 
 class _Meeting:
-    """The exchange by which the ranks of a group find out who shares memory, and agree on it."""
+    """The exchange by which the ranks of a group agree on which of them share memory."""
 
     def __init__(
         self,
@@ -364,22 +361,20 @@ class _Meeting:
         stack: contextlib.ExitStack,
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """`gather(step, record)` returns the record of each rank."""
         self._gather = gather
         self.members = members
         self.problem: str | None = None
-        """The reason that a rank has no library."""
         self.apart = ""
         """The reason that this rank, or after `agree` any rank, shares no memory with ranks of its host."""
         self.local_ranks: tuple[int, ...] = (members.rank,)
         self._sharing: tuple[int, ...] = (members.rank,)
-        """The ranks whose segment this rank works in, unless one of them can't."""
-        self._stack = stack  # segments are closed, and their names taken away, at its end
+        """The ranks whose segment this rank works in, if all of them can."""
+        self._stack = stack  # closes segments and removes their names
         self._opened: dict[int, Segment] = {}
         self._facts: list[dict[str, Any]] = []
 
     def exchange_segments(self) -> None:
-        """Makes this rank's segment, hears of the others', and opens those of its host."""
+        """Makes this rank's segment, receives the others' names, and opens the segments of its host."""
         rank = self.members.rank
         name = ""
         try:
@@ -417,7 +412,6 @@ class _Meeting:
         self._open_others()
 
     def _compare_beats(self) -> None:
-        """Raises ConfigMismatchError on all ranks if their heartbeat settings differ."""
         found = [tuple(facts["beats"]) for facts in self._facts]
         other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
         if other is not None:
@@ -448,11 +442,11 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Maps the domain's memory; None for a rank that is alone.
+        """Maps the domain's memory; returns None for a rank that is alone.
 
-        The segment of the lowest rank begins with what the collectives work in. After that many bytes each rank's
-        segment is memory for its tensors, which grows as it is used; at the end of the first one's are the message
-        queues, if the whole group is here.
+        The segment of the lowest rank begins with the collectives' memory. At the same offset each rank's segment has
+        its arena, which grows on use. Behind the first rank's arena are the message queues, if the whole group is in
+        one segment.
         """
         if len(self._sharing) == 1:
             return None
@@ -490,7 +484,7 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the hosts, and the domains: ranks of a host that share a segment say the same, or each is alone."""
+        """Returns the hosts and the domains. Ranks of a domain must name the same ranks; else each is alone."""
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
         hosts = tuple(
@@ -531,20 +525,18 @@ class _Meeting:
         )
 
     def _exchange(self, step: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns every rank's facts."""
         return [json.loads(each) for each in self._gather(step, json.dumps(mine).encode())]
 
 
 def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
-    """Returns the reason that the lowest rank with one has given under `key`."""
     return next((f"rank {rank} of the group: {each[key]}" for rank, each in enumerate(facts) if each[key]), None)
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns nanoseconds to spin, and how often to yield then, before a waiting rank sleeps.
+    """Returns nanoseconds to spin, and then times to yield, before a waiting rank sleeps.
 
-    `group` are the sets of cores (a bit each) of the group's ranks on this host, `everyone` those of all ranks here. A
-    rank that spins on the core that the awaited one needs holds up both; so with more ranks than cores briefly only.
+    `group`: core masks of the group's ranks on this host. `everyone`: those of all ranks here. A rank that spins on the
+    core that the awaited rank needs delays both, so with more ranks than cores it spins only briefly.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)
@@ -555,9 +547,9 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns the policy for messages: a sender computes in between, longer than ranks of a collective differ.
+    """Returns the policy for messages, whose senders may compute first.
 
-    A reader that fell asleep gets its message 50 us later or more. With a core of its own it can afford to look for
-    some milliseconds.
+    A sleeping reader receives its message 50 us later or more, so one with a core of its own spins for some
+    milliseconds.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

@@ -1,14 +1,14 @@
-"""The compiled part: `csrc/` to a shared library, once per machine and torch, and its functions.
+"""The compiled library: builds `csrc/` once per machine and torch version, and declares its functions.
 
-Two builds of the same sources. The *full* one has the registered ops' CPU kernels and belongs to one version of torch;
-the *plain* one knows neither torch nor Python and serves every version of both, through ctypes or, where that takes too
-long, as functions of Python's own kind (csrc/calling.h). A wheel may bring both, and the object that both are linked
-with (setup.py makes them where torch and a compiler are there). What is missing is compiled at the first use into the
-user's cache, under a lock. Without a compiler, or where PARALLEL_STATE_BUILD says never, the plain one carries on;
-without that `load` gives the reason, and what needs the library stays out of the routes.
+There are two builds of the same sources. The *full* build has the registered ops' CPU kernels and fits one version of
+torch. The *plain* build needs neither torch nor Python and fits every version of both; Python calls it through ctypes
+or, where that is too slow, directly (csrc/calling.h). A wheel may contain both, and the object with which both are
+linked. What is missing is compiled at first use into the user's cache, under a lock. Without a compiler, or with
+PARALLEL_STATE_BUILD=never, the plain build is used. If that is missing, too, `load` raises the reason, and routes omit
+what needs the library.
 
-(Measured on torch 2.13, a call in place and a functional one: 0.92 and 1.50 us with torch's own ABI, 1.28 and 2.18 us
-with its stable one, which also has no way to look at requires_grad or to redispatch below autograd.)
+Measured on torch 2.13, a call in place and a functional one: 0.92 and 1.50 us with torch's own ABI, 1.28 and 2.18 us
+with its stable ABI, which can't read requires_grad or redispatch below autograd either.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ logger = logging.getLogger("parallel_state")
 _VERSION = 17
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
-"""A group, and the two words of `Told` in csrc/call.h."""
+"""A group, and the words of `Told` in csrc/call.h."""
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
-"""For how long a failed compile isn't tried again: ranks of one host don't come at the same time."""
+"""A failed compile isn't repeated for this time, because the ranks of a host don't arrive together."""
 _FAILURE_BYTES = 4096
 _STALE_S = 3600.0
 _UNUSED_S = 60 * 86400.0
@@ -211,12 +211,10 @@ _CALLED_BY_C = (
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
     "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size", "Py_IncRef", "Py_DecRef", "PyErr_NoMemory",
 )  # fmt: skip
-"""Functions of Python that `ps_set_calling` is given."""
+"""The functions of Python passed to `ps_set_calling`."""
 
 
 class _Method(ctypes.Structure):
-    """PyMethodDef."""
-
     _fields_ = (("name", c_char_p), ("function", c_void_p), ("flags", c_int), ("doc", c_char_p))
 
 
@@ -224,24 +222,24 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
     ("PyCFunction_NewEx", ctypes.pythonapi)
 )
 _METHODS: list[_Method] = []
-"""Objects that functions refer to as long as the process lives."""
+"""Kept alive: functions refer to them."""
 
 QueueReport = c_int64 * 12
-"""What the library tells of a queue's calls: the struct of that name in queue.h."""
+"""The struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
 
 class NativeUnavailableError(Exception):
-    """The library can't be had; the text says why, for `explain()`. Never leaves this package."""
+    """The library can't be used. The text gives the reason, for `explain()`. Never leaves this package."""
 
 
 class NativeLibrary:
-    """The loaded library: its functions as attributes (`library.ps_all_reduce`), and what is known of it."""
+    """The loaded library, with its functions as attributes (`library.ps_all_reduce`)."""
 
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
-        """True if the registered ops' CPU kernels are in it; else they go through Python."""
+        """True if it has the registered ops' CPU kernels; else they go through Python."""
         self.note = note
         """The reason that it has no ops, for `explain()`."""
         self.path = path
@@ -270,25 +268,25 @@ class NativeLibrary:
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a function of csrc/calling.h as one of Python, which has `itself` for `self`."""
+        """Returns a function of csrc/calling.h as a Python function with the `self` `itself`."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
         return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
-        """Raises what a signal's handler raised, KeyboardInterrupt mostly, while a call was sleeping; if anything."""
+        """Raises what a signal's handler raised during a call, mostly KeyboardInterrupt, if anything."""
         record = (c_void_p * 3)()
         self._library.ps_take_exception(record)
         if record[0]:
-            _restore_error(*record)  # raises, because an error is set then
+            _restore_error(*record)  # raises: an error is set
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the compiled library has no function {name!r}")
 
 
 def load() -> NativeLibrary:
-    """Returns the library; compiles it if that hasn't been done. Raises NativeUnavailableError."""
+    """Returns the library, compiled if necessary. Raises NativeUnavailableError."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -298,7 +296,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Returns the plain build if it is compiled, else `load()`: torch, which only the full one needs, takes seconds."""
+    """Returns the plain build if it is compiled, else `load()`: importing torch, for the full one, takes seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -319,7 +317,7 @@ def _load() -> NativeLibrary | str:
             return full
         problem = full
     plain = _try(native_build.plain_recipe, has_ops=False, note=problem)
-    # A choice of the user's is no news to him. Of a host's ranks the first tells, where the launcher numbers them.
+    # Warn once per host, and not about the user's own choice.
     chosen = settings.BUILD.get() != "auto" or not logs.is_first_of_host()
     level = logging.INFO if chosen else logging.WARNING
     if isinstance(plain, NativeLibrary):
@@ -328,7 +326,7 @@ def _load() -> NativeLibrary | str:
 
 
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
-    """Returns the library of one recipe, or why it can't be had."""
+    """Returns the library of one recipe, or the reason that it can't be used."""
     try:
         made = recipe()
         path, problem = find_or_compile(made)
@@ -344,7 +342,7 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
 
 
 def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
-    """Returns a recipe's file if it has been compiled, else why it can't be used.
+    """Returns a recipe's file if it is compiled, else the reason that it can't be used.
 
     `packaged`: the wheel's file serves, too.
     """
@@ -381,7 +379,7 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns a recipe's file, compiled now if need be, or why it can't be had.
+    """Returns a recipe's file, compiled if necessary, or the reason that it can't be used.
 
     `packaged`: the wheel's file serves, too. A compile is logged, with the usual time for it and those that
     `announced_with` has, which are compiled at the same time; None: nothing is logged.
@@ -412,10 +410,10 @@ def _compile(
     asked_s: float,
     announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
-    """Compiles under the lock; processes that wait for it, or come soon after, hear why it failed.
+    """Compiles under the lock. Processes that wait for it, or start soon after, read the failure from its file.
 
-    The lock's file has the last failure. Its block is taken before the compiler runs: on a full disk there is none
-    left to say so, and without a word each rank would try for itself.
+    The file's block is allocated before the compiler runs, because a full disk would leave no room for the failure, and
+    each rank would try again.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -486,15 +484,15 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
     try:
         found = json.loads(lock.read(_FAILURE_BYTES))
         return found if isinstance(found["at_s"], float) and isinstance(found["reason"], str) else None
-    except (ValueError, KeyError, TypeError):  # none, or one that was broken off
+    except (ValueError, KeyError, TypeError):  # none, or a partial one
         return None
 
 
 def _prune(target: Path) -> None:
-    """Removes what compiles left that were broken off, and libraries that nobody has loaded for long.
+    """Removes folders of compiles that were killed, and libraries unused for long.
 
-    Called under the lock of `target`: a folder of its name is nobody's any more. A library that a process has loaded
-    stays mapped there; whoever wants a removed one again compiles it.
+    The caller holds the lock of `target`, so no process uses a folder of its name. A removed library stays mapped in
+    processes that loaded it.
     """
     now = time.time()
     for path in target.parent.iterdir():

@@ -1,4 +1,4 @@
-"""The compiled collectives of a group, within a host and between hosts: one call each, and its failure as an error."""
+"""The compiled collectives of a group: one call each, and its failure as an error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _METHODS = 256
 
 
 class Taken(NamedTuple):
-    """The calls of one method of a group, and the seconds that they took, and of those waited for other ranks."""
+    """Calls of one method: their number, seconds taken, and seconds waited for other ranks."""
 
     calls: int
     took_s: float
@@ -81,7 +81,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """Seconds of a group's calls on this rank, by method, and how often each global rank came last."""
+    """A group's calls on this rank, by method, and how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -89,13 +89,12 @@ class Meter(NamedTuple):
 
 @dataclass(frozen=True)
 class Members(GroupMember):
-    """A group as far as shared memory needs to know it."""
+    """What shared memory must know about a group."""
 
     name: str
     ranks: tuple[int, ...]
     """Global, in group order."""
     rank: int
-    """This process' position in `ranks`."""
     timeout_s: float
 
     def __str__(self) -> str:
@@ -103,14 +102,12 @@ class Members(GroupMember):
 
 
 class NativeGroup:
-    """The compiled collectives of a group."""
-
     def __init__(self, library: NativeLibrary, number: int, members: Members) -> None:
         self.library = library
         self.number = number
         self.members = members
         self.connections = Connections({}, {}, 0)
-        """To ranks on other hosts; the compiled group owns their descriptors."""
+        """To ranks on other hosts; the compiled group owns the descriptors."""
         self._host_of_rank: Sequence[int] = ()
         """By rank in the group; empty on one host."""
         self._lock = threading.Lock()
@@ -118,10 +115,10 @@ class NativeGroup:
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Has the group span hosts, before its first call; takes over the descriptors of `connections`.
+        """Extends the group over hosts, before its first call. The library then owns the descriptors of `connections`.
 
-        `meshed`: each rank has a connection to each rank of other hosts; else the first ranks of the hosts do.
-        `rounded`: sums of bfloat16 are rounded before they travel.
+        `meshed`: all ranks of different hosts are connected; else only the hosts' first ranks are. `rounded`: sums of
+        bfloat16 are rounded before they are sent.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank
@@ -142,19 +139,18 @@ class NativeGroup:
         return self.members.rank
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """See `Connections.silent_peers`."""
-        with self._lock:  # else descriptors may be closed meanwhile
+        with self._lock:  # descriptors may be closed meanwhile
             return self.connections.silent_peers(limit_s)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Gives the calls that follow this timeout; errors say it."""
+        """Applies to later calls."""
         self.members = replace(self.members, timeout_s=timeout_s)
         self.library.ps_group_timeout(self.number, timeout_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Calls `ps_<operation>`; raises what became of it, and UsageError while another call is under way.
+        """Calls `ps_<operation>`. Raises its failure, and UsageError while another call is running.
 
-        The others learn of it as `user_call`, or as the call that this thread is in.
+        Peers receive `user_call`, by default the call that this thread is in, for their errors.
         """
         user_call = user_call or current(operation)
         begin_sending()
@@ -164,7 +160,7 @@ class NativeGroup:
             self._fail(status, user_call, started)
 
     def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
-        """Returns the bytes of `src`, whose number the others don't know. Raises as `call`."""
+        """Returns the bytes of `src`, whose number other ranks don't know. Raises as `call`."""
         found, size = ctypes.c_void_p(), ctypes.c_uint64()
         given = (None, 0) if x is None else (x.data_ptr(), x.nbytes)
         self.call("broadcast_sized", *given, src, most_bytes, ctypes.byref(found), ctypes.byref(size))
@@ -177,7 +173,7 @@ class NativeGroup:
         return out
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Takes the place of a message to all ranks among the calls; others wait for `src`. Raises as `call`."""
+        """Orders a broadcast message among collectives; other ranks wait for `src`. Raises as `call`."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -190,7 +186,7 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Keeps other threads from beginning a call until `exit`; UsageError while another call is under way."""
+        """Keeps other threads from calls until `exit`. Raises UsageError while another call is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -199,11 +195,10 @@ class NativeGroup:
 
     @property
     def is_busy(self) -> bool:
-        """Returns True while a call is under way."""
         return bool(self.library.ps_group_is_busy(self.number))
 
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
-        """Returns the error for a status that isn't 0; TransferError for a connection that broke."""
+        """Returns the error of a status that isn't 0; TransferError for a broken connection."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -218,7 +213,7 @@ class NativeGroup:
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
         if reporter >= 0 and status == _PEER_DIED and place == self.rank:
             return self._unreachable_from(reporter, operation, elapsed_s)
-        if reporter >= 0 and status == _BROKEN:  # a death can be known there first
+        if reporter >= 0 and status == _BROKEN:  # a death may be known there first
             with_whom = f" with global rank {suspect}" if suspect >= 0 else ""
             text = f"global rank {members.ranks[reporter]} gave up: a connection{with_whom} was closed by peer"
             return TransferError(text, place if place >= 0 else reporter)
@@ -264,7 +259,7 @@ class NativeGroup:
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _unreachable_from(self, reporter: int, operation: str, elapsed_s: float) -> CommunicationError:
-        """Returns the error for a host that takes this rank's host for dead, as one of its ranks reported."""
+        """Returns the error if another host reported this rank's host as unreachable."""
         members, hosts = self.members, self._host_of_rank
         there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
         return members.failure(
@@ -279,13 +274,13 @@ class NativeGroup:
         )
 
     def _failure_text(self) -> str:
-        """Returns what a connection's end said."""
+        """Returns the cause of a connection's failure."""
         text = ctypes.create_string_buffer(512)
         self.library.ps_group_failure_text(self.number, text, len(text))
         return text.value.decode(errors="replace")
 
     def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
-        """Returns how the call of `who` differs from the suspect's, in words."""
+        """Describes how the call of `who` differs from the suspect's."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -300,9 +295,9 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Lets the registered ops that are called with `key` come here without Python, where the library has them.
+        """Lets the registered ops of `key` bypass Python, if the library has them.
 
-        Their numbers go on after `after`.
+        Their operations are numbered from `after` + 1.
         """
         if self.library.has_ops:
             self._served.add(key)
@@ -310,7 +305,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Undoes `serve`; returns what `traffic` would have."""
+        """Undoes `serve`; returns the last `traffic`."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -318,7 +313,7 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Returns what calls took while they were measured: see `ps_measure_calls`."""
+        """Returns the times of calls made while `ps_measure_calls` was on."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
@@ -330,7 +325,7 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns calls and bytes of what the registered ops carried without Python, by operation."""
+        """Returns calls and bytes of each operation that bypassed Python."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -338,11 +333,11 @@ class NativeGroup:
         return {name: (words[2 * i], words[2 * i + 1]) for i, name in enumerate(_COUNTED) if words[2 * i]}
 
     def next_operation(self, key: str) -> int:
-        """Returns the number of an operation that comes through Python, among those that don't."""
+        """Returns the number of an operation that goes through Python."""
         return int(self.library.ps_served_next(key.encode()))
 
     def operations(self, key: str) -> list[Operation]:
-        """Returns the last operations that the registered ops carried without Python."""
+        """Returns the last operations that bypassed Python."""
         count = self.library.ps_served_records()
         words = (ctypes.c_int64 * (14 * count))()
         self.library.ps_served_recorded(key.encode(), words)
@@ -364,11 +359,11 @@ class NativeGroup:
         return found
 
     def has_transfers(self, key: str) -> bool:
-        """Returns True while a thread is in a transfer without Python."""
+        """Returns True while a thread is in a transfer that bypasses Python."""
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
-        """Tells the other ranks that this one has failed: they needn't wait for it until their deadline."""
+        """Reports this rank's failure, so that other ranks don't wait until their deadlines."""
         kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
         kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
         places = {rank: place for place, rank in enumerate(self.members.ranks)}
@@ -380,15 +375,15 @@ class NativeGroup:
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Says that this rank goes on purpose, so that its end is no death to the others."""
+        """Reports that this rank leaves on purpose, so that its exit is no death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
-        """Returns True if a rank of the group went on purpose, as it said."""
+        """Returns True if a rank left on purpose."""
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Ends the group; its memory goes with the last call that is still under way. Twice is fine."""
+        """Closes the group; its memory is freed after the last running call. May be called twice."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -401,11 +396,11 @@ class NativeGroup:
 
 
 def reducible_in_memory(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` in a dtype that the kernels reduce, the op for it, and where to copy the result unless a view."""
+    """Returns `x` in a dtype that the kernels reduce, the op, and where to copy the result unless it is a view."""
     return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)
 
 
-# What became of a wait in shared memory, as an error; suspects are global ranks, -1 where none is known.
+# Failures of waits in shared memory, as errors. Suspects are global ranks, -1 if unknown.
 
 
 def _failure(
@@ -436,7 +431,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """Returns the error for a death outside of the group; the route, which knows of deaths, says whose."""
+    """Returns the error for a death outside the group. The route names the rank."""
     return members.failure(
         PeerDiedError,
         f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside of the group, but of its failure "
@@ -450,7 +445,7 @@ def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDie
 def given_up(
     members: Members, operation: str, suspect: int, elapsed_s: float, status: int, reporter: int
 ) -> CommunicationError:
-    """Returns the error for a wait for global rank `reporter`, which failed itself, by `status`."""
+    """Returns the error of a wait for global rank `reporter`, which failed with `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
     return _failure(

@@ -1,9 +1,8 @@
-"""A file in shared memory that only this user can open, and nobody once its name was taken away.
+"""Files in shared memory that only this user can open, until their names are removed.
 
-A name is there for the moment in which the ranks open it. Who is killed in that moment leaves it behind; so its maker
-holds a lock on the file as long as it has that name, which the kernel lets go of whatever becomes of the maker, and
-`sweep` takes away the names whose lock is free. Unlike a pid in the name that holds across PID namespaces. A name says
-that its file is kept so: those of other versions stay.
+A name exists only while ranks open it. A maker that is killed then leaves the name behind. So the maker holds a lock on
+the file while it has the name; the kernel releases the lock with the maker, and `sweep` removes names without a lock.
+Unlike PIDs in names, locks work across PID namespaces. The names of other versions stay.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tempfile
 
 _SPARE_BYTES = 64 << 20
 DIRECTORY = "/dev/shm" if sys.platform == "linux" else tempfile.gettempdir()
-"""Elsewhere no memory is shared: a segment tells which ranks are on one host, no more."""
+"""On other systems no memory is shared: a segment only shows which ranks are on one host."""
 NAME_BYTES = 33
 _PREFIX = "parallel_state-"
 _LOCKED = "k"
@@ -29,11 +28,11 @@ _TRIES = 8
 
 
 class SegmentError(Exception):
-    """A segment can't be made or opened; the text says why, without naming it. Never leaves this package."""
+    """A segment can't be made or opened. The text gives the reason, without the name. Never leaves this package."""
 
 
 class Segment:
-    """An open segment; `close` it when it is mapped, `unlink` it, before, when all have opened it."""
+    """An open segment. `unlink` it when all have opened it, then `close` it when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -55,13 +54,13 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens a segment by name; None if this host's memory has none. Raises SegmentError for a stranger's."""
+        """Opens a segment by name; None if this host has none. Raises SegmentError for another user's."""
         if not _NAME.fullmatch(name):
             return None
         try:
             descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it may well be there
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it may exist
                 raise SegmentError(f"a segment in {DIRECTORY} can't be opened: {error.strerror}") from error
             return None
         if not _is_own(descriptor):
@@ -74,13 +73,13 @@ class Segment:
         return os.fstat(self.descriptor).st_size
 
     def resize(self, size_bytes: int) -> None:
-        """Gives it that length; memory comes with `allocate` only."""
+        """Sets the length, without memory: see `allocate`."""
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Backs bytes of it with memory. A full file system is a SegmentError here, and no SIGBUS later.
+        """Allocates memory for bytes of the file. A full file system raises SegmentError, instead of a later SIGBUS.
 
-        With `leave_some` a file system that would be nearly full counts as full: what comes after needs room as well.
+        With `leave_some` a nearly full file system counts as full, because later allocations need room, too.
         """
         try:
             if leave_some:
@@ -105,7 +104,7 @@ class Segment:
 
 
 def sweep() -> int:
-    """Takes away the names of this user's segments whose makers have ended; how many."""
+    """Removes the names of this user's segments whose makers have exited; returns how many."""
     swept = 0
     with contextlib.suppress(OSError):
         for file in os.listdir(DIRECTORY):
@@ -117,7 +116,7 @@ def sweep() -> int:
 def _sweep_one(path: str) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # another user's, or its maker took it away meanwhile
+    except OSError:  # another user's, or its maker removed it
         return False
     try:
         if not _is_own(descriptor):
@@ -132,16 +131,16 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Locks a new file against `sweep`; False where a sweep came first.
+    """Locks a new file against `sweep`. Returns False if a sweep removed it first.
 
-    A sweep takes names away with the lock in its hand: a file that has its name when this process holds the lock keeps
+    A sweep holds the lock while it removes a name. So a file that has its name when this process gets the lock keeps
     it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks in this file system: then nobody sweeps either
+    except OSError:  # the file system has no locks, so nobody sweeps either
         return True
     return os.fstat(descriptor).st_nlink == 1
 

@@ -1,4 +1,4 @@
-"""Connects the ranks of a group on several hosts, for transfers between each two of them: csrc/streams.h."""
+"""Connects a group's ranks on several hosts for transfers between each two of them: csrc/streams.h."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STRIPED_BYTES = 256 << 10
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects each two ranks of the group, which has compiled collectives and is meshed. Every rank calls it.
+    """Connects each two ranks of a meshed group with compiled collectives. Every rank calls it.
 
-    Returns the address of the transfers, which `ps_transfers_delete` deletes, and the connections, which the caller
-    closes after the transfers. Waits end at the deaths that `memory.end_waits_at_deaths` was told of.
+    Returns the address of the transfers, for `ps_transfers_delete`, and the connections, which the caller closes after
+    the transfers. Waits end at deaths; see `HostMemory.end_waits_at_deaths`.
     """
     members, collectives = memory.members, memory.collectives
     if collectives is None:
@@ -43,7 +43,7 @@ def connect_streams(
 def open_streams(
     made: Connections, losses: int, rank: int, size: int, spin_ns: int, striped_bytes: int = STRIPED_BYTES
 ) -> int:
-    """Returns the address of the transfers of `rank` over the connections `made`. `losses`: see `ps_streams_new`."""
+    """Returns the address of the transfers of `rank` over `made`. `losses`: see `ps_streams_new`."""
     ends = [(peer, each.fileno(), made.early_bytes[peer]) for peer, all_ in made.sockets.items() for each in all_]
     ranks, descriptors, early_bytes = zip(*ends, strict=True)
     numbers = ctypes.c_int * len(ends)

@@ -1,4 +1,4 @@
-"""Has a `Watcher` meet the ranks of a process group: over a store, as they have no connection to each other yet."""
+"""Starts the watch of a process group's ranks, through a store: they have no connections yet."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import LOOPBACK, Place, Watcher, answer_within
 
 _OWN_NAME_S = 2.0
-"""For this host's own name to resolve."""
+"""Time for this host's own name to resolve."""
 _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
-"""Of all ranks together."""
+"""Limit for all ranks together."""
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Has `watcher` listen for other ranks' control planes; returns its endpoint as text, "" for none.
+    """Makes `watcher` listen for other ranks' control planes; returns its endpoint as text, "" if there is none.
 
-    `address`: of this host, as others reach it. Where that is unknown, or leads nowhere else, it is gloo's.
+    `address`: how others reach this host. If it is unknown or a loopback address, gloo's is used.
     """
-    if not address or is_loopback(address):  # as that of a name which /etc/hosts has for 127.0.1.1
+    if not address or is_loopback(address):  # as a name that /etc/hosts maps to 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
     try:
         library: Any = native.load()
@@ -56,11 +56,11 @@ def meet(
     note: str = "",
     limit_s: float = float("inf"),
 ) -> list[str]:
-    """Starts to watch `ranks` (global, this `rank` among them). Each of them calls it. Returns the note of each.
+    """Starts to watch the global `ranks`, which include `rank`. Each of them calls it. Returns each rank's note.
 
-    `store`: a prefix that is used for this only. `address`: of this host, as others reach it. `caller`: the function
-    that each rank must call. `limit_s`: a timeout below that of the start. Raises RendezvousError with the missing
-    ranks, and PeerDiedError if the store of a rank closed. If a rank has a note, the ranks are not watched.
+    `store`: a prefix that is used for nothing else. `address`: how others reach this host. `caller`: the function that
+    each rank must call. `limit_s`: a timeout below that of the start. Raises RendezvousError with the missing ranks,
+    and PeerDiedError if the store of a rank closed. If a rank has a note, the ranks aren't watched.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -81,7 +81,7 @@ def meet(
         entries, missing = roll.call(started + limit_s)
     except dist.DistError as error:
         kind, why, suspects = watcher.explain_lost_store(store, error, ranks)
-        if kind is CommunicationError:  # the process of the server ended, or ends
+        if kind is CommunicationError:  # the server exited, or is exiting
             kind = RendezvousError if store.served_by is None else PeerDiedError
         raise not_met(kind, why, suspects) from error
     if not entries:
@@ -97,20 +97,20 @@ def meet(
 
 
 class _Roll:
-    """A call of the roll at a store: each rank enters its entry, and gets those of all.
+    """Collects an entry of each rank at a store.
 
-    The first rank opens an attempt under a random name. The last one that enters writes one roll, so a store answers
-    each rank's question for one key only. A rank that gives up closes the attempt, and ranks that still wait enter the
-    next one. So a retry at the same store never reads entries of processes that gave up.
+    The first rank opens an attempt under a random name. The last rank to enter writes all entries to one key, so that
+    each rank reads only that. A rank that gives up closes the attempt; ranks that still wait enter the next one. So a
+    retry at the same store never reads entries of processes that gave up.
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str) -> None:
         self._store, self._rank, self._ranks, self._entry = store, rank, ranks, entry
         self._attempts: list[str] = []
-        """Names of the attempts that this rank entered; the last one is open."""
+        """Attempts that this rank entered; the last one is open."""
 
     def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
-        """Returns the entries of all ranks in their order; at the deadline none, and the ranks that are missing."""
+        """Returns all ranks' entries in order; at the deadline none, and the missing ranks."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = _SHORTEST_NAP_S
         while True:
@@ -126,7 +126,7 @@ class _Roll:
             nap_s = min(2 * nap_s, longest_s)
 
     def _give_up(self) -> list[int]:
-        """Closes the attempt. Returns the ranks that entered none of this rank's attempts, else not the last one."""
+        """Closes the attempt. Returns the ranks that entered none of its attempts, or else not the last one."""
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):
@@ -135,7 +135,7 @@ class _Roll:
 
     def _enter(self) -> None:
         if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
-            # Of an earlier call of this rank, which could not close its attempt.
+            # The entry is of an earlier call of this rank, which could not close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
             return
         if self._store.add(self._key("entered"), 1) == len(self._ranks):
@@ -145,7 +145,7 @@ class _Roll:
 
     def _read(self) -> list[list[Any]]:
         entries = json.loads(zlib.decompress(bytes.fromhex(self._store.get(self._key("roll")).decode())))
-        with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can delete
+        with contextlib.suppress(dist.DistError, NotImplementedError):  # some stores can't delete
             if self._store.add(self._key("readers"), 1) == len(self._ranks):
                 self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
                 for each in (*self._ranks, "entered", "roll", "readers"):
@@ -153,7 +153,7 @@ class _Roll:
         return list(entries)
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns those of `ranks` that have no entry. One missing rank of 1,000 takes 20 requests."""
+        """Returns the `ranks` without an entry. Finding one missing rank of 1,000 takes 20 requests."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2
@@ -165,13 +165,12 @@ class _Roll:
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:
-    """Gives `watcher` the PIDs of a group's ranks on this host. Call it after `memory` was attached."""
+    """Passes the PIDs of a group's ranks on this host to `watcher`. Call it after `memory` was attached."""
     ranks = memory.members.ranks
     own = ranks[memory.members.rank]
     pids = {ranks[place]: pid for place, pid in zip(memory.local_ranks, memory.pids, strict=True)}
 
     def has_left(rank: int) -> bool:
-        """Returns True for a rank that said so in shared memory."""
         return rank in pids and memory.collectives is not None and memory.collectives.has_left(ranks.index(rank))
 
     watcher.know({rank: pid for rank, pid in pids.items() if pid > 0 and rank != own}, has_left)

@@ -1,6 +1,6 @@
 """Checks that a TCPStore answers at an address, before torch's own client connects.
 
-If the service isn't a store, torch's client blocks in C++ for its whole timeout (see `stores._check_own`).
+If the service isn't a store, torch's client blocks in C++ for its whole timeout (see `stores.check_own`).
 
 The request starts like that of torch's client (torch 2.3 to 2.15): VALIDATE and a magic number, then PING and a nonce.
 A store returns the nonce.

@@ -175,10 +175,9 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                 "same on every rank), or stop the process that listens there",
             ) from error
         with listener:
-            _check_own(address, listener, deadline)
-            make = partial(tcp_store, address, deadline, listener.detach())
+            check_own(address, listener, deadline)
             try:
-                return within(deadline, make, _GRACE_S)
+                return open_tcp_store(address, deadline, listener)
             except (OSError, RuntimeError) as error:
                 raise _error_of(
                     0,
@@ -198,13 +197,14 @@ def _stranger_at(address: tuple[str, int]) -> str:
     return ""
 
 
-def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
+def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
     """Checks that a connection to `address` arrives at this process's `listener`; raises RendezvousError if not.
 
-    Must precede TCPStore, which retries until the deadline in a thread that can't be interrupted. That thread ends the
-    process by SIGABRT if it returns while the interpreter exits.
+    The error's cause is the OSError of the last connection, if it failed. Must precede TCPStore, which retries until
+    the deadline in a thread that can't be interrupted. That thread ends the process by SIGABRT if it returns while the
+    interpreter exits.
     """
-    why = ""
+    cause: OSError | None = None
     for _ in looks(deadline):  # a proxy in front of this host may forward connections only later
         try:
             with connect_to(address, max(0.01, deadline - time.monotonic())):
@@ -213,15 +213,16 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
                 arrived = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
             if arrived:
                 return
-            why = "another host answers there"
+            cause = None
         except OSError as error:
-            why = str(error)
+            cause = error
+    why = cause or "another host answers there"
     raise _error_of(
         0,
         f"must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
         f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
         "or start rank 0 on the host with this address",
-    )
+    ) from cause
 
 
 def interface_of(host: str) -> str | None:
@@ -261,7 +262,7 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             f"of {place.world_size} must connect to the store at {where}, but {error}. Or choose another MASTER_PORT "
             "(the same on every rank)",
         ) from error
-    return within(deadline, partial(tcp_store, address, deadline), _GRACE_S)
+    return open_tcp_store(address, deadline)
 
 
 def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
@@ -274,10 +275,11 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
     return store
 
 
-def tcp_store(address: tuple[str, int], deadline: float, listen_fd: int | None = None) -> dist.Store:
-    """Returns a TCPStore client; with a listening socket, also serves the store. Call it through `within`."""
-    timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listen_fd is not None
-    return dist.TCPStore(*address, None, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.socket | None = None) -> dist.Store:
+    """Returns a TCPStore client; with a listening socket, also serves the store. Raises OSError or RuntimeError."""
+    timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listener is not None
+    make = partial(dist.TCPStore, *address, None, is_server, timeout, wait_for_workers=False)
+    return within(deadline, partial(make, master_listen_fd=listener.detach() if listener else None), _GRACE_S)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:

@@ -22,7 +22,7 @@ from device_communicators.base.errors import format_ranks
 from device_communicators.calls.recorder import PAIRS
 from device_communicators.control import plane
 from device_communicators.cpu import native
-from parallel_state.tools import flight_recorder, live
+from parallel_state.tools import live
 from parallel_state.tools.arguments import command_parser
 
 _SHOWN = 3
@@ -61,10 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ".control file of the folder, and print the events and its actions",
     )  # fmt: skip
     parser.add_argument(
-        "--flight-recorder", metavar="OUT", type=Path, help="write the records in the format of torch's flight "
-        "recorder, one file per rank, for torchfrtrace",
-    )  # fmt: skip
-    parser.add_argument(
         "--stacks", action="store_true", help="with --live: print the stacks of all threads of this host's ranks"
     )
     parser.add_argument("--json", action="store_true", help="with --live: print the ranks' whole answers")
@@ -79,11 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"there are no records in {folder}; set PARALLEL_STATE_DEBUG_DIR before the run, or call write_record()",
               file=sys.stderr)  # fmt: skip
         return 2
-    if options.flight_recorder is not None:
-        written = flight_recorder.write(groups, options.flight_recorder)
-        print(f"{len(written)} files in {options.flight_recorder}; read them with "
-              f"`torchfrtrace {options.flight_recorder} --prefix {flight_recorder.PREFIX}`")  # fmt: skip
-        return 0
     for ranks, views in groups.items():
         print("\n".join(describe(ranks, views)), end="\n\n")
     return 0

@@ -1,8 +1,8 @@
-"""Two hosts of a cluster, as launchers need them: each has a name that the others know, and they share a folder.
+"""Two cluster hosts for launchers, with names and a shared folder.
 
 with Cluster(folder) as cluster:
-    cluster.run(0, [mpirun, …], within_s=60)          # as one would type it on the first host
-    cluster.agent                                      # what takes ssh's place: AGENT [-x] HOST COMMAND…
+    cluster.run(0, [mpirun, …], within_s=60)        # as if typed on the first host
+    cluster.agent                                   # replaces ssh: AGENT [-x] HOST COMMAND…
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ JOB = ("-m", "tests.clusters.job")
 DEMO = ("benchmarks/inference/demo.py",)
 PYTHON = sys.executable
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM", "OMPI_", "PMI", "GLOO_", "RAY_")
-"""Variables of whatever started the tests."""
+"""Variables of the test's own launcher."""
 _ENTERED = ("--net", "--uts", "--ipc", "--mount")
 
 
 @dataclass
 class Ended:
-    """A command that has ended: its exit code and all that it printed."""
-
     code: int
     output: str
 
@@ -43,8 +41,6 @@ class Ended:
 
 
 class Command:
-    """A command that runs on a host."""
-
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         with open(log, "wb") as file:
@@ -62,7 +58,7 @@ class Command:
         return self._process.poll() is None
 
     def end(self, within_s: float) -> Ended:
-        """Waits for the end; one that is late is killed, with all below it, and fails."""
+        """Waits for its exit. A late command is killed with all its children, and fails."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -82,7 +78,7 @@ class Command:
 
 
 class Cluster(Hosts):
-    """Hosts n1, n2, …; `folder` is one that all of them see, as they see this machine's other files."""
+    """Hosts n1, n2, …; `folder` is shared, like this machine's other files."""
 
     def __init__(self, folder: Path, hosts: int | Sequence[Host] = 2) -> None:
         super().__init__(hosts)
@@ -90,9 +86,7 @@ class Cluster(Hosts):
         self.names = [f"n{index + 1}" for index in range(len(self.hosts))]
         self.agent = folder / "agent"
         self.common: dict[str, str] = {}
-        """Variables of all commands."""
         self.commands: list[Command] = []
-        """All that were started, the first one first."""
 
     def __enter__(self) -> Cluster:
         super().__enter__()
@@ -116,7 +110,7 @@ class Cluster(Hosts):
         return [f"{name}|{address}" for name, address in zip(self.names, self.addresses, strict=True)]
 
     def write_names(self, text: str, hosts: Sequence[int] | None = None) -> None:
-        """Gives hosts their names and an /etc/hosts of their own, which may be written again while they run."""
+        """Writes the hosts' own /etc/hosts. May be called again while they run."""
         for host in range(len(self.hosts)) if hosts is None else hosts:
             file = self.folder / f"hosts.{self.names[host]}"
             mounted = file.exists()
@@ -125,7 +119,6 @@ class Cluster(Hosts):
                 self.run_on(host, f"hostname {self.names[host]} && mount --bind {file} /etc/hosts")
 
     def end_commands(self) -> None:
-        """Kills what was started and still runs, the last one first."""
         for command in reversed(self.commands):
             command.kill()
 
@@ -134,7 +127,7 @@ class Cluster(Hosts):
         super().close()
 
     def start(self, host: int, command: Sequence[str], **variables: str) -> Command:
-        """Starts a command on a host, with these variables beside the usual ones, and none of another launcher's."""
+        """Starts a command on a host, with these variables, without those of another launcher."""
         usual = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         environment = {**usual, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.common}
         environment |= variables
@@ -144,11 +137,10 @@ class Cluster(Hosts):
         return self.commands[-1]
 
     def run(self, host: int, command: Sequence[str], within_s: float, **variables: str) -> Ended:
-        """Runs a command on a host to its end."""
         return self.start(host, command, **variables).end(within_s)
 
     def wait_for(self, host: int, command: str, within_s: float) -> str:
-        """The output of a shell command once it succeeds on a host."""
+        """Repeats a shell command on a host until it succeeds. Returns its output."""
         until = time.monotonic() + within_s
         while True:
             ended = self.run(host, ["sh", "-c", command], within_s)

@@ -1,4 +1,4 @@
-"""What the tests with launchers need: hosts, and a folder for what they write. `make test-clusters` runs them."""
+"""Fixtures: hosts for launchers, with a folder for output."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def hosts_can_be() -> None:
 
 @pytest.fixture
 def cluster(hosts_can_be: None, tmp_path: Path) -> Iterator[Cluster]:
-    """Two hosts, n1 and n2; of all that ran on them nothing is left."""
+    """Two hosts, n1 and n2. All processes on them are killed at the end."""
     with nothing_left_after(LEFT_S), Cluster(tmp_path) as made:
         yield made

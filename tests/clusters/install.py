@@ -1,12 +1,9 @@
-"""Fetches the launchers that the tests start: MPICH, Open MPI, Intel MPI and Ray from PyPI, SLURM from Debian.
+"""Installs the launchers: MPICH, Open MPI, Intel MPI and Ray from PyPI; SLURM, its PMIx, and nftables from Debian.
 
-From Debian come also PMIx, for SLURM, and nftables, for faults of a network.
-
-    python -m tests.clusters.install            # each into an environment of its own, in the user's cache
+    python -m tests.clusters.install                # each into its own environment in the user's cache
     python -m tests.clusters.install show
 
-What is there stays. Debian's packages come by `apt-get install`, where this is a Debian and root may; what can't be
-had is said with the reason, and its tests are skipped.
+Installed launchers are kept. Debian's packages need `apt-get install` as root. Tests of missing launchers are skipped.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "par
 RAY = "ray==2.60.0"
 WHEELS = {**{mpi.folder: mpi.requirement for mpi in MPIS}, "ray": RAY}
 PROGRAMS = {"ray": "ray"}
-"""What each has in its `bin`; else `mpiexec`."""
+"""Programs in `bin`; the default is `mpiexec`."""
 DEBIAN = {
     "slurm": ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge"),
     "pmix": ("libpmix-dev",),
     "nftables": ("nftables",),
 }
-"""The packages of each. SLURM opens PMIx's library by the name that its development package has."""
+"""SLURM opens PMIx's library by the name that only its development package has."""
 DEBIAN_PROGRAMS = {
     "slurm": ("slurmctld", "slurmd", "srun", "munged"),
     "pmix": ("/usr/lib/*/pmix2/lib/libpmix.so",),
@@ -41,13 +38,11 @@ PIP_S = 900
 
 
 def path_of(name: str, word: str | None = None) -> Path:
-    """The path of a program of a launcher, whether it is there or not."""
     return FOLDER / name / "bin" / (word or PROGRAMS.get(name, "mpiexec"))
 
 
 @cache
 def missing(name: str) -> str | None:
-    """Returns the reason why a launcher can't be started here; None where it can."""
     if name in DEBIAN:
         absent = [word for word in DEBIAN_PROGRAMS[name] if _which(word) is None]
         return f"{', '.join(absent)} not found (make test-clusters installs them on a Debian)" if absent else None
@@ -61,7 +56,6 @@ def _which(word: str) -> str | None:
 
 
 def install() -> list[str]:
-    """Installs what is missing; returns what could not be, with the reason."""
     problems = [problem for name, wheel in WHEELS.items() if missing(name) for problem in _wheel(name, wheel)]
     problems += [problem for name in DEBIAN if missing(name) for problem in _debian(name)]
     missing.cache_clear()
@@ -71,7 +65,7 @@ def install() -> list[str]:
 def _wheel(name: str, wheel: str) -> list[str]:
     folder = FOLDER / name
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=PIP_S)
-    alone = [] if name == "ray" else ["--no-deps"]  # an MPI's launcher needs none of its library's
+    alone = [] if name == "ray" else ["--no-deps"]  # an MPI's launcher doesn't need its library's dependencies
     done = subprocess.run(
         [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q", *alone, wheel],
         capture_output=True, text=True, timeout=PIP_S,
@@ -80,7 +74,7 @@ def _wheel(name: str, wheel: str) -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         return [f"{name}: {reasons[0] if reasons else 'pip failed'}"]
-    if name == "ray":  # its actors import torch and this project from the Python of the tests
+    if name == "ray":  # its actors import torch and this project from the tests' Python
         site = next((folder / "lib").glob("python*/site-packages"))
         folders = [path for path in sys.path if path.endswith("-packages")]
         (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))

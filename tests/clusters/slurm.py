@@ -1,4 +1,4 @@
-"""A SLURM cluster on hosts that are namespaces: munged for all, slurmctld on the first host, a slurmd on each.
+"""A SLURM cluster on hosts that are namespaces: one munged, slurmctld on the first host, a slurmd on each.
 
 with Cluster(folder) as cluster, Slurm(cluster):
     cluster.run(0, ["srun", "-N", "2", "hostname"], within_s=30)
@@ -17,7 +17,7 @@ _START_S = 60.0
 
 
 class Slurm:
-    """The daemons, from `__enter__` to `__exit__`; `variables` lead its commands to them."""
+    """Runs the daemons. `variables` let commands find them."""
 
     def __init__(self, cluster: Cluster, cpus: int = 8) -> None:
         self._cluster = cluster
@@ -35,7 +35,7 @@ class Slurm:
         (folder / "key").write_bytes(secrets.token_bytes(128))
         (folder / "key").chmod(0o400)
         (folder / "slurm.conf").write_text(self._configuration())
-        # PMIx makes a folder there under the step's name: of each host's own, as /tmp isn't.
+        # PMIx makes a folder named after the step. /tmp is shared by the hosts, /dev/shm isn't.
         (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/dev/shm\n")
         cluster.common.update(self.variables)
         munge = ["munged", "-F", "-f", f"--socket={folder}/munge", f"--key-file={folder}/key"]
@@ -90,7 +90,7 @@ KillWait=2
 
 
 def sbatch(cluster: Cluster, folder: Path, options: Sequence[str], script: str) -> Command:
-    """Submits a batch script; ends as the script does. (`sbatch --wait` would ask every half minute only.)"""
+    """Submits a batch script and waits for it. (`sbatch --wait` polls only each 30 s.)"""
     job, done = folder / "job.sh", folder / "job.done"
     job.write_text(f"#!/bin/sh\ntrap 'echo $? > {done}.new && mv {done}.new {done}' EXIT\n{script}")
     wait = f"until test -e {done}; do sleep 0.2; done; cat {folder}/job.log; exit $(cat {done})"

@@ -1,4 +1,4 @@
-"""Hosts with other addresses than one of IPv4 on one interface: a job works, or every rank says what to set."""
+"""Hosts with other addresses than one IPv4 address: a job works, or all ranks' errors say what to set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ START_S = "20"
 
 
 def _job(cluster: Cluster, address: str, *options: str, **variables: str) -> list[tuple[int, str]]:
-    """Exit code and output of each rank."""
     started = []
     for rank in range(4):
         place = ["--rank", str(rank), "--size", "4", "--local-rank", str(rank % 2), "--address", f"{address}:{PORT}"]
@@ -61,7 +60,7 @@ def test_recovery_over_two_hosts(cluster: Cluster) -> None:
 
 
 def _recovers(cluster: Cluster, address: str, **variables: str) -> None:
-    """Rank 0, which served the store, is killed; the others meet at rank 1's port, also from the other host."""
+    """Rank 0, which served the store, is killed. The others meet at rank 1's port, also from the other host."""
     _job(cluster, address, "--kill", "0", "--again", **variables)
     facts = told(cluster)
     assert [facts[rank]["error"]["suspect_ranks"] for rank in (1, 2, 3)] == [[0]] * 3
@@ -73,7 +72,7 @@ def _recovers(cluster: Cluster, address: str, **variables: str) -> None:
 
 
 def _bridges(cluster: Cluster) -> None:
-    """As Docker makes one on every host, with one address."""
+    """Like Docker's, with the same address on every host."""
     for host in range(2):
         cluster.run_on(
             host, "ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
@@ -86,7 +85,7 @@ def test_a_bridge_on_every_host_does_not_matter(cluster: Cluster) -> None:
 
 
 def test_a_bridge_that_the_hosts_announce(cluster: Cluster) -> None:
-    """Both hosts have the one address: whoever connects to it finds itself."""
+    """A rank that connects to the shared address reaches its own host."""
     _bridges(cluster)
     for code, output in _job(cluster, "n1", GLOO_SOCKET_IFNAME="docker0"):
         assert code != 0
@@ -94,7 +93,7 @@ def test_a_bridge_that_the_hosts_announce(cluster: Cluster) -> None:
 
 
 def test_a_second_network_that_does_not_lead_to_the_others(cluster: Cluster) -> None:
-    """A management network, say: chosen by name it is refused on every rank, with hosts, interface and address."""
+    """For example a management network. If selected by name, all ranks refuse it with hosts, interface and address."""
     for host in range(2):
         cluster.run_on(
             host,
@@ -108,7 +107,7 @@ def test_a_second_network_that_does_not_lead_to_the_others(cluster: Cluster) -> 
 
 
 def test_a_loopback_name(cluster: Cluster) -> None:
-    """As Debian's installer writes it: every host finds its own name at 127.0.1.1."""
+    """As Debian's installer does: each host resolves its own name to 127.0.1.1."""
     for host, name in enumerate(cluster.names):
         other = 1 - host
         names = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{cluster.addresses[other]} {cluster.names[other]}\n"

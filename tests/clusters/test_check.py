@@ -1,7 +1,6 @@
-"""`check` on hosts of this machine, with a fault in each job: each is named, with its remedy; a sound job has none.
+"""`check` names each fault of a job with its remedy, and finds nothing in a sound job.
 
-The rules by themselves, over facts that no machine here has (GPUs, InfiniBand, SMT), are in
-tests/internals/test_check.py.
+tests/internals/test_check.py tests rules about facts that no machine here has (GPUs, InfiniBand, SMT).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if problem() is not None:
     pytest.skip(f"no hosts can be made here: {problem()}", allow_module_level=True)
 
 
-# Shims: what surrounds one rank.
+# Shims that change one rank's surroundings.
 
 
 def other_torch() -> None:
@@ -90,12 +89,11 @@ def another_user() -> None:
 
 
 def slow_core() -> None:
-    """A tenth of the speed, whatever the clock: each step of the work takes ten."""
     from parallel_state.tools.check import system
     from parallel_state.tools.check.facts import CpuRun
 
     run = system.run_cpu
-    system.run_cpu = lambda: (lambda one: CpuRun(one.best_ms * 10, one.median_ms * 10, one.busy))(run())
+    system.run_cpu = lambda: (lambda one: CpuRun(one.best_ms * 10))(run())
 
 
 def hangs_after_arrival() -> None:
@@ -106,9 +104,6 @@ def hangs_after_arrival() -> None:
 
 def limited_by_cgroup() -> None:
     (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
-
-
-# Hosts with a fault.
 
 
 def _add_interface(hosts: Hosts, host: int, name: str, address: str) -> None:
@@ -148,7 +143,6 @@ def on_host(hosts: Hosts, host: int, do: str, undo: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filtered(hosts: Hosts, host: int, rule: str) -> Iterator[None]:
-    """Has what the host sends meet a rule of its firewall."""
     if problem := missing("nftables"):
         pytest.skip(problem)
     hook = "nft add table inet test && nft add chain inet test out '{ type filter hook output priority 0; }'"
@@ -171,7 +165,7 @@ def slow_links(hosts: Hosts, *which: int, rate: str) -> Iterator[None]:
 def quota(hosts: Hosts) -> Iterator[None]:
     try:
         CGROUP.mkdir(exist_ok=True)
-        # A period shorter than the scheduler's slices: a rank meets its limit however busy the machine is.
+        # Shorter than the scheduler's slices, so that even on a busy machine a rank meets its limit.
         (CGROUP / "cpu.cfs_period_us").write_text("5000")
         (CGROUP / "cpu.cfs_quota_us").write_text("2000")
     except OSError as error:
@@ -184,12 +178,12 @@ def quota(hosts: Hosts) -> Iterator[None]:
 
 
 PORT = -1
-"""Stands for the job's port."""
+"""Placeholder for the job's port."""
 
 
 @contextlib.contextmanager
 def stranger(hosts: Hosts, port: int) -> Iterator[None]:
-    """Somebody else's server on rank 0's host, which says nothing to whoever connects."""
+    """A foreign server on rank 0's host, which accepts connections but sends nothing."""
     code = f"import socket,time; s=socket.create_server(('0.0.0.0',{port})); print('up',flush=True); time.sleep(90)"
     command = ["nsenter", "-t", str(hosts.pid(0)), "--net", "python3", "-S", "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
@@ -202,11 +196,11 @@ def stranger(hosts: Hosts, port: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """One job with something wrong, and the code under which it must be named."""
+    """A job with one fault, and the code that `check` must report."""
 
     code: str
     named: str = ""
-    """Words that must be in what was found: the culprit."""
+    """Words of the finding that name the cause."""
     placement: tuple[int, ...] = (0, 0, 1, 1)
     arguments: tuple[str, ...] = ()
     environments: Mapping[int, Mapping[str, str | None]] = field(default_factory=dict)
@@ -216,7 +210,7 @@ class Fault:
     around: Callable[..., contextlib.AbstractContextManager[None]] | None = None
     with_port: bool = False
     port: int = 0
-    """The job's; 0: the next one."""
+    """The job's port; 0: the next free one."""
     shared_memory: str = ""
 
 
@@ -229,7 +223,7 @@ def _all(shim: Shim, ranks: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Shim]:
 
 
 SHORT = ("--timeout", "9")
-"""Where ranks are waited for in vain."""
+"""For faults where ranks wait in vain."""
 FAULTS: dict[str, Fault] = {
     "another network's interface": Fault(
         "networks-differ", "eth9", environments=_both({"GLOO_SOCKET_IFNAME": "eth9"}), around=other_network),
@@ -375,7 +369,9 @@ def test_each_fault_is_named_with_its_remedy(three: Hosts, name: str) -> None:
 
 def test_there_are_enough_faults() -> None:
     assert len(FAULTS) >= 30
-    assert f"makes {len(FAULTS) + 1} faults" in (ROOT / "docs" / "check.md").read_text(), "with lost packets"
+    assert f"makes {len(FAULTS) + 1} faults" in (ROOT / "docs" / "check.md").read_text(), (
+        "docs/check.md must count all faults, lost packets included"
+    )
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 2)])
@@ -391,7 +387,7 @@ def test_loss_is_named(three: Hosts, placement: tuple[int, ...]) -> None:
 
 
 def test_no_false_alarm(three: Hosts) -> None:
-    """A sound job has no finding at all, however busy the machine is."""
+    """Even on a busy machine."""
     for _ in range(CLEAN_RUNS):
         ended = run_check(three, (0, 0, 1, 1), "--tp", "2", "--pp", "2", "--timeout", "30", port=next(_PORTS))
         assert ended.codes == [0, 0, 0, 0] and not ended.findings, str(ended)

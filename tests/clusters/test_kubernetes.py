@@ -1,4 +1,4 @@
-"""Pods whose names the name server has only once a pod is there; with names from the start they are in the table."""
+"""Pods whose names resolve only after they start. The table of launchers has those that resolve from the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pods_under_torchrun(cluster: Cluster, kind: Pod) -> None:
 
 
 def test_a_process_for_each_rank(cluster: Cluster) -> None:
-    """Without torchrun, with the variables that its ranks would have; here the name is this library's to wait for."""
+    """torchrun's variables without torchrun, so the library itself must wait for the name."""
     pods = []
     for rank in range(4):
         place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": PORT}
@@ -44,7 +44,7 @@ def test_a_process_for_each_rank(cluster: Cluster) -> None:
 
 
 def _late_names(cluster: Cluster, pods: Sequence[Command], source: str, after: str) -> None:
-    """The leader's name comes once a pod has said `after`; on its own host, as in a pod, it is there from the start."""
+    """The leader's name appears when a pod has printed `after`. Its own host resolves it from the start."""
     names = names_with_leader(cluster)
     cluster.write_names(names, [0])
     time.sleep(LATE_S)

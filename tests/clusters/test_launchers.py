@@ -1,4 +1,4 @@
-"""Every launcher of the table starts TP 2 x PP 2 over two hosts; a rank that is killed is named by all others."""
+"""Every launcher of the table starts TP 2 x PP 2 on two hosts, and all survivors name a killed rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 180.0
 SOON_S = 5.0
 CHECK_S = 75
-"""The 60 s of the option, and what a rank that hangs is given to end."""
+"""60 s of --timeout, and the time that a hanging rank gets to exit."""
 START_S = 30
-"""For the ranks that come: on a busy machine they import torch at different speeds."""
+"""Ranks on a busy machine import torch at different speeds."""
 CHECK = ("-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60")
 TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40))
 
@@ -29,7 +29,7 @@ TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank 
 def run(
     launcher: Launcher, cluster: Cluster, program: Sequence[str], enough: Callable[[], bool] = lambda: False
 ) -> list[Ended]:
-    """Returns how the launcher's commands ended; without those that are left, and killed, once it is `enough`."""
+    """Returns the launcher's finished commands. Kills the rest once `enough()` is true."""
     with Slurm(cluster) if launcher.needs == "slurm" else contextlib.nullcontext():
         commands = launcher.start(cluster, program)
         until = time.monotonic() + DEADLINE_S
@@ -42,18 +42,17 @@ def run(
 def told(cluster: Cluster, ranks: Sequence[int] = range(4)) -> dict[int, Any]:
     files = {rank: cluster.folder / f"{rank}.json" for rank in ranks}
     absent = [rank for rank, file in files.items() if not file.exists()]
-    assert not absent, f"ranks {absent} told nothing\n{logs(cluster)}"
+    assert not absent, f"ranks {absent} reported nothing\n{logs(cluster)}"
     return {rank: json.loads(file.read_text()) for rank, file in files.items()}
 
 
 def printed(cluster: Cluster) -> str:
-    """All that the job's ranks have printed, wherever the launcher left it."""
     files = [*cluster.folder.glob("command.*"), *cluster.folder.glob("job.log")]
     return "".join(file.read_text(errors="replace") for file in files)
 
 
 def check(facts: dict[int, Any], source: str) -> None:
-    """TP within a host, PP between the two."""
+    """TP within a host, PP between the hosts."""
     for rank, each in facts.items():
         host = rank // 2
         assert each["source"] == source
@@ -81,7 +80,7 @@ def test_a_killed_rank_is_named_by_all_others(cluster: Cluster, launcher: Launch
         pytest.skip(problem)
 
     def all_told() -> bool:
-        """torchrun's agents would wait for each other's ends for minutes."""
+        """torchrun's agents would wait minutes for each other."""
         files = [cluster.folder / f"{rank}.json" for rank in range(4) if rank != victim]
         return all(file.exists() and '"error"' in file.read_text() for file in files)
 
@@ -93,7 +92,7 @@ def test_a_killed_rank_is_named_by_all_others(cluster: Cluster, launcher: Launch
         error = each.get("error")
         if rank == victim or (error is None and rank in neighbours and not launcher.spares_neighbours):
             continue
-        assert error is not None, f"rank {rank} did not live to tell\n{logs(cluster)}"
+        assert error is not None, f"rank {rank} did not report\n{logs(cluster)}"
         assert error["kind"] == "PeerDiedError" and error["seconds"] < SOON_S, error
         if launcher.spares_neighbours:
             assert error["suspect_ranks"] == [victim], error
@@ -120,7 +119,7 @@ def test_a_rank_that_never_comes_is_named_by_all_others(cluster: Cluster, launch
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
 def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> None:
-    """Nothing is wrong with these jobs but what the machine is short of: no finding is an error."""
+    """Findings about the machine itself may be warnings, but no errors."""
     if problem := launcher.problem():
         pytest.skip(problem)
     page = cluster.folder / "check.json"
@@ -136,7 +135,7 @@ def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> 
     ("name", "job"), [("torchrun, c10d", "echo job"), ("srun", "squeue --noheader --format %A")], ids=str
 )
 def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, name: str, job: str) -> None:
-    """From its first host: of the ranks there, and by the store of those on the other one, where rank 3 is late."""
+    """On the first host. It asks local ranks, and the store about the other host's, where rank 3 is late."""
     launcher = next(each for each in LAUNCHERS if each.name == name)
     if problem := launcher.problem():
         pytest.skip(problem)
@@ -152,7 +151,7 @@ def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, 
             ask(cluster.run(0, job.split(), SOON_S).output.strip())
             if "rank 3 is in no call" in answers[-1]:
                 if name.startswith("torchrun"):
-                    ask(str(cluster.commands[0].pid))  # its agent on the first host
+                    ask(str(cluster.commands[0].pid))  # the agent on the first host
                 hold.touch()
         return False
 
@@ -167,7 +166,7 @@ def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, 
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
 def test_the_demo(cluster: Cluster, launcher: Launcher) -> None:
-    """A real model, TP 2 x PP 2 over the two hosts: every embedding as that of one process."""
+    """A real model, TP 2 x PP 2 on two hosts, gives the embeddings of one process."""
     if problem := launcher.problem():
         pytest.skip(problem)
     text = cluster.folder / "text.md"

@@ -1,4 +1,4 @@
-"""A node that many jobs share: 64 of them start at once, again and again; none meets another's ranks."""
+"""64 jobs start at once on one node, repeatedly. None meets another's ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_jobs_that_start_at_once() -> None:
         command, cwd=ROOT, env={**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=ROUNDS * ROUND_S,
     )  # fmt: skip
-    print(done.stdout)  # seconds of each round: shown by `-rP`
+    print(done.stdout)  # each round's seconds: shown by `-rP`
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["failures"] for each in told] == [[]] * ROUNDS, done.stderr[-8000:]

@@ -1,4 +1,4 @@
-"""SLURM: what its steps leave in the environment, in each way of starting them, and what that is taken for."""
+"""SLURM: the environment that each kind of step sets, and what the library detects from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def slurm(hosts_can_be: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Tasks:
-    """Runs tasks that only tell their environment, and what the library takes each for."""
+    """Runs tasks that record their environment."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
         self.program = folder / "tell.sh"
-        # Under a name of its own, which says the step, too: PROCID may be used by several.
+        # A unique name with the step, because several tasks can have one PROCID.
         self.program.write_text(f'#!/bin/sh\nenv -0 > {folder}/"$SLURM_STEP_ID.$SLURM_PROCID.$(hostname).$$"\n')
         self.program.chmod(0o755)
 
@@ -47,7 +47,6 @@ class Tasks:
         return self.cluster.run(0, ["srun", *options, str(self.program)], DEADLINE_S)
 
     def sbatch(self, options: Sequence[str], script: str) -> Ended:
-        """Ended when the job is."""
         return sbatch(self.cluster, self.folder, options, script).end(DEADLINE_S)
 
     def environments(self) -> list[dict[str, str]]:
@@ -68,7 +67,7 @@ def tasks(slurm: Cluster, tmp_path: Path) -> Tasks:
 
 
 def _expected(counts: Sequence[int], master: str = "n1") -> list[ProcessEnvironment]:
-    """Ranks block by block; the port is the job's."""
+    """Ranks block by block, with port 0: `_same` compares the ports."""
     size, places = sum(counts), []
     for count in counts:
         for local_rank in range(count):
@@ -101,7 +100,7 @@ def test_a_step_of_its_own(tasks: Tasks, options: list[str], counts: list[int]) 
 
 
 def test_ranks_dealt_out_in_turn(tasks: Tasks) -> None:
-    """`--distribution=cyclic`: neighbours in rank are on different nodes."""
+    """`--distribution=cyclic`: adjacent ranks are on different nodes."""
     tasks.srun("-N", "2", "--ntasks-per-node", "2", "--distribution=cyclic").well()
     places = tasks.places()
     assert [(place.rank, place.local_rank, place.local_world_size) for place in places] == [
@@ -111,7 +110,7 @@ def test_ranks_dealt_out_in_turn(tasks: Tasks) -> None:
 
 
 def test_an_arbitrary_order_of_nodes(tasks: Tasks, tmp_path: Path) -> None:
-    """Rank 0 isn't on the first node of the list, which is sorted, and no other variable tells where it is."""
+    """Rank 0 isn't on the first node of the sorted list, and no variable names its node."""
     (tmp_path / "order").write_text("n2\nn1\nn1\n")
     tasks.srun("-n", "3", "--distribution=arbitrary", "-w", str(tmp_path / "order")).well()
     hosts = {each["SLURM_PROCID"]: each["SLURMD_NODENAME"] for each in tasks.environments()}
@@ -129,7 +128,7 @@ def test_one_task(tasks: Tasks) -> None:
 
 
 def test_steps_of_a_batch_job(tasks: Tasks) -> None:
-    """One of all tasks, one of fewer, and two at once: each is a world, and no two meet at one port."""
+    """One step of all tasks, one of fewer, two at once. Each is a world, and no two share a port."""
     tasks.sbatch(
         ["-N", "3", "--ntasks-per-node", "2"],
         f"srun {tasks.program}\nsrun -N 2 -n 3 {tasks.program}\n"
@@ -155,7 +154,7 @@ def test_a_batch_script_itself_is_one_process(tasks: Tasks) -> None:
 
 
 def test_a_shrunken_job(tasks: Tasks) -> None:
-    """The script's own variables are still those of three nodes; the steps' aren't."""
+    """The script's own variables still describe three nodes, the steps' don't."""
     script = (
         "scontrol update JobId=$SLURM_JOB_ID NumNodes=2\n. ./slurm_job_${SLURM_JOB_ID}_resize.sh\n"
         f"srun -N 2 -n 4 {tasks.program}\n"
@@ -165,7 +164,7 @@ def test_a_shrunken_job(tasks: Tasks) -> None:
 
 
 def test_a_heterogeneous_job(tasks: Tasks) -> None:
-    """Two components of one job, which one srun starts as one world."""
+    """One srun starts two components of a job as one world."""
     tasks.srun("-N", "1", "-n", "2", str(tasks.program), ":", "-N", "1", "-n", "1").well()
     places = tasks.places()
     assert [(place.rank, place.world_size, place.local_rank) for place in places] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
@@ -186,7 +185,7 @@ def test_jobs_side_by_side_have_ports_of_their_own(tasks: Tasks) -> None:
 
 
 def test_ranks_without_srun_are_told_so(tasks: Tasks) -> None:
-    """An environment of another rank's that was copied into a shell, say."""
+    """For example another rank's environment, copied into a shell."""
     tasks.srun("-N", "1", "-n", "2").well()
     stale = next(each for each in tasks.environments() if each["SLURM_PROCID"] == "1")
     for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"):
@@ -197,7 +196,7 @@ def test_ranks_without_srun_are_told_so(tasks: Tasks) -> None:
 
 @pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
 def test_an_mpi_of_srun_and_uneven_nodes_in_a_real_job(tasks: Tasks, mpi: str) -> None:
-    """Three ranks on a node and one on another; what else srun offers them is none of our business."""
+    """Three ranks on one node and one on another, with each of srun's MPI plug-ins."""
     if mpi == "pmix" and (problem := missing("pmix")):
         pytest.skip(problem)
     command = ["srun", "-N", "2", "-n", "4", f"--mpi={mpi}", "--ntasks-per-node", "2", PYTHON, *JOB, str(tasks.folder)]
@@ -211,7 +210,7 @@ def test_an_mpi_of_srun_and_uneven_nodes_in_a_real_job(tasks: Tasks, mpi: str) -
 
 
 def test_mpirun_within_an_allocation(tasks: Tasks) -> None:
-    """The inner launcher's ranks count; MPICH's mpiexec starts its proxies by srun."""
+    """The inner launcher's ranks count. MPICH's mpiexec starts its proxies by srun."""
     from tests.clusters.install import path_of
 
     if problem := missing("mpich"):

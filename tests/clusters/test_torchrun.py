@@ -1,4 +1,4 @@
-"""torchrun whose number of hosts changes while the job runs; of restarts, see tests/failure/test_torchrun.py."""
+"""torchrun jobs whose number of hosts changes. tests/failure/test_torchrun.py has restarts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DEADLINE_S = 180.0
 def _agent(cluster: Cluster, host: int, program: list[str]) -> Command:
     options = ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-id", "elastic", "--rdzv-endpoint", f"n1:{PORT}", "--rdzv-conf", "last_call_timeout=1"]
-    # Agents that share their store with the ranks tell its address in the first round only: who comes later waits for
-    # it in vain, whatever the ranks run (torch 2.13). Without that rank 0 serves the store of each round.
+    # Agents that share their store with ranks announce its address in the first round only, so later hosts would wait
+    # forever (torch 2.13). With this setting rank 0 serves each round's store.
     return torchrun(cluster, host, options, program, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
@@ -37,7 +37,7 @@ def _sizes(cluster: Cluster) -> list[str]:
 
 
 def test_hosts_that_join_one_by_one(hosts_can_be: None, tmp_path: Path) -> None:
-    """`--nnodes 1:3`: with each host that comes the ranks of the others meet again, in a larger world."""
+    """`--nnodes 1:3`: each new host makes all ranks meet again in a larger world."""
     with Cluster(tmp_path, 3) as cluster:
         program = [*JOB, str(tmp_path), "--until", "3"]
         agents = []

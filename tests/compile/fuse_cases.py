@@ -1,4 +1,4 @@
-"""Layers for the tests of the fusion pass: norms and quantisations that it knows, and what it leaves alone."""
+"""Layers for the tests of the fusion pass: supported norms and quantizations, and layers that it must leave alone."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def fused_norm(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def llama_norm(y: Tensor, weight: Tensor) -> Tensor:
-    """As transformers writes it."""
+    """As in transformers."""
     wide = y.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + EPS)).to(y.dtype)
 
 
 def plain_norm(y: Tensor, weight: Tensor) -> Tensor:
-    """Products the other way round, the weight in float32."""
+    """Swapped factors, the weight in float32."""
     wide = y.float()
     return (torch.rsqrt(EPS + torch.mean(wide * wide, dim=y.dim() - 1, keepdim=True)) * wide * weight.float()).to(
         y.dtype
@@ -54,7 +54,7 @@ def quantised_by_promotion(normed: Tensor, scale: Tensor) -> Tensor:
     return (normed / scale).clamp(max=448.0).clamp(min=-448.0).to(torch.float8_e4m3fn)
 
 
-# Quantisations that the op doesn't do.
+# Quantizations that the op lacks.
 
 
 def _with_normed(normed: Tensor, scale: Tensor) -> Any:
@@ -97,9 +97,6 @@ OTHER_QUANTISATIONS = (
     _with_normed, _unclamped, _half_clamped, _other_limits, _per_channel, _multiplied, _other_format, _wide_scale,
     _more_dims,
 )  # fmt: skip
-
-
-# What is left alone.
 
 
 def _other_user(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
@@ -243,4 +240,4 @@ LEFT = {
     _weight_of_rows: "weight is", _weight_of_one: "weight is", _wide_weight: "", _narrow_norm: "no norm",
     _residual_after_it: "depends on it",
 }  # fmt: skip
-"""And a word of the reason."""
+"""Layer -> a word of the pass's reason."""

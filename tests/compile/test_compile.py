@@ -1,4 +1,4 @@
-"""The collectives under torch.compile(fullgraph=True): no graph break, same results, nothing dropped or reordered."""
+"""Collectives under torch.compile(fullgraph=True): no graph break, equal results, nothing dropped or reordered."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ HIDDEN, HEADS = 16, 4
 
 
 def _own_backend() -> str:
-    """Returns the backend of this rank, where all run the same code: in each pair of neighbours there are both."""
+    """Returns this rank's backend. Neighbours run the same code with different backends."""
     return BACKENDS[ps.get_rank().bit_count() % 2]
 
 
 @contextmanager
 def _log_of(*groups: ps.GroupCoordinator) -> Any:
-    """What reaches the routes, in order: (group, operation)."""
     log: list[tuple[str, str]] = []
     originals = [group.route.run for group in groups]
 
@@ -43,7 +42,7 @@ def _log_of(*groups: ps.GroupCoordinator) -> Any:
         return call
 
     for group, run in zip(groups, originals, strict=True):
-        group.route.serve_ops(False)  # the compiled kernels would not come by
+        group.route.serve_ops(False)  # compiled kernels would bypass the route
         group.route.run = logged(group.unique_name.split(":")[0], run)  # type: ignore[method-assign]
     try:
         yield log
@@ -54,7 +53,7 @@ def _log_of(*groups: ps.GroupCoordinator) -> Any:
 
 
 class Block(nn.Module):
-    """Attention and MLP of a tensor-parallel layer, each ended by an all-reduce."""
+    """Attention and MLP of a tensor-parallel layer, each with an all_reduce at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ def test_all_to_all_of_equal_slices_compiles_once_for_all_numbers_of_rows(pools:
 def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     tp = ps.get_tp_group()
     rank, size = tp.rank_in_group, tp.world_size
-    tp.all_reduce(x * 2, "max")  # nobody uses it, but the other ranks are in it
+    tp.all_reduce(x * 2, "max")  # unused, but other ranks make this call
     reduced = tp.all_reduce(x)
     gathered = tp.all_gather(reduced, -1)
     tp.barrier()
@@ -118,7 +117,7 @@ def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     share = tp.reduce_scatterv(vector, 0, [r + 1 for r in range(size)])
     if rank == 0:
         tp.send(scattered, 1)
-        tp.recv([4, 2], torch.float32, 1)  # nobody uses it
+        tp.recv([4, 2], torch.float32, 1)  # unused
         tp.send(reduced + 1, 1)
         other = tp.recv([x.shape[0], 3], torch.float32, 1)
     else:
@@ -132,7 +131,7 @@ def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     tp.all_reduce_(told)
     collected = tp.gather(x, 1, 0)
     dealt = tp.scatter(gathered if rank == 0 else None, 0, 1, size=[x.shape[0], x.shape[1]], dtype=torch.float32)
-    tp.all_reduce(x, "min")  # the last one, and nobody uses it
+    tp.all_reduce(x, "min")  # the last call, unused
     return (
         reduced,
         gathered,
@@ -176,7 +175,7 @@ def test_every_op_compiles_keeps_its_place_and_is_never_dropped(
 
 
 def _two_groups(x: Tensor) -> Tensor:
-    """Independent ops of two groups, most of them unused: their order is what keeps the ranks together."""
+    """Independent ops of two groups, mostly unused. Ranks need their order."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     pp.all_reduce(x + 1)
     tp.all_reduce(x + 2)
@@ -209,8 +208,6 @@ def test_ops_of_two_groups_keep_their_order(pools: Callable[[int], WorkerPool]) 
 
 
 class Trained(nn.Module):
-    """Two sharded layers between Megatron's regions."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -269,7 +266,6 @@ def test_gradients_of_the_ops_compile(pools: Callable[[int], WorkerPool], backen
 
 
 def _use_body() -> None:
-    """A compiled model follows the thread's current groups."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ps.get_tp_group().all_reduce(x), fullgraph=True, backend="aot_eager")
     x = torch.ones(3)
@@ -284,7 +280,7 @@ def test_a_compiled_model_follows_the_groups_in_use(pools: Callable[[int], Worke
 
 
 def test_a_function_over_more_groups_than_dynamos_limit() -> None:
-    """Twelve groups in one function: each has its results, under the limit and past it; torch says where that is."""
+    """Twelve groups in one function, under dynamo's limit and past it. torch's log names the limit."""
     found = []
     groups = [ps.simulate(0, size, tensor_model_parallel_size=size) for size in range(2, 14)]
     x = torch.ones(3)
@@ -312,7 +308,6 @@ def test_a_function_over_more_groups_than_dynamos_limit() -> None:
 
 
 def _transforms_body() -> None:
-    """torch.func within a compiled function, as in eager code; regions' gradients are Megatron's there, too."""
     group = ps.get_tp_group()
     x = torch.arange(8, dtype=torch.float64).view(4, 2).cos() + group.rank_in_group
 
@@ -329,7 +324,7 @@ def _transforms_body() -> None:
         (torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum()), x),
         (torch.func.vmap(torch.func.grad(loss)), torch.stack([x, 2 * x])),
     )):  # fmt: skip
-        backend = _own_backend() if LONG or number == 0 else BACKENDS[0]  # neither sees the transform any more
+        backend = _own_backend() if LONG or number == 0 else BACKENDS[0]  # backends don't see the transform
         torch._dynamo.reset()
         compiled = torch.compile(transformed, fullgraph=True, backend=backend)
         torch.testing.assert_close(compiled(given), transformed(given))
@@ -340,7 +335,7 @@ def test_transforms_of_torch_func_compile(pools: Callable[[int], WorkerPool]) ->
 
 
 def _cached_body(backend: str) -> None:
-    """Twice, the second time from the cache that all ranks share: each must get its own rank's code."""
+    """The second run uses the cache that all ranks share. Each rank must get its own code."""
     tp = ps.get_tp_group()
     for _ in range(2):
         torch._dynamo.reset()
@@ -381,9 +376,8 @@ def test_cached_code_of_another_rank_or_world_size_is_not_used(pools: Callable[[
 
 
 def _shared_cache_body(folder: str) -> int:
-    """Compiles after the ranks before this one, with a cache for all; returns how often the cache had the code.
-
-    Nothing is sent meanwhile, as the other ranks aren't in the call.
+    """Each rank compiles after the previous one, with a shared cache. Returns the number of cache hits. Collectives are
+    replaced, because the other ranks don't call.
     """
     tp = ps.get_tp_group()
 
@@ -417,7 +411,6 @@ def test_a_rank_finds_the_code_that_another_has_compiled(pools: Callable[[int], 
 
 
 def _over_axes(x: Tensor) -> Tensor:
-    """What a layer with context and expert parallelism asks for: groups, ranks and sizes of the axis table."""
     x = ps.get_cp_group().all_reduce(x) * (1 + ps.get_context_parallel_rank())
     x = ps.get_expert_model_parallel_group().all_reduce(x) / ps.get_ep_world_size()
     if ps.is_pipeline_first_stage(ignore_virtual=False):
@@ -437,20 +430,18 @@ def _axes_body() -> str:
             told = str(error)
         torch._dynamo.reset()
         with torch.inference_mode():
-            expected = _over_axes(x)  # makes what isn't made at start
+            expected = _over_axes(x)  # creates groups on demand
             assert torch.equal(compiled(x), expected)
     return told
 
 
 def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool]) -> None:
-    """A group that would have to be made while compiling is refused, with what to do."""
+    """Compiling can't create a group. The error says what to do."""
     for told in pools(4).run(_axes_body, timeout_s=120.0):
         assert "eager=True" in told, told
 
 
 class _OverGetters(nn.Module):
-    """As an engine's layer: the group comes from a getter, not from the module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -460,7 +451,7 @@ class _OverGetters(nn.Module):
 
 
 def test_what_the_ops_claim_to_write_keeps_no_graph_out_of_a_cuda_graph() -> None:
-    """`mode="reduce-overhead"` leaves graphs out that write inputs, unless these are known to stay where they are."""
+    """`mode="reduce-overhead"` skips graphs that write inputs, except inputs with static addresses."""
     found: list[tuple[set[int], set[int]]] = []
 
     def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -473,7 +464,7 @@ def test_what_the_ops_claim_to_write_keeps_no_graph_out_of_a_cuda_graph() -> Non
         backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=look)
         torch.compile(_OverGetters(), backend=backend, fullgraph=True)(torch.ones(2, 4))
     ((written, staying),) = found
-    assert not written, "the token is the graph's own"
+    assert not written, "the token must not count as a mutated input"
     assert len(staying) == 3, "weight, bias and the token, which isn't copied for a CUDA graph"
     marked = torch.zeros(1)
     torch._dynamo.mark_static_address(marked)

@@ -1,4 +1,4 @@
-"""Exported programs with collectives: run, decomposed and compiled ahead of time by AOTInductor, right on each rank."""
+"""Exported programs with collectives run, decompose, and compile ahead of time by AOTInductor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.workers import WorkerPool
 
 
 class Layer(nn.Module):
-    """Has ops that return nothing, or whose results nobody uses: a program must keep them, and their order."""
+    """Has ops without results or with unused results: a program must keep them in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _logged(function: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, list[str
         log.append(operation)
         return run(operation, *args, **options)
 
-    route.serve_ops(False)  # the compiled kernels would not come by
+    route.serve_ops(False)  # compiled kernels would bypass the route
     route.run = logged  # type: ignore[method-assign]
     try:
         return function(x), log
@@ -77,6 +77,6 @@ def test_exported_programs_run_and_decompose(pools: Callable[[int], WorkerPool],
 
 @pytest.mark.slow
 def test_exported_programs_compile_ahead_of_time(tmp_path: Path) -> None:
-    """In one process: a rank that compiles for a minute is one that the others' calls don't wait for."""
+    """In one process, because other ranks' calls would time out during a minute of compiling."""
     with ps.simulate(0, 2, tensor_model_parallel_size=2).use():
         _exported_body(False, str(tmp_path))

@@ -1,4 +1,4 @@
-"""The pass that fuses all_reduce, add and rms_norm: what it finds, what it leaves alone, and that results stay."""
+"""The pass that fuses all_reduce, add and rms_norm: matches, refusals, equal results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _inputs(dtype: torch.dtype = torch.float32, tokens: int = 5) -> list[Tensor]
 
 
 def _backend(fusion: ps.AllReduceFusionPass, graph: str) -> Function:
-    """As aot_eager, over the graph that it or inductor sees."""
+    """Like aot_eager, on aot_eager's graph or on inductor's."""
     if graph == "aten":
         return fusion.aot_eager
     from torch._inductor.decomposition import select_decomp_table
@@ -67,7 +67,6 @@ def _same(found: Any, expected: Any) -> None:
 
 
 def _compile(function: Function, inputs: list[Tensor], graph: str = "aten") -> tuple[ps.FusionReport, dict[str, int]]:
-    """Results with the pass are those without; the report, and which calls the compiled code made."""
     torch._dynamo.reset()
     fusion = ps.AllReduceFusionPass()
     with ps.simulate(1, 2, tensor_model_parallel_size=2).use(), torch.no_grad():
@@ -88,14 +87,13 @@ DTYPES_AND_GRAPHS = (
     (torch.float32, "inductor's"), (torch.bfloat16, "aten"), (torch.float32, "aten"), (torch.bfloat16, "inductor's"),
     *((torch.float16, graph) for graph in GRAPHS),
 )  # fmt: skip
-"""float16, which casts as bfloat16 does, comes in long runs only."""
+"""float16, which casts like bfloat16, is in long runs only."""
 
 
 def _in_turn(cases: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]], count: int = 1) -> list[Any]:
-    """Each case with `count` of four others, and the next case with those after them; in long runs with all.
+    """Pairs each case with `count` of four others in rotation. Long runs pair all.
 
-    The pass sees a norm or a cast in two forms, aten's and what inductor makes of it, and that in several dtypes: each
-    form and dtype meets every kind of case, but not every case.
+    So each dtype and form of a graph (aten's or inductor's) meets each kind of case.
     """
     chosen = []
     for number, case in enumerate(cases):
@@ -138,7 +136,7 @@ def test_float64_is_fused_where_the_norm_is_in_float64() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_graph_for_any_number_of_tokens_is_fused(norm: Function) -> None:
-    """The second number has it traced again, for any: the shapes that the pass compares are symbols then."""
+    """The second number of tokens makes sizes symbolic in the shapes that the pass compares."""
 
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
         y = residual + group_in_use().all_reduce(x)
@@ -186,9 +184,6 @@ def test_what_is_left_alone(function: Function, graph: str) -> None:
     assert NORM not in calls and QUANTISED not in calls
 
 
-# Order.
-
-
 def _late_residual(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
     total = group_in_use().all_reduce(x)
     group_in_use().barrier()
@@ -198,7 +193,7 @@ def _late_residual(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -
 
 
 def test_what_the_op_needs_is_moved_before_it_and_no_collective_moves() -> None:
-    """Where the residual is computed after other collectives; all of them stay, and in their order."""
+    """The residual is computed after other collectives, which keep their order."""
     for graph in GRAPHS:
         report, calls = _compile(_late_residual, _inputs(), graph)
         assert report.count == 1
@@ -284,7 +279,7 @@ def test_twice_is_fine_and_a_graph_without_all_reduces_too() -> None:
 
 
 def test_what_changes_a_tensor_in_place_before_the_norm_is_in_the_way() -> None:
-    """Functional graphs have none; other passes may have put one in."""
+    """Functional graphs have none, but another pass may add one."""
     reasons = []
 
     def compiler(module: torch.fx.GraphModule, _: Any) -> Any:

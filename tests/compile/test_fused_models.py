@@ -1,4 +1,4 @@
-"""The fusion pass on two ranks: transformers' Llama, tensor parallel, eager, compiled, and compiled with the pass."""
+"""The fusion pass on two tensor-parallel ranks of transformers' Llama: eager, compiled, compiled with the pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _RowParallel(nn.Module):
 
 
 def _llama(dtype: torch.dtype) -> nn.Module:
-    """This rank's half: two of four heads, half of the MLP; embeddings and norms are alike on both."""
+    """This rank's half of heads and MLP; embeddings and norms are equal on both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -58,7 +58,7 @@ def _options(backend: str, fusion: ps.AllReduceFusionPass | None) -> dict[str, A
 
 
 def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
-    """What inductor has kept of an earlier run would not come by the pass; what was made of C++ may be."""
+    """Disables cached graphs, which would bypass the pass. Cached C++ kernels stay in use."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -70,7 +70,7 @@ def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_graphs_kept_as(tag: str, body: Callable[..., Any], *args: Any) -> Any:
-    """Each rank keeps its own: one that finds another's graph doesn't run the pass."""
+    """Separate cache per rank: a rank that finds its peer's graph doesn't run the pass."""
     with torch.compiler.config.patch(cache_key_tag=f"{tag}-{os.environ['RANK']}"):
         return body(*args)
 
@@ -81,7 +81,7 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
     model, fusion = _llama(dtype), ps.AllReduceFusionPass()
     compiled = torch.compile(model, fullgraph=True, **_options(backend, fusion))
     with torch.no_grad():
-        for tokens in (5, 9, 12) if LONG else (5,):  # a second number has it traced again, for any
+        for tokens in (5, 9, 12) if LONG else (5,):  # a second size is traced as a symbol
             ids = torch.randint(64, (2, tokens), generator=torch.Generator().manual_seed(tokens))
             expected = model(ids).logits
             with _log_of(ps.get_tp_group()) as log:
@@ -98,11 +98,7 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
     ids=str,
 )
 def test_llama_on_two_ranks(pools: Pools, backend: str, dtype: torch.dtype) -> None:
-    """Every all-reduce of it is followed by a norm: of this layer, of the next one, or of the model.
-
-    That inductor runs the pass on two ranks is what the test below shows, on a function that compiles in a fifth of
-    the time; that the pass knows this norm as inductor has it, in bfloat16, is in test_fuse_pass.py.
-    """
+    """A norm follows every all_reduce: of this layer, the next one, or the model."""
     pytest.importorskip("transformers", "5.23", exc_type=ImportError)
     for report, log in pools(2).run(_without_kept_graphs, _llama_body, backend, dtype, tp=2, timeout_s=400):
         assert "0 of" not in report and "kept" not in report, report
@@ -110,12 +106,11 @@ def test_llama_on_two_ranks(pools: Pools, backend: str, dtype: torch.dtype) -> N
 
 
 def _among_others(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Collectives before, between and after, some of them unused."""
     tp = ps.get_tp_group()
     tp.all_reduce(x, "max")
     total = tp.all_reduce(x.sin())
     tp.barrier()
-    late = tp.all_gather(residual, 0)[: x.shape[0]] * 2  # depends on what comes after the all-reduce
+    late = tp.all_gather(residual, 0)[: x.shape[0]] * 2  # depends on a value after the all_reduce
     total = total + late
     y = total + tp.all_reduce(x * 2)
     tp.broadcast(x, 1)
@@ -134,7 +129,7 @@ def _order_body(backend: str) -> None:
             expected = _among_others(x, residual, weight)
         fused_log = [("tp", NORM) if i == 4 else call for i, call in enumerate(eager_log)]
         fusion = ps.AllReduceFusionPass()
-        # The second one comes from inductor's cache; the one without the pass must not.
+        # The second run uses inductor's cache. The run without the pass must not.
         for each, wanted in ((fusion, fused_log), (ps.AllReduceFusionPass(), fused_log), (None, eager_log)):
             torch._dynamo.reset()
             compiled = torch.compile(_among_others, fullgraph=True, **_options(backend, each))
@@ -149,5 +144,5 @@ def _order_body(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_order_of_collectives_stays(pools: Pools, backend: str) -> None:
-    """With graphs that inductor keeps, but none of an earlier run."""
+    """With graphs cached in this run only."""
     pools(2).run(_with_graphs_kept_as, uuid.uuid4().hex, _order_body, backend, tp=2, timeout_s=300)

@@ -1,8 +1,7 @@
-"""Every public method of a group in compiled code: with fullgraph, and, of the host's, with graph breaks allowed.
+"""Every public method of a group in compiled code, with fullgraph, and for host methods with graph breaks.
 
-A method either compiles without a break, or is the host's: then it breaks the graph where it is called, works as in
-eager code, and `fullgraph=True` is told in one sentence what to do instead. Nothing that the compiler meets on its way
-may touch the group. No tensor is compared loosely: the graphs are run by torch's own kernels, in the same order.
+A host method breaks the graph only at its call, works as in eager code, and tells `fullgraph=True` users what to do
+instead. Compiling must not touch the group. Tensors are compared exactly: torch's own kernels run the graphs.
 """
 
 from __future__ import annotations
@@ -26,21 +25,17 @@ from tests.contract.attempts import environment, world
 from tests.workers import WorkerPool
 
 THIN = ("broadcast_tensor_dict", "all_reduce", "irecv_tensor_dict", "isend", "send_tensor_dict", "broadcast_object")
-"""What other backends compile, too: they see the graphs, not the breaks."""
+"""Also tested with other backends, which receive the graphs but not the breaks."""
 Group = ps.GroupCoordinator
 
 
 class Call(NamedTuple):
-    """One use of a method, as a function of the group and a tensor, called by both ranks."""
-
     use: Callable[[Group, Tensor], Any]
     advice: str | None = None
-    """What `fullgraph=True` must be told; None: it compiles."""
+    """Text of the error under `fullgraph=True`; None if it compiles."""
 
 
 def _to_second(send: Callable[[Group, Tensor], Any], recv: Callable[[Group, Tensor], Any]) -> Any:
-    """A transfer from rank 0 to rank 1."""
-
     def use(group: Group, x: Tensor) -> Any:
         return send(group, x) if group.rank_in_group == 0 else recv(group, x)
 
@@ -93,7 +88,7 @@ _GIVEN: dict[str, Any] = {}
 
 
 def _given(group: Group, x: Tensor) -> Any:
-    if not torch.compiler.is_compiling():  # the eager call comes first
+    if not torch.compiler.is_compiling():  # true in the eager call, which is first
         _GIVEN["group"] = group.device_group
     given = Group.from_process_group(_GIVEN["group"])
     y = given.all_reduce(x)
@@ -148,7 +143,7 @@ PARTNERS = {
     "recv_object": "send_object", "recv_tensor_dict": "send_tensor_dict", "close": "make_sub_group",
     "destroy": "make_sub_group",
 }  # fmt: skip
-"""What the other rank calls, or what comes first."""
+"""The peer's method, or one that must come first."""
 PARTNERS |= {sender: receiver for receiver, sender in PARTNERS.items() if sender != "make_sub_group"}
 
 CALLS: dict[str, Call] = {
@@ -263,12 +258,11 @@ def _same(one: Any, other: Any) -> bool:
 def _check(
     use: Callable[[Group, Tensor], Any], advice: str | None, names: set[str], group: Group, backend: str
 ) -> str | None:
-    """What is wrong with one row of a table."""
     x = torch.arange(24.0).view(4, 6) + group.rank_in_group
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected = use(group, x)
-    # A function of its own, which the cache of another doesn't serve; an op beside the call, in every branch.
+    # A new function, because the cache would serve another's; an op beside the call, so that every branch has one.
     whole = torch.compile(lambda group, x: (use(group, x), x + 1), backend=backend, fullgraph=True)
     if advice is None:
         for _ in range(2):
@@ -302,7 +296,7 @@ def _wrong_of(rows: Mapping[str, Call], group: Group, backend: str) -> dict[str,
             told = f"{type(error).__name__}: {str(error)[:500]}"
         if told is not None:
             wrong[name] = told
-        if group.all_sum(1) != 2:  # raises where the group was touched
+        if group.all_sum(1) != 2:  # raises if compiling touched the group
             wrong[name] = "the next call gives something else"
     return wrong
 
@@ -400,7 +394,7 @@ def _functions_body() -> dict[str, str]:
             for name in ps.__all__
             if name.startswith(("get_", "try_get_", "is_", "model_parallel_"))
             and not hasattr(getattr(ps, name), "_torchdynamo_disable")
-            and not name.endswith("_gloo")  # a process group
+            and not name.endswith("_gloo")  # process groups
             and _takes_nothing(getattr(ps, name))
         ]
         known = []
@@ -422,7 +416,7 @@ def test_functions_compile_whole_or_break_cleanly(pools: Callable[[int], WorkerP
 
 
 def _given_up_body() -> None:
-    """Kernels in Python are called from a frame that dynamo has given up, with its hook still set."""
+    """Python kernels run in a frame that dynamo gave up, with its hook still set."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
         group = ps.get_tp_group()
 
@@ -450,7 +444,7 @@ def test_kernels_in_python_are_not_traced(pools: Callable[[int], WorkerPool]) ->
 
 
 def test_marks_are_those_of_torch() -> None:
-    """Without the wrapper, and without importing torch._dynamo, they must do what torch.compiler.disable does."""
+    """They must do what torch.compiler.disable does, without its wrapper and without importing torch._dynamo."""
     reason = "made runs on the host: another way"
 
     def made(x: Tensor) -> Tensor:
@@ -460,4 +454,4 @@ def test_marks_are_those_of_torch() -> None:
     ours = host_call("another way")(made)
     names = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive")
     assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
-    assert ours is made, "nothing is wrapped"
+    assert ours is made, "the function must not be wrapped"

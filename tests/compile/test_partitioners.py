@@ -1,4 +1,4 @@
-"""Training under every partitioner, activation budget and checkpoint policy of torch: same gradients, order kept.
+"""Training under every partitioner, activation budget and checkpoint policy of torch: equal gradients, order kept.
 
 AOTAutograd traces forward and backward as one graph, which a partitioner cuts in two.
 """
@@ -26,15 +26,15 @@ from tests.extent import LONG
 
 PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
 IN_GRAPH = (False, True) if LONG else (False,)
-"""Whether the graph itself changes its inputs: inductor's has that, other backends' have the caller do it."""
+"""Whether the graph changes its inputs itself, as inductor's does; with other backends its caller does."""
 RECOMPUTING = (None, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 BUDGETS = (1.0, 0.7, 0.3, 0.0)
 REPEATS_BY_BUDGET = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
-"""Older torch fails on a node with several results that must be saved; there a budget may repeat a collective."""
+"""Older torch fails on a saved node with several results. With it, a budget may repeat a collective."""
 
 
 def _layer(x: Tensor, w: Tensor) -> Tensor:
-    """Has ops with a gradient, some of whose results nobody uses, and ops that return nothing."""
+    """Has ops with gradients, unused results, or no results."""
     tp = ps.get_tp_group()
     h = tp.all_reduce(torch.relu(x @ w))
     tp.barrier()
@@ -53,13 +53,12 @@ def _plain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _pointwise(x: Tensor, w: Tensor) -> Tensor:
-    """Has nothing that a budget could save instead of the collectives' results."""
+    """A budget can save only the collectives' results here."""
     tp = ps.get_tp_group()
     return tp.all_gather(tp.all_gather(torch.relu(x * w[:4]), 0).sin(), 1).cos().sum()
 
 
 def _checkpointed(policy: CheckpointPolicy | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns two layers, each one checkpointed: with `policy` for all ops, or without one."""
     options: dict[str, Any] = {}
     if policy is not None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
@@ -74,7 +73,6 @@ def _checkpointed(policy: CheckpointPolicy | None) -> Callable[[Tensor, Tensor],
 
 @contextmanager
 def _log() -> Iterator[list[str]]:
-    """Collects the operations of a simulated group, in the order in which they reach its route."""
     with ps.simulate(0, 2, tensor_model_parallel_size=2).use():
         route, log = ps.get_tp_group().route, list[str]()
         run = route.run
@@ -90,7 +88,6 @@ def _log() -> Iterator[list[str]]:
 def _run(
     function: Callable[[Tensor, Tensor], Tensor], log: list[str]
 ) -> tuple[tuple[Tensor, ...], list[str], list[str]]:
-    """Returns the gradients, and the operations of the forward and of the backward."""
     x = torch.linspace(-1, 1, 32).view(4, 8).cos().requires_grad_()
     w = torch.linspace(-1, 2, 64).view(8, 8).sin().requires_grad_()
     log.clear()
@@ -108,7 +105,7 @@ def _check(
     *,
     repeats: bool = False,
 ) -> None:
-    """Compares with `plain` in eager code. `repeats`: the backward repeats operations of the forward."""
+    """`repeats`: the backward repeats operations of the forward."""
     with _log() as log:
         expected, forward, backward = _run(plain, log)
         for in_graph in IN_GRAPH:
@@ -123,7 +120,9 @@ def _check(
             assert found[1] == forward
             if repeats:
                 remaining = iter(found[2])
-                assert all(operation in remaining for operation in backward), "the order of the backward's own"
+                assert all(operation in remaining for operation in backward), (
+                    "the backward's own operations must keep their order"
+                )
                 repeated = Counter(found[2]) - Counter(backward)
                 assert repeated
                 assert repeated <= Counter(forward)

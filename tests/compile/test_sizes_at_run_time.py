@@ -1,4 +1,4 @@
-"""Sizes that come from a tensor's values, as in token dispatch: one graph, without a branch on them."""
+"""Sizes from a tensor's values, as in token dispatch: one graph, without a branch on them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from tests.extent import LONG
 from tests.workers import WorkerPool
 
 ROWS = torch.tensor([[1, 2], [3, 1]])
-"""The rows that each rank sends to each."""
+"""Rows that each rank sends to each."""
 SIZES = torch.tensor([2, 3])
 
 
 def _dispatch(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
-    """Exchanges rows, there and back."""
     tp = ps.get_tp_group()
     sent, received = rows[tp.rank_in_group].tolist(), rows[:, tp.rank_in_group].tolist()
     x = x[: sum(sent)]
@@ -31,14 +30,13 @@ def _dispatch(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _uneven(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
-    """Gathers and scatters as many rows as each rank has."""
     tp, lengths = ps.get_tp_group(), sizes.tolist()
     whole = tp.all_gatherv(x[: 2 + tp.rank_in_group], 0, lengths)
     return tp.reduce_scatterv(whole * 2, 0, lengths) + 1
 
 
 def _found(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
-    """Sends as many rows as there are that aren't zero: every shape is known at run time only."""
+    """The number of nonzero rows determines all shapes, so they are known only at run time."""
     tp = ps.get_tp_group()
     y = torch.nonzero(sizes.repeat(2)).float() * x[:1, :1]
     z = tp.reduce_scatter(tp.all_gather(y, 0), 0) + tp.all_to_all(y) + tp.all_reduce(y) + tp.broadcast(y, 1)
@@ -76,7 +74,7 @@ def test_sizes_known_at_run_time_only(pools: Callable[[int], WorkerPool]) -> Non
 
 
 def _wrong_body() -> list[str]:
-    """Wrong sizes raise, at once where they are known, else when the code runs."""
+    """Wrong sizes raise while compiling if known then, else at run time."""
     tp, told = ps.get_tp_group(), []
     x = torch.ones(4, 3)
 

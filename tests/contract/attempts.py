@@ -1,4 +1,4 @@
-"""For the bodies that ranks run: calls that may fail, told as values that travel to the test; and an environment."""
+"""Helpers for bodies that run on ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 import parallel_state as ps
 
-# torch's TCPStore looks the name of each peer up, and waits for 5 s where a DNS server loses the question. Set before
-# the fork server starts, as glibc reads it once.
+# torch's TCPStore looks up each peer's name, and waits 5 s if a DNS server drops the query. Set before the fork server
+# starts, because glibc reads this variable once.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 LAUNCHER = (
@@ -22,8 +22,6 @@ LAUNCHER = (
 
 
 class Outcome(NamedTuple):
-    """How a call ended: the error's class name, or `ok`."""
-
     kind: str
     text: str
     seconds: float
@@ -34,10 +32,7 @@ ELAPSED_WITHIN_S = 1.0
 
 
 def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Calls it, one call of the library; an exception becomes its class name and message.
-
-    The time that a communication error tells of must be that which the call took, by this clock.
-    """
+    """Makes one call of the library. An exception becomes its class name and message; its `elapsed_s` must be right."""
     started = time.monotonic()
     try:
         result = call(*args, **kwargs)
@@ -49,7 +44,6 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
 
 
 def attempt_in_turn(*calls: Callable[[], Any]) -> Outcome:
-    """Attempts the calls, each one of the library, until one fails. Returns the last outcome."""
     told = Outcome("ok", "", 0.0)
     for call in calls:
         told = attempt(call)
@@ -83,7 +77,7 @@ def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
-    """Sets these (None: unsets), and puts back everything as it was."""
+    """Sets these variables (None: unsets), and restores the environment at the end."""
     before = dict(os.environ)
     for name, value in variables.items():
         os.environ.pop(name, None)
@@ -97,7 +91,6 @@ def environment(**variables: str | None) -> Iterator[None]:
 
 
 def no_launcher(**variables: str | None) -> Any:
-    """The environment of a process that nobody launched."""
     return environment(**{**dict.fromkeys(LAUNCHER), **variables})
 
 
@@ -108,7 +101,6 @@ def whose(group: ps.GroupCoordinator) -> list[int]:
 
 @contextmanager
 def world(*sizes: int, **options: Any) -> Iterator[ps.GroupCoordinator]:
-    """A world by the launcher's environment, divided if sizes are given, until the end."""
     ps.init_distributed_environment()
     try:
         if sizes:

@@ -1,4 +1,4 @@
-"""Groups that one row of the catalog carries, and what their ranks hold: one test body runs on all of them.
+"""Groups that one row of the catalog carries. One test body runs on all rows.
 
     def _body(member: Member) -> None:                        # module level: processes find it by name
         for dtype in DTYPES:
@@ -9,10 +9,9 @@
     def test_all_gather(carrier: Carrier) -> None:            # once per row of the catalog and size of group
         carrier.run(_body)
 
-A row for simulated groups runs in this process, on the first rank and then on the last; its other ranks hold this
-rank's tensors, which is all that `of_ranks` has to know. Any other row runs on processes. A row that is added to the
-catalog is picked up by itself, with nothing to add here: what the tests must know of it is in the row. It has to carry
-everything, unless it is `partial`; it gets hosts if it says `several_hosts`; one for a `device` has tests of its own.
+A row for simulated groups runs in this process, on the first rank and then on the last. All its ranks hold equal
+tensors. All other rows run on processes. New rows of the catalog are tested without changes here. A row must carry all
+requests unless it is `partial`. A row with `several_hosts` gets hosts. A row for a `device` has its own tests.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ T = TypeVar("T")
 
 
 class Size(NamedTuple):
-    """Groups of `group` ranks among `processes`."""
-
     processes: int
     group: int
 
@@ -50,22 +47,22 @@ class Size(NamedTuple):
 
 
 ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
-"""Those that groups of CPU processes have, or of ranks that are simulated."""
+"""Rows for CPU groups and simulated groups."""
 
 ROW_NAMES = tuple(row.name for row in ROWS)
 
 PLACEMENTS = {Size(2, 2): (0, 1), Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
-"""For rows that want ranks on several hosts: on which each rank is, in groups of which size."""
+"""The host of each rank, for rows that need several hosts."""
 
 SIZES = (Size(3, 3), Size(4, 4), Size(4, 2))
-"""In the last one a rank in the group differs from the global rank."""
+"""In the last size, ranks in the group differ from global ranks."""
 
 
 def sizes_of(row: Row) -> tuple[Size, ...]:
-    """Returns the groups in which tests have a row.
+    """Returns the sizes of groups with which a row is tested.
 
-    A group of one asks no route: it is tested with the last row, torch's process groups. All operations of four ranks
-    over those, the slowest of all, are in tests/failure (`calls_of_all`), and here in long runs.
+    A group of one rank has no route, so only the last row, torch's process groups, is tested with it. Four ranks over
+    that row are slow: tests/failure has them (`calls_of_all`), and here only long runs do.
     """
     if row.several_hosts:
         return tuple(PLACEMENTS)
@@ -78,8 +75,6 @@ CASES = tuple((row, size) for row in ROWS for size in sizes_of(row))
 
 
 class Member:
-    """One rank of a group, as a test body sees it."""
-
     def __init__(self, group: GroupCoordinator, row: str) -> None:
         self.group = group
         self.row = row
@@ -90,30 +85,24 @@ class Member:
         self._first_turn = ROW_NAMES.index(row) + self.size if row in ROW_NAMES else self.size
 
     def of_ranks(self, make: Callable[[int], T]) -> list[T]:
-        """What each rank of the group holds, by rank."""
         if not self.simulated:
             return [make(rank) for rank in range(self.size)]
         mine = make(self.rank)
         return [mine] * self.size
 
     def can_hear(self, peer: int) -> bool:
-        """Whether `peer` can tell this rank something: nobody speaks in a simulated group but itself."""
+        """Whether this rank can receive from `peer`. In a simulated group a rank receives only from itself."""
         return not self.simulated or peer == self.rank
 
     def shared(self, cases: Sequence[T]) -> Sequence[T]:
-        """Returns this group's part of the cases: a row's groups of several sizes share them, in long runs none does.
-
-        Each row meets every case, each size every value of a long product's axes: what a size changes, the slices and
-        who talks to whom, is the same for all dtypes and ops.
-        """
+        """Returns this group's part of the cases, which a row's sizes share; in long runs all cases."""
         sizes = [size.group for row in ROWS if row.name == self.row for size in sizes_of(row) if size.group > 1]
-        sizes = sizes or [3, 2]  # of the kernels in peer memory
+        sizes = sizes or [3, 2]  # for kernels in peer memory, which have no row
         return cases if LONG or self.size not in sizes else cases[sizes.index(self.size) :: len(sizes)]
 
     def in_turn(self, cases: Sequence[S], others: Sequence[T]) -> list[tuple[S, T]]:
-        """Each case with one of `others` in turn, on another carrier with another one; in long runs, with all.
-
-        Where the cases are a product, each value of theirs meets others, too: the turn moves on with every round.
+        """Pairs each case with one of `others`, in long runs with all. Pairs differ between carriers, and shift each
+        round.
         """
         if LONG:
             return list(itertools.product(cases, others))
@@ -121,18 +110,18 @@ class Member:
         return [(case, others[(turn + number + number // count) % count]) for number, case in enumerate(cases)]
 
     def along_dims(self, forms: Sequence[Form]) -> list[tuple[Form, int]]:
-        """Each form along each of its dims, counted from the front or from the back in turn; in long runs, both."""
+        """Each form along each of its dims, counted from the front or from the back. Long runs count both ways."""
         dims = [(form, dim) for form in forms for dim in form.dims if dim >= 0]
         return [(form, dim - back * len(form.dims) // 2) for (form, dim), back in self.in_turn(dims, (0, 1))]
 
     def with_roots(self, cases: Sequence[T], roots: Sequence[int] | None = None) -> list[tuple[int, T]]:
-        """Each case with a root that this rank can hear, in turn, and each root with the first; in long runs, all."""
+        """Each case with a root, and each root with the first case. Long runs make all pairs."""
         found = [peer for peer in range(self.size) if self.can_hear(peer)] if roots is None else roots
         turns = [(root, case) for case, root in self.in_turn(cases, found)]
         return turns if LONG else turns + [(root, cases[0]) for root in found]
 
     def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
-        """Whether the group carries the request, which it must where that is `defined`, and only there."""
+        """Whether the group carries the request. Asserts that it carries exactly what is `defined`."""
         if self.size == 1:
             return defined
         request = Request(operation, x.dtype, x.device.type, x.numel(), reduce_op)
@@ -143,7 +132,6 @@ class Member:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """What fails inside tells which case it was."""
         try:
             yield
         except (Exception, pytest.fail.Exception) as error:
@@ -151,14 +139,11 @@ class Member:
         self.cases += 1
 
     def refuses(self, name: str, call: Callable[[], object]) -> None:
-        """`call` raises UnsupportedError, for the group is not able to do it."""
         with self.case(name), pytest.raises(UnsupportedError, match=self.group.unique_name):
             call()
 
 
 class Carrier:
-    """Runs bodies on groups of one size that one row carries."""
-
     def __init__(self, row: Row, size: Size, pools: Callable[[int], WorkerPool]) -> None:
         self.row = row
         self.size = size
@@ -166,7 +151,6 @@ class Carrier:
         self._pools = pools
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """The results of all ranks that ran it."""
         if self.simulated:
             answers = [_call(member, body, args) for member in self._simulated_members()]
         else:
@@ -184,7 +168,7 @@ class Carrier:
 
 
 def only(row: Row, group: GroupCoordinator) -> Member:
-    """`group` with the route that it would have if `row` were the whole catalog."""
+    """`group` with the route that it would have if the catalog had only `row`."""
     group.route = build_route(group.context, (row, CATALOG[-1]) if row.partial else (row,))
     register_route(group.route)
     return Member(group, row.name)

@@ -1,7 +1,7 @@
-"""Tensors for contract tests, awkward ones above all, and how results are judged.
+"""Awkward tensors for contract tests, and checks of results.
 
-Values are drawn from a seed that every rank can compute, so each rank knows what all of them hold. Numbers that are
-reduced are small integers: their sums and products are exact in any order (float8: rounded once), and compared exactly.
+Values come from a seed, so each rank can compute the tensors of all ranks. Reductions use small integers: sums and
+products are exact in any order (float8: rounded once), and are compared exactly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ MOVABLE = (
     *REDUCIBLE, torch.uint16, torch.uint32, torch.uint64, torch.complex32,
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 )  # fmt: skip
-"""Every dtype of which a tensor can be made, but the quantised ones."""
+"""Every dtype of which torch can make a tensor, except the quantized ones."""
 
 KEPT = 4096
-"""Of the tensors of each kind that a process computed: cases differ in the layout, the dim, the op and the carrier."""
 
 
 def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
-    """Whether a reduction has a meaning, as the documentation of all_reduce says."""
+    """According to the documentation of all_reduce."""
     if dtype in FLOATS or dtype in FLOAT8:
         return True
     if dtype in COMPLEX:
@@ -38,14 +37,12 @@ def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
 
 
 class Form(NamedTuple):
-    """A shape and how it lies in memory."""
-
     shape: tuple[int, ...]
     layout: str = "contiguous"
 
     @property
     def dims(self) -> range:
-        """Every dim by both of its names; a 0-d tensor has the dims of a vector, as in torch."""
+        """Every dim, counted from both ends. A 0-d tensor has the dims of a vector, as in torch."""
         count = max(1, len(self.shape))
         return range(-count, count)
 
@@ -58,7 +55,7 @@ SHAPES = ((), (1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4
 
 
 def forms(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Form]:
-    """Each shape in each layout that it can have; empty ones and scalars have no other."""
+    """Each shape in each layout. Empty shapes and scalars have only one."""
     for shape in shapes:
         yield Form(shape)
         if shape and 0 not in shape:
@@ -70,17 +67,15 @@ def forms(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Form]:
 
 
 def multiplied(shape: tuple[int, ...], dim: int, factor: int) -> tuple[int, ...]:
-    """`shape` with `dim` `factor` times as long."""
     return tuple(n * factor if i == dim % len(shape) else n for i, n in enumerate(shape))
 
 
 def with_dim(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
-    """`shape` with `dim` of this length."""
     return tuple(length if i == dim % len(shape) else n for i, n in enumerate(shape))
 
 
 def any_bytes(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """A tensor of random bytes, infinities and all: what moves them must not look at them."""
+    """Random bytes, infinities and NaN included: calls that move bytes must not interpret them."""
     return laid_out(_any_bytes(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
 
 
@@ -93,7 +88,7 @@ def _any_bytes(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tensor:
 
 
 def small_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """Integers in ±1 … ±3 (1 … 3 where there is no sign), of which products and sums of four are exact."""
+    """Integers in ±1 … ±3, or 1 … 3 if unsigned. Products and sums of four are exact."""
     return laid_out(_small_numbers(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
 
 
@@ -117,7 +112,7 @@ def real_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Te
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values at other places; an expanded tensor repeats the first row of dim 0."""
+    """Equal values in another memory layout. An expanded tensor repeats the first row of dim 0."""
     if layout == "contiguous":
         return x.contiguous()
     if layout == "transposed":
@@ -132,7 +127,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def joined(xs: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenated along `dim`; through bytes, because torch.cat knows fewer dtypes than travel."""
+    """Concatenates along `dim` as bytes, because torch.cat supports fewer dtypes than our calls."""
     if xs[0].dim() == 0:
         return torch.cat([bytes_of(x) for x in xs]).view(xs[0].dtype)
     rows = [x.movedim(dim, 0) for x in xs]
@@ -141,13 +136,12 @@ def joined(xs: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def sliced(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """The `rank`-th of `size` equal slices."""
     length = x.shape[dim] // size
     return x.narrow(dim, rank * length, length)
 
 
 def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """The reduction of all ranks' tensors, computed in the widest dtype and rounded once."""
+    """Reduces all ranks' tensors in the widest dtype, and rounds once."""
     dtype = xs[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     stack = torch.stack([x.to(wide) for x in xs])
@@ -159,7 +153,7 @@ def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
         out = stack.prod(0)
     else:
         out = stack.sum(0)
-    if reduce_op == "avg" and wide == torch.int64:  # as NCCL's: the sum wraps, and is divided toward zero
+    if reduce_op == "avg" and wide == torch.int64:  # as in NCCL: the sum wraps, then is divided toward zero
         out = out.to(dtype).to(wide).div(len(xs), rounding_mode="trunc")
     elif reduce_op == "avg":
         out = out / len(xs)
@@ -167,8 +161,6 @@ def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
 
 
 class Unchanged:
-    """Remembers tensors; `check` finds them as they were."""
-
     def __init__(self, *tensors: Tensor) -> None:
         self._before = [(x, x._version, bytes_of(x)) for x in tensors]
 
@@ -179,9 +171,9 @@ class Unchanged:
 
 
 class InPlace:
-    """Remembers where a tensor is; `check` finds that the call returned it, at the same place.
+    """Checks that an in-place call returned its tensor, did not move it, and reported the write to autograd.
 
-    Autograd has to know that it was written to, else a formula that saved it gives wrong gradients without a word.
+    Without that report, a formula that saved the tensor gives wrong gradients silently.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -197,13 +189,13 @@ class InPlace:
 
 
 def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
-    """`found` has the bytes of `expected`, and is a new contiguous tensor (a group of one rank gives its input)."""
+    """Checks the bytes, and that `found` is a new contiguous tensor (a group of one rank returns its input)."""
     check_new(found, expected, *inputs, alone=alone)
     assert torch.equal(bytes_of(found), bytes_of(expected)), f"found {found.tolist()}, expected {expected.tolist()}"
 
 
 def check_reduced(found: Tensor, expected: Tensor, *inputs: Tensor, reduce_op: str, alone: bool = False) -> None:
-    """As check_moved for numbers. An average is rounded, so it may be one rounding off; the rest is exact."""
+    """As check_moved for numbers. A floating-point average may differ by one rounding; all else is exact."""
     check_new(found, expected, *inputs, alone=alone)
     is_rounded = reduce_op == "avg" and (found.dtype.is_floating_point or found.dtype.is_complex)
     check_close(found, expected, rtol=torch.finfo(found.dtype).eps if is_rounded else 0.0)
@@ -222,7 +214,7 @@ def check_new(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = Fa
 
 
 def check_close(found: Tensor, expected: Tensor, rtol: float) -> None:
-    """Not torch.testing: its first use in a process imports sympy and DTensor, which takes seconds on every rank."""
+    """Replaces torch.testing, whose first use imports sympy and DTensor: seconds on every rank."""
     wide = torch.complex128 if found.dtype.is_complex else torch.float64
     difference = (found.to(wide) - expected.to(wide)).abs()
     if not bool((difference <= rtol * expected.to(wide).abs()).all()):
@@ -230,7 +222,9 @@ def check_close(found: Tensor, expected: Tensor, rtol: float) -> None:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """A flat copy; of a clone, because one element of any stride counts as contiguous and can't be viewed as bytes."""
+    """A flat copy as bytes. One element of any stride counts as contiguous but can't be viewed as bytes, so it is
+    cloned.
+    """
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 

@@ -1,5 +1,3 @@
-"""Fixtures of the contract tests: every row of the catalog that CPU processes can have, in groups of several sizes."""
-
 from __future__ import annotations
 
 import warnings
@@ -18,7 +16,7 @@ def row(request: pytest.FixtureRequest) -> Row:
 
 @pytest.fixture(autouse=True)
 def _without_beta_warnings() -> Iterator[None]:
-    """complex32 is "experimental", says torch; that it travels is all that we want of it."""
+    """torch warns that complex32 is experimental; we only move it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
         yield
@@ -26,16 +24,16 @@ def _without_beta_warnings() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
 def carrier(request: pytest.FixtureRequest) -> Carrier:
-    """Groups of a size that a row carries; a test that takes it runs for each of CASES.
+    """The groups of one size that a row carries. Tests that take it run for each of CASES.
 
-    Of the module, so that pytest runs all tests of one case together: ranks that change their layout make new groups.
+    Its scope is the module, so that pytest runs all tests of a case together: a change of layout makes new groups.
     """
     return _carrier(*request.param, request)
 
 
 @pytest.fixture(scope="module", params=[case for case in CASES if case[1] == Size(4, 2)], ids=lambda case: case[0].name)
 def group_carrier(request: pytest.FixtureRequest) -> Carrier:
-    """As `carrier`, for one size only: two ranks of four, so that half of the global ranks are none of the group."""
+    """As `carrier`, only for two ranks of four: half of the global ranks are outside the group."""
     return _carrier(*request.param, request)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of which torch has deferred something: their memory doesn't hold their values."""
+"""Tensors whose memory doesn't hold their values, because torch deferred an operation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
     "negative conjugate": lambda values: _negative(_conjugate(values)),
     "conjugate, strided": _conjugate_strided,
 }
-"""Each kind, made of the values that it is to have."""
+"""Each function returns a deferred tensor with the given values."""
 
 
 def zeros(*shape: int) -> Tensor:
-    """Zeros without memory, as torch makes them for derivatives. Nobody can write to them."""
+    """Zeros without memory, as torch makes them for derivatives. They can't be written to."""
     return torch._efficientzerotensor(shape)

@@ -1,4 +1,4 @@
-"""Random nested objects with tensors of every awkward kind, equal for equal seeds, and a check of their copies."""
+"""Random nested objects with awkward tensors, equal for equal seeds, and a check of their copies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from tests.contract import deferred
 DTYPES = sorted(
     {each for each in vars(torch).values() if isinstance(each, torch.dtype) and dtype_refusal(each) is None}, key=str
 )
-"""Every dtype that torch lists, but those that no message carries."""
 EMPTY = ((0,), (0, 197), (2, 0), (2, 0, 3))
 SHAPES = ((), (1,), (1, 1), (1, 1, 1), (7,), (1, 4), (4, 1), (3, 5), (2, 3, 4), *EMPTY)
 _DEPTH = 3
 
 
 def _plain(source: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Random bytes, as a tensor of any dtype."""
     count = torch.Size(shape).numel()
     if dtype == torch.bool:
         return torch.tensor([source.random() < 0.5 for _ in range(count)], dtype=dtype).view(shape)
@@ -34,12 +32,12 @@ def _plain(source: random.Random, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _of_any_stride(source: random.Random, x: Tensor) -> Tensor:
-    """One element, or none, whose strides are of no importance: as of `x[:, -1]` of a batch of one."""
+    """Zero or one element with random strides, which have no effect. `x[:, -1]` of a batch of one is such a tensor."""
     return x.as_strided(x.shape, [source.randrange(8) for _ in x.shape])
 
 
 def _strided(x: Tensor) -> Tensor:
-    """The same values, every third place of a row; of a dtype that torch may not be able to copy."""
+    """A stride of three elements. torch can't copy all of these dtypes, so their bytes are copied."""
     room = torch.zeros(*x.shape[:-1], 3 * x.shape[-1], dtype=torch.uint8 if x.itemsize == 1 else x.dtype)
     found = (room.view(x.dtype) if x.itemsize == 1 else room)[..., ::3]
     (found.view(torch.uint8) if x.itemsize == 1 else found).copy_(x.view(torch.uint8) if x.itemsize == 1 else x)
@@ -47,7 +45,6 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def tensor(source: random.Random, *, only_empty: bool = False) -> Tensor:
-    """A tensor of a random shape, dtype and layout."""
     shape, dtype = source.choice(EMPTY if only_empty else SHAPES), source.choice(DTYPES)
     kind = source.choice(
         ["", "", "stride", "stride", "strided", "transposed", "expanded", "offset", "deferred", "zeros"]
@@ -79,7 +76,6 @@ def tensor(source: random.Random, *, only_empty: bool = False) -> Tensor:
 def value(
     source: random.Random, depth: int = _DEPTH, *, only_empty: bool = False, seen: list[Tensor] | None = None
 ) -> Any:
-    """A tensor, another leaf, or a container of them; now and then a tensor for the second time."""
     seen = [] if seen is None else seen
 
     def inner() -> Any:
@@ -103,13 +99,11 @@ def value(
 
 
 def tensors(source: random.Random, *, only_empty: bool = False) -> dict[str, Any]:
-    """A flat dict of tensors and constants, as models exchange them."""
     found: dict[str, Any] = {f"t{at}": tensor(source, only_empty=only_empty) for at in range(source.randrange(1, 5))}
     return {**found, "step": source.randrange(100), "name": "layer"}
 
 
 def check_arrived(found: Any, sent: Any, path: str = "") -> None:
-    """Raises AssertionError unless `found` is what a receiver gets of `sent`: the reference, in one process."""
     if isinstance(sent, Tensor):
         assert type(found) is Tensor and not found.requires_grad, f"{path}: {type(found)}"
         assert (found.dtype, found.shape) == (sent.dtype, sent.shape), f"{path}: {found.dtype} {found.shape}"
@@ -129,14 +123,14 @@ def check_arrived(found: Any, sent: Any, path: str = "") -> None:
 
 
 def _bytes(x: Tensor) -> list[int]:
-    """The bytes of the values, element by element, by torch's own functions alone."""
+    """The bytes of the values, element by element, by torch's own functions only."""
     x = x.detach()
     if x._is_zerotensor():
         x = torch.zeros(x.shape, dtype=x.dtype)
     x = x.resolve_conj().resolve_neg()
     if x.numel() == 0:
         return []
-    # As integers of as many bytes: not every dtype can be copied.
+    # As integers of equal size, because torch can't copy every dtype.
     by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if x.itemsize == 16:
         return [each for part in (x.real, x.imag) for each in _bytes(part.clone())]

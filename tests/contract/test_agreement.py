@@ -1,4 +1,4 @@
-"""Ranks that ask for different things, too late, wrongly, or from two threads: told, and in step again afterwards."""
+"""Ranks whose requests for groups differ, are late, are wrong, or come from two threads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def _wrong_on_one() -> dict[str, Any]:
 
 
 def test_one_rank_that_asks_wrongly_is_told_of_by_all(pools: Pools) -> None:
-    """At once, whatever was wrong; and the next question finds the ranks in step."""
     kinds = dict.fromkeys(("rank", "lists", "backend", "picker", "no bool", "no mapping"), "ConfigMismatchError")
     for rank, facts in enumerate(pools(4).run(_wrong_on_one, timeout_s=DEADLINE_S)):
         for name, outcome in facts["told"].items():
@@ -77,7 +76,7 @@ def _late() -> list[Outcome]:
 
 
 def test_a_late_rank_hears_what_was_said_and_a_retry_meets(pools: Pools) -> None:
-    """It doesn't wait for the others again: they have given up, and ask anew."""
+    """The late rank raises at once instead of waiting for peers that gave up."""
     for rank, told in enumerate(pools(4).run(_late, timeout_s=DEADLINE_S)):
         assert told[0].kind == "CollectiveTimeoutError", told
         assert told[0].suspect_ranks == (() if rank == 3 else (3,)), told
@@ -106,7 +105,7 @@ def _facts_on_one_rank() -> dict[str, Any]:
 
 
 def test_a_number_makes_no_group(pools: Pools) -> None:
-    """`if rank == 5: print(get_…_world_size())` is what people write."""
+    """Programs write `if rank == 5: print(get_…_world_size())`."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}, ranks_per_node=8)
     found = pools(8).run(_facts_on_one_rank, timeout_s=DEADLINE_S)
     assert all(facts["made"] == [] for facts in found)
@@ -129,7 +128,6 @@ def _without_one() -> dict[str, Any]:
 
 
 def test_a_group_that_not_all_members_ask_for(pools: Pools) -> None:
-    """The missing are named, and the next attempt doesn't meet the addresses of the first."""
     for rank, facts in enumerate(pools(4).run(_without_one, timeout_s=DEADLINE_S)):
         assert facts == {
             "first": None if rank == 1 else ("CollectiveTimeoutError", (1,)),
@@ -194,7 +192,7 @@ def _eagerly_by_all(cpu_backend: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cpu_backend", ["gloo", "parallel_state"])
 def test_all_kinds_made_by_all_ranks(pools: Pools, cpu_backend: str) -> None:
-    """What a backend like MPI needs: those that are in no such group take part, too."""
+    """Backends like MPI need all ranks in each creation, including ranks outside the group."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 4}, ranks_per_node=8)
     for rank, facts in enumerate(pools(8).run(_eagerly_by_all, cpu_backend, timeout_s=DEADLINE_S)):
         expected = {name: layout.group_of(rank, name) for name in layout.names}
@@ -215,7 +213,7 @@ def _over_lazy_gloo() -> dict[str, list[int]]:
 
 
 def test_groups_over_a_gloo_that_connects_at_the_first_message(pools: Pools) -> None:
-    """Their first rank doesn't wait for the others, who may still have to read what the meeting left in the store."""
+    """The first rank creates the group without waiting for its peers, which may still read the store."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2}, ranks_per_node=8)
     for rank, facts in enumerate(pools(8).run(_over_lazy_gloo, timeout_s=DEADLINE_S)):
         expected = {name: layout.group_of(rank, name) for name in layout.names}

@@ -32,7 +32,7 @@ EVERY_FORM = [(form, dtype) for form in forms() for dtype in (torch.float32, tor
 
 
 def _cases(member: Member, layouts: Sequence[str]) -> list[tuple[torch.dtype, str, Form]]:
-    """Each op of each dtype in some layout, and each dtype and form with some op: on each carrier with another one."""
+    """Each op of each dtype in some layout, and each dtype and form with some op."""
     each_op = member.in_turn(EVERY_NUMBER, [Form((5, 3), layout) for layout in layouts])
     cases = [(*number, form) for number, form in each_op]
     cases += [(dtype, op, Form((2, 0))) for dtype, op in member.in_turn(REDUCIBLE, REDUCE_OPS)]
@@ -62,7 +62,7 @@ def test_all_reduce(carrier: Carrier) -> None:
 
 
 WRITABLE = [layout for layout in LAYOUTS if layout != "expanded"]
-"""The other one can't be written to: test_usage_errors has it."""
+"""An expanded tensor can't be written to: test_usage_errors covers it."""
 
 
 def _in_place_body(member: Member) -> None:
@@ -90,7 +90,7 @@ def test_all_reduce_in_place(carrier: Carrier) -> None:
 
 
 def _around_it_body(member: Member) -> None:
-    """What lies between and beside the elements of a slice is not its own, and stays."""
+    """Elements between and beside those of a slice keep their values."""
     for dtype in (torch.float32, torch.int16, torch.complex64, torch.bool):
         with member.case(f"a slice of {dtype}"):
             whole = member.of_ranks(lambda rank, dtype=dtype: small_numbers(Form((6, 8)), dtype, rank))
@@ -124,7 +124,7 @@ def test_sums_of_real_numbers_are_as_good_as_the_dtype(carrier: Carrier) -> None
 
 
 def _same_everywhere_body(member: Member) -> list[bytes]:
-    """The sum of real numbers, as bytes: ranks that disagree in the last bit drift apart in the end."""
+    """The sum of real numbers, as bytes: ranks that differ in the last bit diverge later."""
     sums = []
     for dtype in FLOATS:
         with member.case(f"{dtype}"):
@@ -140,7 +140,6 @@ def test_all_ranks_get_the_same_bits(carrier: Carrier) -> None:
 
 
 def _views_body(member: Member) -> None:
-    """Lazily conjugated and negated tensors: their memory doesn't hold their values."""
     xs = member.of_ranks(lambda rank: small_numbers(Form((5,)), torch.complex64, rank))
     x = xs[member.rank]
     with member.case("conjugated"):
@@ -161,7 +160,7 @@ def _not_reducible_body(member: Member) -> None:
             x = torch.zeros(8, dtype=torch.uint8).view(dtype)
             for op in REDUCE_OPS:
                 if member.row == "nccl" and dtype in (torch.uint32, torch.uint64):
-                    continue  # which NCCL alone has, see test_nccl_calls
+                    continue  # NCCL alone carries it: see test_nccl_calls
                 assert not member.carries("all_reduce", x, op, False)
                 member.refuses(f"{op} of {dtype}", lambda x=x, op=op: member.group.all_reduce(x, op))
     with member.case("afterwards"):
@@ -176,7 +175,7 @@ _EXTREMES = [0, 1, -1, 2, -2, 3, -7, 63, -64, 100, 127, -128]
 
 
 def _integer_average_body(member: Member) -> None:
-    """Averages whose sums wrap in the dtype, and odd ones of either sign; uint8 beyond 127."""
+    """Sums wrap in the dtype, or are odd, with either sign."""
     for dtype in INTEGERS:
         info = torch.iinfo(dtype)
         numbers = torch.tensor(_EXTREMES).clamp(info.min)
@@ -203,7 +202,6 @@ def test_an_average_of_integers_wraps_and_is_divided_toward_zero(carrier: Carrie
 
 
 def _large_average_body(member: Member) -> None:
-    """The sum of these is beyond float16, their average is not."""
     group, x = member.group, torch.full((member.size * 2,), 40000.0, dtype=torch.float16)
     with member.case("all_reduce"):
         assert torch.equal(group.all_reduce(x, "avg"), x)

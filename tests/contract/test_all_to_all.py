@@ -30,7 +30,7 @@ EVERY_DTYPE = [(dtype, form) for dtype in COPIED_BY_TORCH for form in (Form((5, 
 
 def _body(member: Member) -> None:
     cases = [(*case, *dims) for case, dims in member.in_turn(EVERY_DTYPE, list(itertools.product((0, -1), (0, -1))))]
-    places = member.in_turn(member.along_dims(list(forms(SLICES))), range(12))  # 2, 4 and 6 dims by both names
+    places = member.in_turn(member.along_dims(list(forms(SLICES))), range(12))
     cases += [(torch.float32, form, dim, form.dims[turn % len(form.dims)]) for (form, dim), turn in places]
     for dtype, part, scatter_dim, gather_dim in member.shared(list(dict.fromkeys(cases))):
         form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
@@ -52,10 +52,10 @@ def _rows_body(member: Member, pattern: str) -> None:
     table = _table(pattern)
     ranks = member.of_ranks(lambda rank: rank)
     inputs = [table[member.rank][to] for to in range(member.size)]
-    # In a simulated group every rank sends as this one does, so it receives its own block from each.
+    # In a simulated group every rank sends this rank's tensor.
     outputs = [table[sender][member.rank] for sender in ranks]
     rows = list(itertools.product(((), (3,), (2, 0), (2, 3)), ("contiguous", "strided")))
-    if pattern == "even beside uneven":  # of rows that don't fit the slots of shared memory
+    if pattern == "even beside uneven":  # rows that exceed the slots of shared memory
         rows.append(((9001,), "contiguous"))
     cases = [(dtype, *each) for each, dtype in member.in_turn(rows, (torch.float32, torch.bool))]
     if pattern == "uneven":
@@ -116,7 +116,7 @@ def test_all_to_all_of_nothing(carrier: Carrier) -> None:
 
 
 def _one_side_body(member: Member) -> None:
-    """Where one of the two lists is left out, slices are equal on that side."""
+    """If one of the two lists is omitted, slices on that side are equal."""
     xs = member.of_ranks(lambda rank: any_bytes(Form((2 * member.size, 3)), torch.int32, rank))
     expected = torch.cat([x.chunk(member.size)[member.rank] for x in xs])
     equal = [2] * member.size
@@ -130,7 +130,7 @@ def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
 
 
 def _bare_op_body(member: Member) -> None:
-    """The op itself takes both lists of splits or neither, and rows that all of them name."""
+    """The op itself takes both lists of splits or neither, and the splits must cover all rows."""
     op, (token, key) = torch.ops.parallel_state.all_to_all, op_arguments(member.group)
     equal = [2] * member.size
     odd, even = torch.zeros(2 * member.size + 1), torch.zeros(2 * member.size)

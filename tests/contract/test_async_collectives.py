@@ -1,4 +1,4 @@
-"""Tensor collectives without waiting give what the waiting ones give, bit for bit; and split."""
+"""Started collectives give the bits of the blocking ones; and split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITS_FORMS = list(itertools.product((FORMS[0], FORMS[3]), (0, -1)))
 
 
 def _numbers(form: Form, dtype: torch.dtype, rank: int) -> Tensor:
-    """Small whole numbers: any order of summation is exact."""
+    """Whole numbers, whose sums are exact in any order."""
     x = torch.arange(max(1, Form(form.shape).shape and torch.Size(form.shape).numel())) % 3 + rank % 2
     x = x[: torch.Size(form.shape).numel()].to(dtype).view(form.shape)
     return x.transpose(0, -1).contiguous().transpose(0, -1) if form.layout == "transposed" else x
@@ -37,7 +37,7 @@ def _comparable(x: Tensor) -> Tensor:
 
 
 def _pairs(group: ps.GroupCoordinator, x: Tensor, dim: int, op: str) -> list[tuple[str, Callable[[], Any], Tensor]]:
-    """Name, how to start it, and what it must give."""
+    """Name, start function, expected result."""
     found = [
         ("all_gather", lambda: group.all_gather_async(x, dim), group.all_gather(x, dim)),
     ]
@@ -57,12 +57,12 @@ def _body(member: Member) -> None:
         with member.case(f"{dtype} {form} along {dim}, {op}"):
             pairs = _pairs(member.group, x, dim, op)
             unchanged = Unchanged(x)
-            handles = [start() for _, start, _ in pairs]  # all of them are on their way at once
+            handles = [start() for _, start, _ in pairs]  # all run at once
             for handle, (name, _, expected) in zip(handles, pairs, strict=True):
                 result = handle.wait()
                 assert torch.equal(_comparable(result), _comparable(expected)), name
                 assert result.dtype == expected.dtype
-                assert handle.wait() is result, "a second wait gives the same tensor"
+                assert handle.wait() is result, "a second wait must return the same tensor"
                 assert handle.is_completed()
                 assert result.is_contiguous() or member.size == 1
             unchanged.check()

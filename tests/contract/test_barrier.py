@@ -11,7 +11,7 @@ ROUNDS = 50
 
 
 def _body(member: Member) -> None:
-    """Each rank counts itself in, passes the barrier, and finds all others counted in."""
+    """Each rank increments a counter before the barrier, and finds all increments after it."""
     group = member.group
     if member.simulated or member.size == 1:
         with member.case("nobody to wait for"):
@@ -22,10 +22,10 @@ def _body(member: Member) -> None:
         with member.case(f"barrier {number}"):
             key = f"{group.unique_name}/{group.ranks}/{number}"
             if number % member.size == member.rank:
-                torch.randn(200, 200).mm(torch.randn(200, 200))  # this one is late
+                torch.randn(200, 200).mm(torch.randn(200, 200))  # this rank is late
             store.add(key, 1)
             group.barrier()
-            assert store.add(key, 0) == member.size, "a rank has not come yet"
+            assert store.add(key, 0) == member.size, "the barrier returned before a rank entered it"
 
 
 def test_nobody_passes_before_all_have_come(carrier: Carrier) -> None:

@@ -20,20 +20,21 @@ from tests.contract.cases import FLOATS, bytes_of
 from tests.contract.test_objects import Pools
 
 COUNTS = (12, 12_000)
-"""gloo carries the first in the messages that compare the calls, and each kernel has another path for the second."""
+"""Elements. Over gloo the first fits the message that compares the calls; each kernel has another path for the second.
+"""
 FE_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}
 STATES = ("flushes denormals", "rounds upward")
 SPECIAL = (-0.0, 0.0, -0.0, float("nan"), -1.5, 0.0, float("inf"), -float("inf"))
 
 
 def _special(dtype: torch.dtype, rank: int, count: int) -> Tensor:
-    """Zeros of both signs, infinities and a NaN, each beside others on the next rank."""
+    """Zeros of both signs, infinities and a NaN, rotated so that each meets others on the next rank."""
     values = torch.tensor([SPECIAL[(rank * (1 + place // 8) + place) % 8] for place in range(64)])
     return values.repeat(count // 64 + 1)[:count].to(dtype)
 
 
 def _reference(xs: Sequence[Tensor], op: str) -> Tensor:
-    """Folds in rank order in a wide dtype; of two zeros max takes +0, and min -0."""
+    """Folds in rank order in a wide dtype. Of two zeros, max returns +0 and min -0."""
 
     def extreme(a: float, b: float) -> float:
         if a != a or b != b:
@@ -54,7 +55,7 @@ def _reference(xs: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _check_bits(found: Tensor, expected: Tensor) -> None:
-    """Which NaN it is isn't promised: processors differ."""
+    """Any NaN equals any other: processors differ."""
     nan = expected.isnan()
     assert torch.equal(found.isnan(), nan), (found[:16], expected[:16])
     same = bytes_of(found.masked_fill(nan, 0)).equal(bytes_of(expected.masked_fill(nan, 0)))
@@ -84,7 +85,6 @@ def test_zeros_keep_their_sign_and_nan_stays(carrier: Carrier) -> None:
 
 @contextmanager
 def _state(kind: str) -> Iterator[None]:
-    """Gives this thread another floating-point state, as a program or a library that it loads may do."""
     libm, kept = ctypes.CDLL("libm.so.6"), ctypes.create_string_buffer(64)
     libm.fegetenv(kept)
     try:
@@ -102,14 +102,13 @@ def _machine() -> str:
 
 
 def _delicate(dtype: torch.dtype, rank: int, count: int) -> Tensor:
-    """Denormals of the dtype, and numbers whose sums are rounded."""
+    """Denormals of the dtype, and numbers whose sums round."""
     tiny = torch.finfo(dtype).tiny
     values = [tiny / 4, tiny / 2, 1.0, torch.finfo(dtype).eps / 4 + 1, 1 / 3, tiny * 0.75]
     return torch.tensor(values, dtype=torch.float64).mul(1 + rank).repeat(count // 6).to(dtype)
 
 
 def _in_states_body(member: Member, kind: str) -> list[bytes]:
-    """Reduces while the last rank's thread has another state; returns the bits."""
     found = []
     group, last = member.group, member.size - 1
     for dtype, count in member.shared(list(itertools.product(FLOATS, COUNTS))):
@@ -133,16 +132,16 @@ def _in_states_body(member: Member, kind: str) -> list[bytes]:
 
 
 def _may_differ(member: Member, dtype: torch.dtype, op: str) -> bool:
-    """Other orders and roundings: gloo's own sums, and those of several hosts."""
+    """True where order and rounding aren't promised: gloo's own sums, and those of several hosts."""
     return member.size > 2 or (dtype.itemsize < 4 and op in ("sum", "avg", "product"))
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_rank_whose_thread_has_another_state_gets_the_same_bits(carrier: Carrier, kind: str) -> None:
     if carrier.simulated or carrier.size.group == 1:
-        pytest.skip("one rank has nobody to differ from")
+        pytest.skip("a group of one rank has no peer to differ from")
     if kind == "rounds upward" and _machine() not in FE_UPWARD:
-        pytest.skip("FE_UPWARD isn't known here")
+        pytest.skip("FE_UPWARD is unknown on this processor")
     answers = carrier.run(_in_states_body, kind)
     groups = [answers[start : start + carrier.size.group] for start in range(0, len(answers), carrier.size.group)]
     assert all(answer == group[0] for group in groups for answer in group)
@@ -171,4 +170,4 @@ def _over_the_backend(kind: str) -> tuple[list[bytes], bool]:
 def test_over_the_backend_too(pools: Pools, kind: str) -> None:
     (first, _), (second, flushes) = pools(2).run(_over_the_backend, kind, tp=2, timeout_s=60.0)
     assert first == second
-    assert flushes == (kind == "flushes denormals"), "a thread keeps the state that its program gave it"
+    assert flushes == (kind == "flushes denormals"), "a thread must keep its floating-point state"

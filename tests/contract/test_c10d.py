@@ -1,7 +1,4 @@
-"""torch.distributed over `backend="parallel_state"`, against the same calls over gloo in the same ranks.
-
-What torch builds on these calls is in test_c10d_programs.py.
-"""
+"""torch.distributed over `backend="parallel_state"`, compared with the same calls over gloo."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _WORLDS = iter(range(1_000_000))
 
 @contextlib.contextmanager
 def torch_world(backend: str = "parallel_state", timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
-    """This rank and the number of ranks; the pool's store has a part for each world."""
+    """Yields this rank and the number of ranks. Each world has its own prefix in the pool's store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     client = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     store = dist.PrefixStore(f"c10d/{next(_WORLDS)}", client)
@@ -47,12 +44,11 @@ def torch_world(backend: str = "parallel_state", timeout_s: float = 60.0) -> Ite
 
 
 def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Small whole numbers, whose sums and products every dtype has exactly."""
     return torch.randint(0, 3, shape).to(dtype)
 
 
 def _collectives(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Every collective that gloo has, with what it wrote on this rank."""
+    """Yields each collective's name and the tensors that it wrote."""
     ops = {
         "sum": dist.ReduceOp.SUM,
         "max": dist.ReduceOp.MAX,
@@ -180,7 +176,7 @@ def test_dtypes_and_sizes_beyond_gloo(pools: Pools) -> None:
 
 
 def take_lists_of_views() -> None:
-    """Lists whose tensors lie one behind the other are read and written where they lie, but where both share memory."""
+    """Tensors of a list that are adjacent in memory aren't copied, unless inputs and outputs share memory."""
     with torch_world() as (rank, size):
         whole = torch.arange(4.0 * size).add(100 * rank)
         before = whole.clone()
@@ -203,7 +199,7 @@ def take_lists_of_views() -> None:
         assert whole.equal(before)
         dist.all_to_all(list(whole.flip(0).chunk(size)), parts)
         assert whole.equal(before)
-        dist.reduce_scatter(parts[0], parts)  # on all ranks but the first it is a part of theirs, too
+        dist.reduce_scatter(parts[0], parts)  # on the other ranks this output is also one of the inputs
         assert parts[0].equal(total)
         whole.copy_(before)
         dist.all_to_all(parts, parts)
@@ -234,7 +230,7 @@ def transfer() -> None:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         assert batch.eq(preceding).all()
-        # Tags match whatever the order is, messages of one tag in theirs.
+        # Tags match in any order; messages of one tag match in the order of sends.
         if rank == 0:
             for tag in (5, 6, 5):
                 dist.send(torch.tensor([tag, len(str(tag))]), 1, tag=tag)
@@ -244,7 +240,6 @@ def transfer() -> None:
                 received = torch.empty(0) if tag == 7 else torch.empty(2, dtype=torch.int64)
                 dist.recv(received, 0, tag=tag)
                 assert tag == 7 or received[0] == tag
-        # From any source.
         if rank == size - 1:
             sources = []
             for _ in range(size - 1):
@@ -272,7 +267,6 @@ def start_in_opposite_orders() -> None:
             for which in order:
                 works[which].wait()
             assert all(x.eq(size).all() for x in xs)
-        # Without a wait, and with the handle dropped.
         x = torch.ones(10)
         dist.all_reduce(x, async_op=True)
         dist.barrier()
@@ -282,7 +276,6 @@ def start_in_opposite_orders() -> None:
         while not work.is_completed():
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        # A callback may call the group.
         y = torch.ones(3)
         future = dist.all_reduce(y, async_op=True).get_future()
 
@@ -298,13 +291,13 @@ def test_started_calls_go_on_by_themselves_and_in_any_order_of_groups(pools: Poo
 
 
 def come_late() -> float:
-    """Rank 1 joins in each call once rank 0 says so; returns the CPU seconds of an idle second afterwards."""
+    """Rank 1 is late to each call. Returns the CPU seconds of an idle second afterwards."""
     with torch_world() as (rank, size):
         store = dist.distributed_c10d._get_default_store()
         for length in (
             16,
             100_000,
-        ):  # the first is left to its caller for a moment, the other goes to the thread at once
+        ):  # the group's thread takes the large one at once, the small one after a moment
             if rank == 1:
                 store.wait([f"started {length}"])
             x = torch.ones(length)
@@ -317,7 +310,7 @@ def come_late() -> float:
             work.wait()
             assert work.is_success()
             assert x.eq(size).all()
-            # What only the call holds: its tensor, and the handle.
+            # The call alone references its tensor and handle.
             held = torch.ones(length)
             alive = weakref.ref(held.untyped_storage())
             dist.all_reduce(held, async_op=True)
@@ -336,7 +329,6 @@ def test_a_started_call_waits_for_no_peer_and_idle_ranks_burn_no_cpu(pools: Pool
 
 
 def wait_for_any_source() -> float:
-    """Returns the CPU seconds of a second in which rank 0 waits for a message of any rank."""
     with torch_world() as (rank, _):
         before = time.thread_time()
         if rank == 1:
@@ -352,7 +344,6 @@ def test_a_wait_for_any_rank_sleeps(pools: Pools) -> None:
 
 
 def shared_mappings() -> int:
-    """Counts the parts of shared memory that this process has mapped."""
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return sum("/parallel_state-" in line for line in maps)
@@ -382,7 +373,7 @@ def test_nothing_stays_of_a_group_that_was_destroyed(pools: Pools) -> None:
 
 
 def make_a_group_of_ones_own() -> None:
-    """As Megatron's ranks do: each calls only for the group that it is in, and torch gives all of these one name."""
+    """Each rank calls only for its own group, as Megatron's do; torch then gives these groups the same name."""
     with torch_world() as (rank, _):
         mine = [0, 1] if rank < 2 else [2, 3]
         if rank == 3:
@@ -398,7 +389,7 @@ def test_groups_of_one_name_made_by_their_own_ranks_alone(pools: Pools) -> None:
 
 
 def leave_work_behind() -> float:
-    """Rank 0 starts what nobody else comes to; how long the group's end takes it."""
+    """Rank 0 starts calls without peers. Returns how long destroying the group takes."""
     with contextlib.ExitStack() as stack:
         rank, _ = stack.enter_context(torch_world())
         left = [] if rank else [dist.all_reduce(torch.ones(4), async_op=True), dist.irecv(torch.ones(4), 1)]
@@ -426,7 +417,7 @@ def fork_a_child() -> None:
                 except ps.UsageError as error:
                     if "forked" not in str(error):
                         os._exit(2)
-                    dist.destroy_process_group()  # which the others don't notice
+                    dist.destroy_process_group()  # the peers don't notice
                     dist.init_process_group("parallel_state", store=dist.HashStore(), rank=0, world_size=1)
                     dist.all_reduce(torch.ones(1))
                     os._exit(0)
@@ -440,7 +431,7 @@ def test_a_forked_child_is_no_rank(pools: Pools) -> None:
 
 
 def misuse() -> None:
-    """What one rank sees by itself is refused before anything is sent: the group goes on."""
+    """Nothing is sent, and the group stays usable."""
     with torch_world() as (rank, size):
         group = dist.group.WORLD
         x, out = torch.ones(1000), torch.empty(1)
@@ -482,7 +473,6 @@ def test_a_callback_may_receive_from_the_same_rank(pools: Pools) -> None:
 
 
 def call_in_a_handler() -> str:
-    """Rank 0 is in a call, for which rank 1 comes too late, when its handler of a signal calls the group."""
     with torch_world() as (rank, _):
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
@@ -511,7 +501,6 @@ def test_a_handler_of_signals_can_not_wait_for_the_group_it_interrupts(pools: Po
 
 
 def interrupt_a_receive(under_way: int) -> tuple[list[str], list[str]] | None:
-    """Returns what rank 0's calls raise when Ctrl-C comes while it receives, and the next ones."""
     with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
         if rank == 1:
             dist.distributed_c10d._get_default_store().wait(["interrupted"])
@@ -522,8 +511,6 @@ def interrupt_a_receive(under_way: int) -> tuple[list[str], list[str]] | None:
 
 
 def interrupted(calls: Sequence[Callable[[], object]]) -> tuple[list[str], list[str]]:
-    """Runs them with a Ctrl-C in the first; returns what each of them raised, type and text."""
-
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -544,14 +531,12 @@ def interrupted(calls: Sequence[Callable[[], object]]) -> tuple[list[str], list[
 
 @pytest.mark.parametrize("under_way", [0, 2], ids=["alone", "with others under way"])
 def test_ctrl_c_ends_a_receive_and_the_group(pools: Pools, under_way: int) -> None:
-    """It is raised once, by the call that it interrupts."""
     told = pools(2).run(interrupt_a_receive, under_way, timeout_s=DEADLINE_S)[0]
     assert told[0] == ["KeyboardInterrupt", "GroupFailedError"]
     assert "interrupted by a signal" in told[1][1]
 
 
 def interrupt_a_wait() -> tuple[list[str], float] | None:
-    """Returns what rank 0's wait for a call of another thread raises when Ctrl-C comes, and that call's sum."""
     with torch_world() as (rank, _):
         x = torch.ones(1 << 18)
         if rank == 1:
@@ -559,7 +544,7 @@ def interrupt_a_wait() -> tuple[list[str], float] | None:
             dist.all_reduce(x)
             return None
         work = dist.all_reduce(x, async_op=True)
-        time.sleep(0.2)  # the group's thread has taken it by then
+        time.sleep(0.2)
         raised, _ = interrupted([work.wait])
         work.wait()
         return raised, x[0].item()
@@ -571,7 +556,7 @@ def test_ctrl_c_ends_a_wait_and_not_the_call(pools: Pools) -> None:
 
 
 def transfer_under_detail() -> None:
-    """Transfers between some ranks leave the numbers that torch compares before collectives as they are."""
+    """Transfers between some ranks don't change the sequence numbers that torch compares before collectives."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with torch_world() as (rank, size):
@@ -636,7 +621,6 @@ def test_a_receive_ends_at_its_deadline_and_names_the_rank(pools: Pools) -> None
 
 
 def miss_a_barrier() -> str:
-    """Rank 0 comes alone to the second one."""
     with torch_world() as (rank, size):
         dist.monitored_barrier()
         text = ""
@@ -654,7 +638,7 @@ def test_a_monitored_barrier_names_all_who_are_missing(pools: Pools) -> None:
 
 
 def split() -> float | None:
-    """What `dist.split_group` does, which refuses machines without an accelerator."""
+    """As `dist.split_group`, which requires an accelerator."""
     with torch_world() as (rank, _):
         ranks = [0, 1] if rank < 2 else [2]
         part = dist.group.WORLD.split_group(ranks, timeout=timedelta(seconds=60), group_name=f"part{ranks[0]}")

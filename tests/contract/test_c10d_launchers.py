@@ -1,8 +1,7 @@
-"""Programs that other people's launchers start, over `backend="parallel_state"`: the numbers that gloo gives them.
+"""Programs that other launchers start give the same numbers over `backend="parallel_state"` as over gloo.
 
-Each is a small script in a temporary folder. What it has of this library is the import, and the backend's name. Its
-ranks train over this backend, and then over gloo. The launcher is a fork that has torch imported, as are the ranks that
-it starts.
+Each program is a script that knows only the import and the backend's name. Launcher and ranks are forks of a process
+with torch imported.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ torch.save(found, f"{sys.argv[1]}/{os.environ['RANK']}.pt")
 
 
 def _compare(command: list[str], script: str, folder: Path, before: str = "", **variables: str) -> None:
-    """Two ranks have one order to add in: nothing may differ by a bit. `before`: what the launcher runs first."""
+    """Compares bit for bit: two ranks have only one order of additions. `before`: code that the launcher runs first."""
     (folder / "script.py").write_text(script + _BOTH)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
@@ -151,9 +150,9 @@ def test_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate, as the extra dev brings it")
 def test_accelerate_launch(tmp_path: Path) -> None:
-    # `--cpu` is for one process, or for mpirun's; this is the launcher of several, and the script asks for the CPU.
+    # `--cpu` selects one process, or mpirun's. Here `--multi_gpu` starts several, and the script asks for the CPU.
     options = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    imports = "import accelerate, accelerate.utils\n"  # once, rather than in each rank
+    imports = "import accelerate, accelerate.utils\n"
     _compare(["accelerate.commands.launch", *options], ACCELERATE, tmp_path, imports)
 
 

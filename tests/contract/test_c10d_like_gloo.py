@@ -1,7 +1,5 @@
-"""The backend "parallel_state" where torch and programs expect gloo.
-
-Calls of several tensors, tensors that share memory, averages, options and timeouts of groups that are made from others,
-and the backend's name. gloo in the same ranks is the oracle where it has the call.
+"""torch.distributed over `backend="parallel_state"` where torch and programs expect gloo, which is the oracle where it
+has the call.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ CPU = torch.device("cpu")
 
 
 def _compare(calls: Callable[[Any, int, int], Iterator[tuple[str, Sequence[Tensor]]]]) -> int:
-    """Returns how many calls gave the bits that they give over gloo."""
     with torch_world() as (rank, size):
         gloo = dist.new_group(backend="gloo")
         ours, theirs = (list(calls(group, rank, size)) for group in (dist.group.WORLD, gloo))
@@ -48,9 +45,6 @@ def _compare(calls: Callable[[Any, int, int], Iterator[tuple[str, Sequence[Tenso
             for one, other in zip(mine, reference, strict=True):
                 assert one.dtype == other.dtype and one.equal(other), f"{name}: {one} is not gloo's {other}"
         return len(ours)
-
-
-# Tensors of one call that share memory.
 
 
 def _memory(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,7 +83,7 @@ def _aliased(group: Any, rank: int, size: int) -> Iterator[tuple[str, Sequence[T
         first, second, outs = _memory(rank, count), _memory(rank + 10, count), torch.empty(2, size, count)
         lists = [[second, outs[1, 0]], *([outs[0, r], outs[1, r]] for r in range(1, size))]
         dist.all_gather_coalesced(lists, [first, second], group=group)
-        # The second input is an output of the first gather; what the ranks' others get is the same.
+        # The second input is also an output of the first gather.
         yield "all_gather_coalesced into a later input", [second, outs[0, 1:], outs[1]]
         whole, later = torch.empty(size * count), _memory(rank + 10, size * count)
         group.allgather_into_tensor_coalesced([later, whole], [_memory(rank, count), later[:count]]).wait()
@@ -121,7 +115,7 @@ def test_tensors_of_a_call_that_share_memory_give_what_gloo_gives(pools: Pools, 
 
 
 def _exchange_in_place() -> None:
-    """gloo writes what others have yet to read here, so the reference is a call of its own memory."""
+    """gloo overwrites input here before peers read it, so the reference uses separate memory."""
     with torch_world() as (rank, size):
         for count in (2 * size, 70_000 * size):
             x = _memory(rank, count)
@@ -135,9 +129,6 @@ def _exchange_in_place() -> None:
 
 def test_all_to_all_of_a_tensor_into_itself(pools: Pools) -> None:
     pools(3).run(_exchange_in_place, timeout_s=DEADLINE_S)
-
-
-# Several tensors a rank.
 
 
 def _several(group: Any, rank: int, size: int) -> Iterator[tuple[str, Sequence[Tensor]]]:
@@ -184,7 +175,7 @@ def _take_and_refuse_several() -> None:
     with torch_world() as (rank, size):
         world: Any = dist.group.WORLD
         numbers = torch.arange(4.0).view(2, 2)
-        world.allreduce([columns := numbers.add(rank).t(), rows := numbers.clone()]).wait()  # gloo adds up their memory
+        world.allreduce([columns := numbers.add(rank).t(), rows := numbers.clone()]).wait()  # gloo adds in memory order
         expected = numbers.t() * size + sum(range(size)) + numbers * size
         assert columns.equal(expected) and rows.equal(expected)
         x, y = torch.ones(2), torch.ones(3)
@@ -210,11 +201,8 @@ def test_several_tensors_a_rank_give_what_gloo_gives(pools: Pools, size: int) ->
         pools(size).run(_take_and_refuse_several, timeout_s=DEADLINE_S)
 
 
-# Averages.
-
-
 def _average(off: str | None) -> None:
-    """Every way to an average, of integers whose sums wrap, against NCCL's definition; floats as well."""
+    """Every form of an average, of floats and of integers whose sums wrap, compared with NCCL's definition."""
     with environment(PARALLEL_STATE_SHARED_MEMORY=off), torch_world() as (rank, size):
         backend: Any = dist.group.WORLD._get_backend(CPU)
         carried = [dtype for dtype in INTEGERS if dtype != torch.int16] if off else [*INTEGERS, *UNSIGNED]
@@ -279,8 +267,6 @@ def test_averages(pools: Pools, size: int, route: str) -> None:
     pools(size).run(_average, ROUTES[route], timeout_s=DEADLINE_S)
 
 
-# Groups that are made from others, and their options.
-
 PARENT_S, CHILD_S = 60.0, 9.0
 
 
@@ -289,7 +275,6 @@ def _timeout_of(group: Any) -> float:
 
 
 def _children(rank: int, size: int) -> Iterator[tuple[str, Any, float]]:
-    """Every way to make a group from another, with the timeout that it must have."""
     timeout = timedelta(seconds=CHILD_S)
     world: Any = dist.group.WORLD
     options = world._get_backend(CPU).options
@@ -307,10 +292,10 @@ def _children(rank: int, size: int) -> Iterator[tuple[str, Any, float]]:
     yield "a part of a part", part.split_group([0, 1], group_name=f"b{mine[0]}"), CHILD_S
     inherits = world.split_group(mine, group_name=f"c{mine[0]}")
     yield "ProcessGroup.split_group without a timeout", inherits, PARENT_S
-    for name in ("d", "e"):  # one object for two groups
+    for name in ("d", "e"):
         made = world.split_group(mine, timeout=timeout, opts=copy.deepcopy(options), group_name=f"{name}{mine[0]}")
         yield "ProcessGroup.split_group with a copy of the parent's options", made, CHILD_S
-    if hasattr(dist, "set_timeout"):  # from torch 2.15 on the options are torch's to copy
+    if hasattr(dist, "set_timeout"):  # from torch 2.15 on, torch copies the options
         made = world.split_group(mine, timeout=timeout, opts=options, group_name=f"f{mine[0]}")
         yield "ProcessGroup.split_group with the parent's options", made, CHILD_S
         for name, given in (("no options", None), ("the parent's options", options)):
@@ -350,7 +335,7 @@ def _make_children() -> list[str]:
             child.allreduce([x := torch.tensor([1.0])]).wait()
             assert x.item() == child.size(), name
         assert before[0] == timedelta(seconds=PARENT_S)
-        if rank == 0:  # a child's timeout is none of its parent's
+        if rank == 0:
             time.sleep(0.5)
         dist.all_reduce(torch.ones(1))
         return names
@@ -361,7 +346,6 @@ def test_a_group_made_from_another_leaves_its_options(pools: Pools) -> None:
 
 
 def _wait_past_a_child_s_timeout() -> float:
-    """A rank is late for its group by more than a group has that was split from it."""
     with torch_world(timeout_s=PARENT_S) as (rank, _):
         world: Any = dist.group.WORLD
         world.split_group([0, 1], timeout=timedelta(seconds=0.3), group_name="short")
@@ -377,7 +361,7 @@ def test_a_short_child_leaves_its_parent_time(pools: Pools) -> None:
 
 
 def _set_timeouts() -> None:
-    """Each of torch's ways counts for later calls; what a program changes in a copy counts for nothing."""
+    """A timeout set in one of torch's ways applies to later calls. A change to a copy of the options has no effect."""
     with torch_world(timeout_s=PARENT_S):
         world: Any = dist.group.WORLD
         backend = world._get_backend(CPU)
@@ -440,11 +424,7 @@ def test_a_call_ends_at_the_timeout_that_was_set(pools: Pools, way: str, route: 
     assert 0.4 < elapsed_s < 1.5
 
 
-# Names.
-
-
 def _shard() -> None:
-    """A rank without shards asks for its device by the backend's name."""
     with torch_world() as (rank, _):
         spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         x = sharded_tensor.ones(spec, 4, 2)
@@ -462,7 +442,7 @@ def test_a_rank_without_shards_is_one_of_cpus(pools: Pools) -> None:
 
 
 def _asked_by(module: str, group: Any = None) -> str:
-    """Returns what code of another module gets."""
+    """Returns what code of `module` gets as the backend's name."""
     return str(eval("dist.get_backend(group)", {"__name__": module, "dist": dist, "group": group}))
 
 

@@ -1,8 +1,7 @@
-"""Programs that know only torch.distributed, over `backend="parallel_state"`: each gives the numbers that gloo gives.
+"""Programs that know only torch.distributed give the same numbers over `backend="parallel_state"` as over gloo.
 
-A program runs twice in the same ranks, once a backend, from the same seeds, and what it returns is compared. With two
-ranks a sum has one order, so nothing may differ by a bit; with four the orders differ. Programs that bring a launcher
-are in test_c10d_launchers.py.
+Each program runs twice in the same ranks from the same seeds. Results of two ranks are equal bit for bit; with four
+ranks the order of additions differs.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ DEADLINE_S = 180.0
 STEPS = 3
 HIDDEN, CLASSES, BATCH = 16, 4, 6
 
-# The two runs, and what they gave.
-
 
 def run_over(backend: str, program: Callable[..., Any], *args: Any) -> Any:
     with torch_world(backend) as (rank, size):
@@ -71,9 +68,8 @@ def _leaves(found: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def compare(program: Callable[..., Any], *args: Any) -> int:
-    """Runs it over both backends, in each rank; the number of results, of which none differs."""
     expected, found = (list(_leaves(run_over(backend, program, *args), "")) for backend in ("gloo", "parallel_state"))
-    assert expected, "it gave nothing"
+    assert expected, "the program returned nothing"
     tolerances = {} if int(os.environ["WORLD_SIZE"]) > 2 else {"rtol": 0, "atol": 0}
     for (name, reference), (other, mine) in zip(expected, found, strict=True):
         assert name == other
@@ -84,12 +80,7 @@ def compare(program: Callable[..., Any], *args: Any) -> int:
     return len(found)
 
 
-# What is trained, and how.
-
-
 class Model(nn.Module):
-    """Layers of unequal sizes, a branch that only some batches take, and a buffer."""
-
     seen: Tensor
 
     def __init__(self, branch: bool = False) -> None:
@@ -119,13 +110,11 @@ def _loss(model: nn.Module, step: int, rank: int, **options: Any) -> Tensor:
 
 
 def _full(value: Tensor) -> Tensor:
-    """A copy; DTensors with all of their shards."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value.to_dense() if value.is_sparse else value
     return whole.detach().clone()
 
 
 def _facts(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Any]:
-    """The losses, the last gradients, and what the model holds at the end."""
     assert len({loss.item() for loss in losses}) == len(losses), "the steps must change something"
     gradients = {name: _full(each.grad) for name, each in model.named_parameters() if each.grad is not None}
     assert all(gradient.isfinite().all() for gradient in gradients.values())
@@ -154,18 +143,13 @@ def _train(
     return _facts(model, losses)
 
 
-# DistributedDataParallel.
-
-
 def _count_buckets(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and these are text
-    """A hook of a program's own: a future's callback that divides."""
     state.append(bucket.index())
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0].div_(dist.get_world_size()))
 
 
 def ddp_with_buckets(rank: int, size: int) -> Any:
-    """Several buckets, in an order that is made anew after the first step."""
     found = {}
     for view in (False, True):
         model = DistributedDataParallel(Model(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)  # type: ignore[arg-type]
@@ -197,7 +181,7 @@ def ddp_with_no_sync(rank: int, size: int) -> Any:
 
 
 def ddp_with_unused_parameters(rank: int, size: int) -> Any:
-    """Ranks that take a branch and ranks that don't; then none does; then a graph that is always the same."""
+    """A branch that some ranks take, then none; then a static graph."""
     found = {}
     model = DistributedDataParallel(Model(branch=True), find_unused_parameters=True, bucket_cap_mb=0.001)  # type: ignore[arg-type]
     found["some"] = _train(model, rank, steps=4, options=lambda step: {"takes_branch": step % 2 == rank % 2})
@@ -209,7 +193,6 @@ def ddp_with_unused_parameters(rank: int, size: int) -> Any:
 
 
 def ddp_with_join(rank: int, size: int) -> Any:
-    """Ranks with different numbers of batches: those that are done take part in what the others do."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(Model(), bucket_cap_mb=0.001)  # type: ignore[arg-type]
@@ -230,7 +213,7 @@ def ddp_with_join(rank: int, size: int) -> Any:
 
 
 def ddp_with_hooks(rank: int, size: int) -> Any:
-    """Hooks of torch's that gloo has as well. Those of PowerSGD call the group in their callbacks, and wait there."""
+    """torch's hooks that gloo supports. PowerSGD's callbacks call the group and wait in it."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -249,7 +232,7 @@ def ddp_with_hooks(rank: int, size: int) -> Any:
     hooks["float16, PowerSGD"] = power, default_hooks.fp16_compress_wrapper(powerSGD_hook)  # type: ignore[arg-type]
     found = {}
     for name, (state, hook) in hooks.items():
-        # With several buckets PowerSGD's callbacks would call in an order that is not the same on all ranks.
+        # With several buckets, PowerSGD's callbacks would call in different orders on the ranks.
         is_power = isinstance(state, PowerSGDState)
         model = DistributedDataParallel(Model(), bucket_cap_mb=25 if is_power else 0.001)  # type: ignore[arg-type]
         model.register_comm_hook(state, hook)
@@ -291,11 +274,7 @@ def test_distributed_data_parallel(pools: Pools, program: Callable[..., Any], si
     pools(size).run(compare, program, timeout_s=DEADLINE_S)
 
 
-# FSDP1.
-
-
 def fsdp1(rank: int, size: int) -> Any:
-    """Every strategy, mixed precision, prefetches; gradients clipped and accumulated; full and sharded states."""
     cpu = torch.device("cpu")
     common: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "device_id": cpu}
     cases: dict[str, dict[str, Any]] = {
@@ -348,9 +327,6 @@ def test_fsdp1(pools: Pools, size: int) -> None:
     pools(size).run(compare, fsdp1, timeout_s=DEADLINE_S)
 
 
-# FSDP2.
-
-
 def fsdp2(rank: int, size: int) -> Any:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     cases: dict[str, dict[str, Any]] = {
@@ -395,9 +371,6 @@ def test_fsdp2(pools: Pools, size: int) -> None:
     pools(size).run(compare, fsdp2, timeout_s=DEADLINE_S)
 
 
-# DTensor.
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +405,6 @@ def _language_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def tensor_parallel(rank: int, size: int) -> Any:
-    """parallelize_module: column- and rowwise; in sequence, with a loss over a sharded vocabulary; beside FSDP2."""
     grid = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
     columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
     rows = {name: RowwiseParallel() for name in ("out", "down")}
@@ -473,7 +445,6 @@ def tensor_parallel(rank: int, size: int) -> Any:
 
 
 def distributed_tensors(rank: int, size: int) -> Any:
-    """Every placement into every other, of rows and columns that don't divide; operators; gradients."""
     mesh = init_device_mesh("cpu", (size,))
     places = {"0": Shard(0), "1": Shard(1), "copies": Replicate(), "sum": Partial(), "avg": Partial("avg"),
               "max": Partial("max")}  # fmt: skip
@@ -507,9 +478,6 @@ def test_dtensor(pools: Pools, program: Callable[..., Any], size: int) -> None:
     pools(size).run(compare, program, timeout_s=DEADLINE_S)
 
 
-# Pipelines.
-
-
 SCHEDULES = {
     pipelining.ScheduleGPipe: 1,
     pipelining.Schedule1F1B: 1,
@@ -517,11 +485,10 @@ SCHEDULES = {
     pipelining.ScheduleInterleaved1F1B: 2,
     pipelining.ScheduleInterleavedZeroBubble: 2,
 }
-"""And how many stages a rank has."""
+"""Schedule -> stages per rank."""
 
 
 def pipelines(rank: int, size: int) -> Any:
-    """One stage a rank, and two; the losses and gradients of a step."""
     cpu, microbatches = torch.device("cpu"), 4
     found = {}
     for kind, each in SCHEDULES.items():
@@ -546,12 +513,7 @@ def test_pipelining(pools: Pools, size: int) -> None:
     pools(size).run(compare, pipelines, timeout_s=DEADLINE_S)
 
 
-# Checkpoints.
-
-
 def checkpoints(rank: int, size: int, folder: str) -> Any:
-    """Saved from shards, at once and in the background; loaded into shards of another kind, and into a whole model."""
-
     path = f"{folder}/{dist.get_backend()}"
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
 
@@ -588,15 +550,11 @@ def test_distributed_checkpoints(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(compare, checkpoints, str(tmp_path), timeout_s=DEADLINE_S)
 
 
-# Functions.
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def with_gradients(rank: int, size: int) -> Any:
-    """torch.distributed.nn.functional, all of it: what comes, and the gradient of what went."""
     import torch.distributed.nn.functional as differentiable
 
-    world = dist.group.WORLD  # torch 2.15's defaults are those of the world in which this module was imported
+    world = dist.group.WORLD  # torch 2.15's default group is the world at import time
 
     def parts() -> list[Tensor]:
         return [torch.rand(3, 2, requires_grad=True) for _ in range(size)]
@@ -622,8 +580,8 @@ def with_gradients(rank: int, size: int) -> Any:
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         sum(((at + 1 + rank) * each.square().sum() for at, each in enumerate(outs)), torch.zeros(())).backward()
         found[name] = [[each.detach() for each in outs], [x.grad for x in xs if x.grad is not None]]
-        assert found[name][1], "no gradient came back"
-    # A rank that is not the root has rubbish in gloo's result, and its own numbers in ours.
+        assert found[name][1], "no input has a gradient"
+    # On ranks other than the root, gloo's result is undefined; ours is the input.
     x = torch.rand(3, requires_grad=True)
     out = differentiable.reduce(x, 1)
     out.square().sum().backward()
@@ -632,7 +590,6 @@ def with_gradients(rank: int, size: int) -> Any:
 
 
 def functional_collectives(rank: int, size: int) -> Any:
-    """_functional_collectives, all of it, by group, mesh and list of ranks; with gradients where it has them."""
     mesh = init_device_mesh("cpu", (size,))
     world, ranks = dist.group.WORLD, list(range(size))
     assert world is not None
@@ -664,7 +621,6 @@ def functional_collectives(rank: int, size: int) -> Any:
         swapped = functional.all_to_all_single_autograd(scattered, None, None, group)
         swapped.square().sum().backward()
         found[name]["gradients"] = [swapped.detach() + 0, leaf.grad]
-    # Started, used by a view first, waited for at the first use, or never.
     pending = functional.all_reduce(torch.rand(5, 2), "sum", world)
     assert isinstance(pending, functional.AsyncCollectiveTensor)
     view = pending.t()
@@ -706,15 +662,9 @@ def test_functions(pools: Pools, program: Callable[..., Any], size: int) -> None
     pools(size).run(compare, program, timeout_s=DEADLINE_S)
 
 
-# Compiled.
-
-
 def _compiled(call: Callable[..., Any], *args: Tensor, **options: Any) -> tuple[Any, str]:
-    """Returns what it gives when inductor has compiled it, and the one piece of code that inductor wrote.
-
-    The kernels in it are compiled once, for all ranks.
-    """
-    from torch._inductor.utils import run_and_get_code  # takes a second, so not for who only collects the tests
+    """Returns the compiled result, and the code that inductor wrote. Ranks share the kernels, compiled once."""
+    from torch._inductor.utils import run_and_get_code  # takes a second; collecting tests must not pay it
 
     torch._dynamo.reset()
     with torch._inductor.config.patch(fx_graph_cache=False, **options):
@@ -732,15 +682,14 @@ START, WAIT, MATMUL = "_c10d_functional.all_reduce_.default(", "_c10d_functional
 
 
 def compiled(rank: int, size: int) -> Any:
-    """Every functional collective in one graph; and what inductor moves between the start of one and its wait.
-
-    gloo's numbers are those of the calls as they are.
+    """Every functional collective in one graph, and the code that inductor moves between a start and its wait. gloo's
+    reference is eager.
     """
     world = dist.group.WORLD
     assert world is not None
     x, y = torch.rand(8, 8), torch.rand(8, 8)
 
-    def every(x: Tensor, y: Tensor) -> list[Tensor]:  # with results of few shapes, so that kernels serve several
+    def every(x: Tensor, y: Tensor) -> list[Tensor]:  # few output shapes, so that kernels are shared
         return [
             functional.all_reduce(x * 2, "sum", world) + 1,
             functional.all_gather_tensor(y[:4].relu(), 0, world) + 1,
@@ -760,7 +709,7 @@ def compiled(rank: int, size: int) -> Any:
         return {"every": [each + 0 for each in every(x, y)], "used late": used_late(x, y)}
     found: dict[str, Any] = {}
     found["every"], _ = _compiled(every, x, y)
-    # Waited for where its result is used, though traced with its wait behind it.
+    # Inductor moves the wait to the first use.
     passes = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["sink_waits"]}
     found["used late"], code = _compiled(used_late, x, y, **passes)
     assert _in_order(code, START, MATMUL, WAIT), code
@@ -777,9 +726,6 @@ def compiled_training(rank: int, size: int) -> Any:
 @pytest.mark.parametrize("program", [compiled, compiled_training], ids=lambda program: program.__name__)
 def test_compiled(pools: Pools, program: Callable[..., Any]) -> None:
     pools(2).run(compare, program, timeout_s=2 * DEADLINE_S)
-
-
-# transformers.
 
 
 LLAMA = {
@@ -820,11 +766,7 @@ def test_transformers_with_a_tensor_parallel_plan(pools: Pools, tmp_path: Path) 
     pools(2).run(compare, tensor_parallel_llama, str(tmp_path), timeout_s=DEADLINE_S)
 
 
-# Errors.
-
-
 def _ddp_alone(rank: int, size: int) -> tuple[str, str, tuple[int, ...]]:
-    """Rank 0's backward, for which the last rank doesn't come."""
     model = DistributedDataParallel(Model(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
     loss = model(torch.ones(2, 8)).sum()
     found = None

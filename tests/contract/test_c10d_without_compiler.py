@@ -1,4 +1,4 @@
-"""The backend of torch.distributed where a rank has no compiled part: all go over gloo, with one warning."""
+"""torch's backend if a rank has no compiled part: all ranks use gloo, with one warning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("done", flush=True)
 """
 NEVER = {"PARALLEL_STATE_BUILD": "never", "XDG_CACHE_HOME": "/dev/null/none"}
 READ_ONLY = {"HOME": "/dev/null/none"}
-"""What this program's user can't write to, root or not."""
+"""A path that even root can't write to."""
 
 
 @pytest.mark.parametrize(("without", "variables", "told"), [
@@ -54,7 +54,7 @@ def test_ranks_without_the_compiled_part_go_over_gloo(
     for code_, output in ended:
         assert code_ == 0 and "done" in output, output
     warned = [output.count('the backend "parallel_state" of torch.distributed goes over gloo') for _, output in ended]
-    assert warned == [1, 0], "once on a host, by its first rank, also of what another lacks"
+    assert warned == [1, 0], "only the host's first rank warns, also if another rank lacks the library"
     output = ended[0][1]
     assert told in output, output
     assert not ("XDG_CACHE_HOME" in told and "install a C++ compiler" in output.lower())

@@ -43,7 +43,7 @@ def test_alone_it_starts_local_ranks(tmp_path: Path) -> None:
 
 def _several_faults() -> None:
     with contextlib.suppress(native.NativeUnavailableError):
-        native.load()  # of the torch that is there: for another one it would be compiled
+        native.load()  # for the installed torch; another version would compile it anew
     torch.__version__ = "2.9.1"
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (16 << 10, 16 << 10))
 

@@ -1,4 +1,4 @@
-"""The mpu for DeepSpeed: process groups of the right ranks, after torch's own init. tests/engines runs the trainer."""
+"""The mpu for DeepSpeed: process groups of the right ranks, after torch's own init."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's names over our groups in ranks that torch.distributed alone has started."""
+"""Megatron's names over our groups, in a world that torch.distributed made."""
 
 from __future__ import annotations
 
@@ -121,18 +121,13 @@ module(torch.full((1, 2), rank + 1.0)).sum().backward()
 assert module.module.weight.grad.tolist() == [[2.5, 2.5]]
 mpu.destroy_model_parallel()
 
-# main's weights that are gathered at each use, and two worlds beside each other.
-mpu.initialize_model_parallel(gtp_remat_size=2)
-check(mpu.get_gtp_weight_remat_group(), pair)
-check(mpu.get_data_parallel_group(), [0, 1, 2, 3])
-check(mpu.get_data_parallel_group(with_gtp_remat=False), stage)
-assert mpu.get_all_ranks() == f"0_{rank % 2}_{rank}_0_0_0" and mpu.get_expert_gtp_weight_remat_world_size() == 1
-with pytest.raises(AssertionError):
-    mpu.initialize_model_parallel(gtp_remat_size=2)
-mpu.destroy_model_parallel()
-mpu.initialize_model_parallel(1, 2, rank_offset=pair[0], local_world_size=2)
-check(mpu.get_pipeline_model_parallel_group(), pair)
-assert mpu.is_pipeline_first_stage() == (rank % 2 == 0) and mpu.get_pipeline_model_parallel_first_rank() == pair[0]
+# Arguments of main, which must have their defaults.
+for given in ({"gtp_remat_size": 2}, {"expert_gtp_remat_size": 2}, {"rank_offset": 2}, {"local_world_size": 2}):
+    with pytest.raises(AssertionError, match="must have their defaults"):
+        mpu.initialize_model_parallel(**given)
+mpu.initialize_model_parallel(gtp_remat_size=1, rank_offset=0)
+check(mpu.get_data_parallel_group(with_gtp_remat=False), [0, 1, 2, 3])
+assert mpu.get_data_parallel_group() is mpu._DATA_PARALLEL_GROUP is mpu._DATA_PARALLEL_GROUP_WITH_GTP_REMAT
 mpu.destroy_model_parallel()
 
 # Another default group: the world is made anew over it.

@@ -1,4 +1,4 @@
-"""SGLang's names over our groups: its layouts, which its own code lays out, and what its coordinator's calls give."""
+"""SGLang's names over our groups: the layouts of its own code, and the results of its coordinator's calls."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _messages() -> None:
     else:
         for _ in range(2):
             assert pp.recv_tensor_dict()["n"] == 0
-        assert pp.recv_object(0, tag=5)["tensor"].tolist() == [1, 1]  # another tag's comes first
+        assert pp.recv_object(0, tag=5)["tensor"].tolist() == [1, 1]  # a message of another tag was sent first
         assert pp.recv_object(0) == [unregistered]
         assert pp.recv_object(0, tag=7) == "late"
         assert pp.recv(torch.Size([3]), torch.float32).tolist() == [1, 1, 1]
@@ -225,7 +225,7 @@ def _scopes() -> None:
     for call in (sglang.get_tp_group, sglang.get_self_pp_group, sglang.get_moe_expert_parallel_rank):
         with pytest.raises(GroupNotInitializedError):
             call()
-    sglang.init_distributed_environment(backend="gloo")  # as in SGLang, whose destroy forgets the world's group as well
+    sglang.init_distributed_environment(backend="gloo")  # as in SGLang, whose destroy also forgets the world's group
     assert sglang.get_world_size() == 2
     lists = [[0], [1]]
     made = sglang.GroupCoordinator(lists, 0, "gloo", False, False, False, False, False, False, group_name="own")

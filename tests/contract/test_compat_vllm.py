@@ -1,4 +1,4 @@
-"""vLLM's names over the one state: what each returns, with two and four ranks."""
+"""What vLLM's names return over our groups, with two and four ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_every_rank_has_what_vllm_has(pools: Any) -> None:
 
 
 def _replicas(port: int) -> list[list[int]]:
-    """Within vLLM's config each replica counts its ranks from 0, and the world is of all."""
+    """Within vLLM's config each replica counts its ranks from 0, but the world has all replicas."""
     me = int(os.environ["RANK"])
     config = types.SimpleNamespace(
         distributed_executor_backend="mp", nnodes=1, data_parallel_size=2, data_parallel_rank=me // 2,
@@ -133,7 +133,6 @@ def test_vllms_config_says_which_replica_a_rank_is_of(pools: Any) -> None:
 
 
 def _unseen() -> tuple[list[str], list[bool]]:
-    """A group that no getter of vLLM's has returned is suspended; of one that has ended nothing is left."""
     rank = int(os.environ["RANK"])
     vllm.init_distributed_environment(2, rank, "env://", rank, "gloo")
     called: list[str] = []
@@ -163,7 +162,6 @@ def test_groups_without_a_view_and_after_their_end(pools: Any) -> None:
 
 
 def _dispatch() -> None:
-    """Unequal tokens of two data-parallel ranks go to both, and their sums come back."""
     rank = int(os.environ["RANK"])
     vllm.init_distributed_environment(2, rank, "env://", rank, "gloo")
     group = vllm.GroupCoordinator([[0, 1]], rank, "gloo", True, group_name="ep", use_all2all=True)

@@ -1,4 +1,4 @@
-"""PARALLEL_STATE_CPU_BACKEND=parallel_state: groups give process groups of our backend to torch.distributed's calls."""
+"""With PARALLEL_STATE_CPU_BACKEND=parallel_state, torch.distributed's calls on our groups use our backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pools = Callable[[int], WorkerPool]
 def _target_of(number: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # of the listing itself
+    except OSError:  # the descriptor of the listing itself
         return ""
 
 
@@ -45,7 +45,7 @@ def _between_own_calls(backend: str) -> tuple[str, str, str]:
                 assert total.eq(3).all(), (step, total)
         assert tp.cpu_group is tp.device_group
         boards = [each for each in os.listdir("/proc/self/fd") if _target_of(each).startswith("/memfd:ps-control")]
-        assert len(boards) == ps.get_world_group().world_size, "torch's groups have no watch of their own"
+        assert len(boards) == ps.get_world_group().world_size, "torch's groups must not map control memory of their own"
         everyone = torch.ones(1)
         dist.all_reduce(everyone, group=ps.get_world_group().cpu_group)
         assert everyone.item() == ps.get_world_group().world_size

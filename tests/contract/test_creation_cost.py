@@ -1,7 +1,7 @@
-"""What making groups costs a rank: nothing that grows with the world, and nothing that stays when they end.
+"""The cost of making groups doesn't grow with the world, and destroyed groups leave nothing behind.
 
-The first by counts, in a process that plays one rank of many on torch's `fake` backend; the second on real ranks.
-Times are measured by `benchmarks/init_scaling.py`.
+Calls are counted on one rank of torch's `fake` backend; leaks on real ranks. `benchmarks/init_scaling.py` measures
+times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ SIZES = {
     "expert_model_parallel_size": 8,
 }
 ROUNDS, ROUNDS_OF_WORLDS = ((20, 100), (20, 100)) if LONG else ((6, 20), (4, 13))
-"""After which nothing may be added, and all: many more than the two threads or descriptors that are about to go."""
+"""Warm-up rounds and total rounds. A leak of one thread or descriptor per round exceeds the two that may still be
+closing.
+"""
 
 
 def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:
@@ -43,23 +45,20 @@ def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:
 
 @pytest.mark.parametrize("eager", [False, True], ids=["made at start", "all kinds"])
 def test_what_a_rank_does_does_not_grow_with_the_world(pools: Pools, eager: bool) -> None:
-    """The same calls and store operations in a world of 1,024 ranks and in one of 16,384, which has 16 × the groups."""
     small, large = 1024, 16384
     places = [(rank, size) for size in (small, large) for rank in (0, size // 2, size - 1)]
     first, *others = pools(1).run(_costs, places, eager, timeout_s=DEADLINE_S)[0]
-    # A middle stage is in no group of the first and last ones, which share the word embedding.
+    # A middle stage has no embedding groups, unlike the first and last stage.
     fewer = first._replace(groups=first.groups - eager, calls=first.calls - eager, rank_sets=first.rank_sets - eager)
     for place, cost in zip(places[1:], others, strict=True):
         assert cost in (first, fewer), place
-    assert others[:2] == others[3:]  # ranks at the same place of either world
+    assert others[:2] == others[3:]
     assert others[2] == first
-    assert first.calls == first.groups == (14 if eager else 5)  # no call for a group that this rank isn't in
+    assert first.calls == first.groups == (14 if eager else 5)  # no call for a group without this rank
     assert not first.store, "ranks agree over the control plane"
 
 
 class Footprint(NamedTuple):
-    """Of one process."""
-
     threads: int
     descriptors: int
     rss_kib: int
@@ -73,13 +72,12 @@ def _footprint() -> Footprint:
 
 
 def _use_groups() -> None:
-    """In a function, so that no local holds a group beyond its end: torch keeps its threads while somebody does."""
+    """A function of its own, because a local that holds a group keeps torch's threads alive."""
     for group in (ps.get_tp_group(), ps.get_dp_group()):
         assert group.all_reduce(torch.tensor([group.rank])).item() == sum(group.ranks)
 
 
 def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footprint, Footprint]:
-    """What the process has after `settled` rounds of making and ending its groups, and after all."""
     found = []
     if not world_too:
         ps.init_distributed_environment()
@@ -95,7 +93,7 @@ def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footpr
         if number in (settled, rounds):
             found.append(_footprint())
     if not world_too:
-        ps.get_world_group().barrier()  # a rank that ends its world closes the others' connections to it
+        ps.get_world_group().barrier()
     ps.destroy_distributed_environment()
     return found[0], found[1]
 
@@ -107,10 +105,6 @@ def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footpr
     ids=["division", "world and division"],
 )
 def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settled_at: int, rounds: int) -> None:
-    """At the end no more threads and descriptors than when it had settled, and no more memory than slack.
-
-    But for one or two that are about to go: what stays of each round would be as many as there are rounds.
-    """
     found = pools(4).run(_again_and_again, world_too, settled_at, rounds, timeout_s=3 * DEADLINE_S)
     for rank, (settled, after) in enumerate(found):
         assert after.threads <= settled.threads + 2, rank
@@ -120,11 +114,11 @@ def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settl
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """On two ranks, whose first all-reduces it checks; they make no group, as the tensor-parallel one is the world."""
+    """The tensor-parallel group is the world, so no group is made."""
     file = tmp_path / "result.json"
     words = ["--ranks", "2", "--repetitions", "1", "--no-counts", "--json", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    program = Program(script(ROOT / "benchmarks" / "init_scaling.py", words), environment)  # which starts itself afresh
+    program = Program(script(ROOT / "benchmarks" / "init_scaling.py", words), environment)  # it restarts itself
     said = "".join(program.communicate(DEADLINE_S))
     assert program.returncode == 0, said
     rows = json.loads(file.read_text())["real"]

@@ -1,7 +1,4 @@
-"""Tensors whose memory doesn't hold their values: each kind that torch defers, as input and output of every call.
-
-The result must equal that for the same values in plain memory. Other tests check the latter.
-"""
+"""Every call gives the same result for each kind of deferred tensor as for equal values in plain memory."""
 
 from __future__ import annotations
 
@@ -27,19 +24,18 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 ROWS = 24
-"""Of tensors: each size of group divides it, and by 16 more it does still."""
+"""Rows of each tensor. Both ROWS and ROWS + 16 are divisible by each size of group."""
 NO_TENSORS = {"barrier", "empty", "broadcast_flag", "all_sum"}
-"""Calls that take no tensor of the caller's, and give none that was sent."""
+"""Calls that neither take a tensor of the caller nor return a tensor that was sent."""
 
 
 class Call(NamedTuple):
-    """A call of `[ROWS, 4]` tensors."""
-
     name: str
     run: Callable[[Member, Tensor], Any]
-    """Of the input."""
     only: str = ""
-    """`real` numbers; in groups of several, `peers`; or a `pair`: rank 0 sends to rank 1. Both get the same tensors."""
+    """`real`: only real numbers. `peers`: only groups of several ranks. `pair`: rank 0 sends to rank 1, and both get
+    equal tensors.
+    """
 
 
 def _sends(member: Member) -> bool:
@@ -143,7 +139,6 @@ READING_MESSAGES = [
 
 
 def _batch(member: Member, sending: list[Any], out: Tensor) -> Tensor | None:
-    """Receives into `out`."""
     receiving: list[Any] = [("irecv", out, 0)]
     for handle in member.group.batch_isend_irecv(sending if _sends(member) else receiving):
         handle.wait()
@@ -158,12 +153,12 @@ def _by_spec(member: Member, x: Tensor, out: Tensor | None) -> dict[Any, Any] | 
 
 
 class Writing(NamedTuple):
-    """A call that writes to `out`, which is what it returns, or holds."""
+    """A call that writes to `out`, and returns it or its handle."""
 
     name: str
     shape: Callable[[Member], Sequence[int]]
     run: Callable[[Member, Tensor, Tensor], Any]
-    """Of plain values, and what is written, which has the values of an input at first."""
+    """Takes the plain values and `out`, which has the values of an input at first."""
     only: str = ""
 
 
@@ -228,7 +223,6 @@ WRITING_MESSAGES = [
     ),
 ]
 RECEIVING = {"recv", "irecv", "recv_object", "irecv_object"}
-"""Calls that are tested with those that send to them."""
 
 
 def _values(member: Member, shape: Sequence[int], is_complex: bool) -> Tensor:
@@ -237,7 +231,6 @@ def _values(member: Member, shape: Sequence[int], is_complex: bool) -> Tensor:
 
 
 def _kinds(only: str = "") -> Iterator[tuple[str, bool, Callable[[Tensor], Tensor]]]:
-    """Name, whether of complex values, and how it is made."""
     for name, make in deferred.REAL.items():
         yield name, False, make
     for name, make in deferred.COMPLEX.items() if only != "real" else ():
@@ -245,7 +238,6 @@ def _kinds(only: str = "") -> Iterator[tuple[str, bool, Callable[[Tensor], Tenso
 
 
 def _plain(found: Any) -> Any:
-    """Everything that a call gave, in comparable form."""
     if isinstance(found, Tensor):
         held = found.detach().clone(memory_format=torch.contiguous_format)
         return str(held.dtype), as_bytes(held).tolist()
@@ -295,7 +287,7 @@ def _written_body(member: Member, calls: Sequence[Writing] = tuple(WRITING)) -> 
             found = call.run(member, x, out)
             assert _plain(found) == _plain(expected)
             assert _plain(out) == _plain(plain) and not holds_values(out)
-            assert out._version > version or torch.equal(out, first), "autograd has not been told"
+            assert out._version > version or torch.equal(out, first), "the write was not reported to autograd"
     for call in member.shared(calls):
         if _takes_part(member, call.only) and call.name in ("all_reduce_", "broadcast_", "all_gather", "all_to_all"):
             out = deferred.zeros(*call.shape(member))
@@ -334,7 +326,7 @@ def test_no_call_is_left_out() -> None:
 
 
 def test_every_op_that_writes_copies_back() -> None:
-    """torch's own kernel for deferred tensors can't, for an op without a result."""
+    """torch's own kernel for deferred tensors fails for an op without a result."""
     for name in OP_NAMES:
         for space in ("parallel_state", "parallel_state_python"):
             written = written_by(name, space)
@@ -345,11 +337,11 @@ def test_every_op_that_writes_copies_back() -> None:
 
 KNOWN_KEYS = ("Autograd", "Autocast", "Composite", "FuncTorch", "Python", "StartOf", "EndOf", "Quantized", "Sparse",
               "NestedTensor")  # fmt: skip
-"""Beginnings of the names of dispatch keys that tensors have for other reasons."""
+"""Prefixes of dispatch keys that don't mean deferred values."""
 
 
 def test_torch_defers_nothing_else() -> None:
-    """A dispatch key that is new may be one of tensors whose memory doesn't hold their values: see `holds_values`."""
+    """A new dispatch key may mean tensors whose memory doesn't hold their values: see `holds_values`."""
     devices = "CPU CUDA HIP XLA MPS IPU XPU HPU VE Lazy MTIA MAIA PrivateUse1 PrivateUse2 PrivateUse3 Meta"
     others = "Undefined BackendSelect ADInplaceOrView PreDispatch Functionalize Dense"
     known = {*devices.split(), *others.split(), *DEFERRED_KEYS}
@@ -375,11 +367,7 @@ def test_in_compiled_code(pools: Pools) -> None:
     pools(2).run(_compiled, tp=2, timeout_s=120.0)
 
 
-# torch.distributed over our backend.
-
-
 def _torch_calls(rank: int, size: int, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Any]]:
-    """Every call with tensors that `of` makes of values, and what it gives on this rank."""
     w = torch.arange(1.0, 4.0 * size + 1).view(size, 4) + rank
 
     def outputs(count: int, *shape: int) -> list[Tensor]:
@@ -454,7 +442,7 @@ def _torch_backend() -> None:
         assert not out.any()
         with pytest.raises(ValueError, match="clone"):
             dist.all_reduce(zeros)
-        # torch's own functions look at the real parts of complex numbers, and refuse those that are conjugated.
+        # torch's own functions view complex numbers as real ones, and refuse conjugated tensors.
         values = torch.complex(torch.arange(4.0), torch.arange(4.0))
         for make in deferred.COMPLEX.values():
             x = make(values)
@@ -463,7 +451,6 @@ def _torch_backend() -> None:
 
 
 def _torch_backend_over_gloo() -> None:
-    """Without shared memory."""
     from device_communicators.base import settings
 
     with pytest.MonkeyPatch.context() as patch:
@@ -493,16 +480,16 @@ def _torch_backend_on_hosts(backend: str) -> list[tuple[str, Any]]:
 def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
     found = []
     for backend in ("gloo", "parallel_state"):
-        with hosts.ranks((0, 0, 1)) as ranks:  # the store of a world before may end while a rank of the next connects
+        with hosts.ranks((0, 0, 1)) as ranks:  # the previous world's store may close while a rank connects to the next
             found.append(ranks.run(_torch_backend_on_hosts, backend, timeout_s=120.0))
     assert found[1] == found[0]
 
 
 def _torch_backend_of_another() -> None:
-    """What torch does with other backends' calls stays: it reads what is deferred, and loses what is written to it."""
+    """Our kernels don't change other backends: torch reads deferred values for them, and loses what they write."""
     from tests.contract.test_c10d import torch_world
 
-    with torch_world():  # our kernels are there from now on
+    with torch_world():  # registers our kernels
         pass
     with torch_world("gloo") as (_, size):
         out, x = torch.zeros(2 * size), torch._neg_view(torch.ones(2))

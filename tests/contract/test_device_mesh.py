@@ -1,4 +1,4 @@
-"""DeviceMesh, both ways: over our groups, with the ranks of init_device_mesh; and our groups from a given mesh."""
+"""DeviceMesh over our groups, and our groups from a given mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
 SOON_S = 10.0
 DENSE = ("pp", "dp_replicate", "dp_shard", "tp")
-"""torchtitan's dims, slowest first."""
 
 
 def _sum_by_torch(process_group: Any) -> float:
@@ -30,9 +29,6 @@ def _sum_by_torch(process_group: Any) -> float:
 
 def _sum_of(ranks: list[int]) -> float:
     return sum(2.0**rank for rank in ranks)
-
-
-# Out: a mesh over our groups.
 
 
 def _out(layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
@@ -61,7 +57,7 @@ def _out(layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
 
 
 def test_ranks_are_those_of_init_device_mesh(pools: Pools) -> None:
-    """Sizes of 1 and 2 in every place; the group along each dim is ours, not one more of the same ranks."""
+    """Each dim has our group, not a new group of the same ranks."""
     layouts = [
         dict(zip(DENSE, shape, strict=True)) for shape in ((2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 1, 8))
     ]
@@ -120,7 +116,7 @@ DEFAULTS: list[tuple[dict[str, int], tuple[str, ...]]] = [
     ({"dp_replicate": 4, "cp": 2, "dp_shard": 1}, ("dp_replicate", "cp")),
     ({"dp_replicate": 4, "cp": 2, "dp_shard": 1, "ep": 2}, ("dp_replicate", "dp_shard", "cp")),
 ]
-"""Axes of one rank are dropped, but dp_shard is kept where tp or ep has more."""
+"""Axes of one rank are dropped, but dp_shard stays if tp or ep has more ranks."""
 
 
 def _defaults() -> list[tuple[Any, ...]]:
@@ -161,7 +157,7 @@ DERIVED: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = [
     ({"tp": 2, "pp": 2, "ep": 2, "etp": 2}, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (2, 1, 1, 2, 2)),
     ({"tp": 4, "ep": 4, "order": "torchtitan"}, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (1, 1, 2, 4, 1)),
 ]
-"""Of groups made of axes, and of the layers with experts: slowest first, the ranks count up."""
+"""Dims that are groups of several axes or of expert layers. Slowest first; ranks count up."""
 
 
 def _derived() -> list[tuple[Any, ...]]:
@@ -211,7 +207,7 @@ def _permuted() -> dict[str, Any]:
 
 
 def test_another_order_and_a_part_of_the_world(pools: Pools) -> None:
-    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp. And a dim of axes that have another one between them."""
+    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp. Also dims of axes that aren't adjacent."""
     for rank, facts in enumerate(pools(8).run(_permuted, timeout_s=DEADLINE_S)):
         around = [each + rank // 2 % 2 * 2 for each in (0, 1, 4, 5)]
         assert facts["around cp"] == (around, _sum_of(around))
@@ -256,7 +252,7 @@ def test_meshes_that_cannot_be(pools: Pools) -> None:
             "no str": ("InvalidArgumentError", "as names, one argument each"),
             "half of an axis": ("LayoutError", "the remaining ranks of 'tp' form none"),
             "destroyed": ("GroupNotInitializedError", "initialize_model_parallel() first"),
-            "mesh of before": ("RuntimeError", "Could not resolve the process group"),  # torch's words
+            "mesh of before": ("RuntimeError", "Could not resolve the process group"),
             "groups of before": ("GroupDestroyedError", "was destroyed"),
         }
         assert {name: outcome.kind for name, outcome in facts.items()} == {n: kind for n, (kind, _) in expected.items()}
@@ -274,7 +270,7 @@ def _patched() -> dict[str, Any]:
     with world(4) as everyone:
         rank, own = ps.get_rank(), ps.get_tp_group().device_group
         pairs = ps.init_model_parallel_group([[0, 1], [2, 3]], rank, "gloo")
-        twin = ps.create_parallel_groups(everyone, {"tp": 4}, timeout=30).tp  # other options: another process group
+        twin = ps.create_parallel_groups(everyone, {"tp": 4}, timeout=30).tp  # other options, so another process group
         with ps.patch_tensor_parallel_group(pairs):
             facts["other ranks"] = attempt(ps.get_device_mesh, "tp")
         with ps.patch_tensor_parallel_group(twin):
@@ -291,8 +287,6 @@ def test_a_patched_tp_group_is_in_no_mesh_of_later(pools: Pools) -> None:
         assert facts == {"same ranks": True, "after": True}
 
 
-# In: our groups from a mesh that the caller made.
-
 GIVEN: list[tuple[tuple[int, ...], tuple[str, ...], dict[str, int], str]] = [
     ((2, 2, 2), ("pp", "dp", "tp"), {}, "tp=2 × dp=2 × pp=2"),
     ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), {}, "tp=2 × dp_shard=2 × dp_replicate=2"),
@@ -306,7 +300,7 @@ GIVEN: list[tuple[tuple[int, ...], tuple[str, ...], dict[str, int], str]] = [
     (
         (2, 2, 2),
         ("dp_replicate", "dp_shard", "tp"),
-        {"ep": 2},  # whose groups have the ranks of dp_shard's
+        {"ep": 2},  # same ranks as dp_shard's
         "tp=2 × dp_shard=2 × dp_replicate=2; experts etp=2 × ep=2 × efsdp=1 × dp_replicate=2",
     ),
 ]
@@ -339,7 +333,7 @@ def _in() -> list[dict[str, Any]]:
 
 
 def test_groups_of_a_given_mesh(pools: Pools) -> None:
-    """The very groups of the mesh, which outlive ours, so that another init can take them again."""
+    """Our groups are the mesh's own process groups. These outlive ours, so a second init can use them."""
     for rank, found in enumerate(pools(8).run(_in, timeout_s=DEADLINE_S)):
         assert found.pop() == {"by sizes": True}
         for (shape, names, _, title), facts in zip(GIVEN, found, strict=True):
@@ -372,7 +366,7 @@ def _swapped() -> dict[str, Any]:
 
 
 def test_a_mesh_whose_groups_are_not_its_rows(pools: Pools) -> None:
-    """torch takes any groups: with those of dp and tp swapped, its collectives reduce over the wrong ranks."""
+    """torch accepts any groups for a mesh. With those of dp and tp swapped, it would reduce over the wrong ranks."""
     for rank, facts in enumerate(pools(8).run(_swapped, timeout_s=DEADLINE_S)):
         assert facts["torch takes it"]
         assert facts["on all"].kind == "LayoutError"

@@ -1,4 +1,4 @@
-"""The bits of every operation, dtype, size class and placement are those of `tests/digests.json`."""
+"""Every operation, dtype, size class and placement gives the bits of `tests/digests.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def _body(member: Member) -> dict[str, list[str]]:
 
 
 def found_on(placement: Placement, ranks: WorkerPool) -> dict[str, str]:
-    """Returns the digests of all cases, computed by `ranks`."""
     answers = ranks.run(_run_on_rank, placement.row, _body, (), tp=len(placement.hosts))
     for refused, _, _ in answers:
         assert refused is None, f"{placement} is unavailable: {refused}"

@@ -1,4 +1,4 @@
-"""Every code block of the README and the docs runs, by `tests/doc_blocks.py`; commands exist as they are written."""
+"""Every code block of README and docs runs, by `tests/doc_blocks.py`. Its commands exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.programs import FORK_SERVERS, Program, script
 from tests.workers import WorkerPool
 
 NOT_RUN_AT_MOST = 3
-"""Blocks that no machine of ours could run."""
+"""Limit on blocks that none of our machines can run."""
 
 
 def test_every_block_says_how_it_runs() -> None:
@@ -38,7 +38,7 @@ def _by_page() -> Iterator[tuple[str, Ranks | None, list[Block]]]:
     groups: dict[tuple[str, str], list[Block]] = {}
     for block in PYTHON:
         if ranks_of(block.how) or block.how == "run: one process":
-            # Blocks that make their own world start from nothing, each.
+            # Blocks that make their own world each get fresh ranks.
             ranks = ranks_of(block.how)
             alone = ranks is None or ranks.tp is None
             groups.setdefault((block.page, f"{block.how}{block.line if alone else ''}"), []).append(block)
@@ -47,7 +47,6 @@ def _by_page() -> Iterator[tuple[str, Ranks | None, list[Block]]]:
 
 
 def _run_blocks(blocks: Sequence[Block]) -> None:
-    """Runs them in order, in one namespace, and ends the world that they leave."""
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "docs"}
     try:
@@ -74,7 +73,7 @@ PROGRAMS = [block for block in PYTHON if block.how == "run: program" or block.pa
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
 def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
-    """They are forks, and so are their fork servers: a user's interpreter and launch are in test_launch.py."""
+    """Programs are forks with forked fork servers. test_launch.py covers a fresh interpreter."""
     (tmp_path / "program.py").write_text(block.code)
     (expected,) = re.findall(r"print\(launch\(.*#\s+(\[.*\])$", block.code, flags=re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -84,8 +83,6 @@ def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
     # gloo of torch 2.10 prints lines of its own.
     assert [line for line in out.splitlines() if not line.startswith("[Gloo]")] == [expected]
 
-
-# Commands.
 
 LINES = sorted(
     {re.split(r"(?:^| )#", line)[0].strip() for block in SHELL for line in block.code.replace("\\\n", " ").splitlines()}
@@ -101,7 +98,7 @@ def test_each_command_exists(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs `plan` and `topology` as they are, other commands with --help, which has to name each option."""
+    """Runs `plan` and `topology` as written, other commands with --help, which must name each option."""
     words = shlex.split(line)
     while "=" in words[0]:
         del words[0]
@@ -122,10 +119,10 @@ def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
             assert parallel_state_main([command, *options]) == 0
         else:
             _check_help(lambda: parallel_state_main([command, "--help"]), options, capsys)
-    elif {"program.py", "job.sh"} & set(arguments):  # the reader's own, as tests/clusters start theirs
+    elif {"program.py", "job.sh"} & set(arguments):  # the reader's own program
         assert program in ("python", "ssh") or f'"{program}"' in LAUNCHERS, f"no test starts ranks by {program}"
     else:
-        assert program == "python", f"how is {line!r} to be tried?"
+        assert program == "python", f"no rule here tests {line!r}"
         _check_script(arguments[0], arguments[1:], capsys, monkeypatch)
 
 
@@ -140,7 +137,7 @@ def _check_script(
 ) -> None:
     script = ROOT / name
     assert script.exists(), name
-    if "argparse" not in script.read_text() and not arguments:  # takes nothing
+    if "argparse" not in script.read_text() and not arguments:
         compile(script.read_text(), name, "exec")
         return
     monkeypatch.syspath_prepend(str(script.parent))

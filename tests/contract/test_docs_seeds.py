@@ -1,4 +1,4 @@
-"""docs/seeds.md and coming_from.md: each name of ours that they give is there, and what their users call is named."""
+"""docs/seeds.md and coming_from.md name only objects that exist, and all that users of other libraries call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ OWNERS: dict[str, Any] = {
 
 
 def find(name: str) -> Any:
-    """What a name of ours stands for; raises where there is none."""
     if name.startswith("PARALLEL_STATE_"):
         return next(setting for setting in settings.ALL if setting.name == name)
     owner, _, attribute = name.rpartition(".")
@@ -44,7 +43,7 @@ def find(name: str) -> Any:
     if isinstance(holder, set):
         assert attribute in holder
         return attribute
-    # On the class: a simulated group has no process groups, for one.
+    # Looked up on the class: a simulated group lacks some attributes' values, for example process groups.
     return inspect.getattr_static(holder, attribute)
 
 
@@ -68,7 +67,6 @@ def _check_name(name: str) -> None:
 
 
 def public_functions(reference: Reference, *classes: str) -> set[str]:
-    """The public functions of a module, and the public methods of these classes."""
     tree = ast.parse(reference.read())
     inside = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
     nodes = [*tree.body, *(inner for node in inside for inner in node.body)]
@@ -81,19 +79,18 @@ def public_functions(reference: Reference, *classes: str) -> set[str]:
     ids=["vllm", "fairseq2"],
 )
 def test_what_their_users_call_is_named(reference: Reference, classes: list[str]) -> None:
-    """By their own source."""
     theirs = " ".join(row[0] for row in ROWS)
     missing = {name for name in public_functions(reference, *classes) if not re.search(rf"[`.]{name}\b", theirs)}
-    fakes = {name for name in missing if name.endswith("_fake")}  # in one row
+    fakes = {name for name in missing if name.endswith("_fake")}
     assert missing == fakes
 
 
-# The other page's tables: theirs, ours.
+# Tables of the other page: their name, our name.
 
 COMING_FROM = (ROOT / "docs" / "coming_from.md").read_text()
 PAIRS = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", COMING_FROM, flags=re.MULTILINE)
 ELSEWHERE = {"src", "dst", "parallel_state"}
-"""Arguments of calls, and the package."""
+"""Argument names, and the package."""
 
 
 def test_coming_from_names_what_is_there() -> None:

@@ -1,8 +1,8 @@
-"""Each operation that a door offers, through every door, on every transport of CPUs: one answer is right for all.
+"""Each operation gives one right answer through every door, on every transport of CPUs.
 
-Doors: the coordinator's method, its form that writes into a tensor or is started, the registered op, a compiled call,
-the functions of `parallel_state`, torch.distributed over our backend, and the modules for vLLM and SGLang. Values are
-whole numbers, so that a sum has one right answer. Dtypes, shapes and strides are other tests': this one is about doors.
+A door is a way to call: coordinator methods, forms with `out` or a handle, registered ops, compiled calls, functions of
+`parallel_state`, torch.distributed over our backend, the vLLM and SGLang modules. Values are whole numbers, whose sums
+are exact.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ SHAPE = (6, SIZE)
 TRANSPORTS = {
     "shared memory": "shared_memory", "connections": "hierarchical", "hosts": "hierarchical", "gloo": "process_group",
 }  # fmt: skip
-"""With the row of the catalog that carries the group."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "send")
 Call = Callable[[Tensor], Tensor]
 Found = tuple[str, dict[tuple[str, str], str]]
-"""The row that carried the rank's tp group; and an error text per (door, operation), empty if the answer was right."""
+"""The row that carried the tp group; and an error text per (door, operation), empty if the answer was right."""
 
 
 def _expected(operation: str, rank: int) -> Tensor:
@@ -57,7 +56,7 @@ def _input(rank: int) -> Tensor:
 
 
 def _sent_around(rank: int, send: Callable[[], object], receive: Callable[[], Tensor]) -> Tensor:
-    """Sends to the next rank and receives from the one before: the last rank receives first."""
+    """Sends to the next rank and receives from the previous one. The last rank receives first."""
     if rank == SIZE - 1:
         x = receive()
         send()
@@ -210,7 +209,7 @@ CASES = {
 
 @contextlib.contextmanager
 def _over(transport: str) -> Iterator[None]:
-    """Gives the ranks' groups a transport; gloo carries those of ranks without the compiled part."""
+    """Gives the groups a transport. Ranks without the compiled library use gloo."""
 
     def unavailable() -> Any:
         raise native.NativeUnavailableError("a test wants gloo")
@@ -254,14 +253,14 @@ def _wrong(rank: int, operation: str, call: Call) -> str:
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
-    """Returns by transport what each rank found, which they do once."""
+    """The ranks' answers by transport; each transport runs once."""
 
     found: dict[str, list[Found]] = {}
 
     def of(transport: str) -> list[Found]:
         if transport in found:
             return found[transport]
-        found[transport] = []  # for the tests after one in which the ranks failed
+        found[transport] = []  # the ranks failed: later tests don't retry
         pool: WorkerPool | HostRanks
         if transport == "hosts":
             pool = request.getfixturevalue("on_hosts")((0, 0, 1))

@@ -1,4 +1,4 @@
-"""examples/ that need nothing but torch print what they say; the others are a part of `make test-engines`."""
+"""examples/ that need only torch print what they say. `make test-engines` runs the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""docs/extending.md: its edits, applied to a copy of the source, make a communicator, an op and an axis that work.
+"""The edits of docs/extending.md, applied to a copy of the source, add a communicator, an op and an axis that work.
 
-The copy is tested by its own contract tests, which nobody has edited for the new communicator and the new axis.
+The copy's contract tests, unedited, test the new communicator and axis.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 COPIED = ("device_communicators", "parallel_state", "tests", "benchmarks", "pyproject.toml", "README.md", "docs")
-NEVER = shutil.ignore_patterns("*.pyc.*", "_build", "_generated", ".*")  # bytecode, but none that is being written
+NEVER = shutil.ignore_patterns("*.pyc.*", "_build", "_generated", ".*")
 
 
 def blocks(marker: str) -> list[str]:
@@ -26,12 +26,12 @@ def blocks(marker: str) -> list[str]:
 
 
 def apply(block: str, root: Path) -> None:
-    """Writes a new file, or inserts the block before the only line that begins as its first line says."""
+    """Writes a new file, or inserts the block before the only line that starts like the block's first line."""
     first, _, code = block.partition("\n")
     name, _, anchor = first.removeprefix("# ").partition(", before: ")
     path = root / name
     if not anchor:
-        assert not path.exists(), f"{name} is there already"
+        assert not path.exists(), f"{name} already exists"
         path.write_text(code)
         return
     text = path.read_text()
@@ -82,7 +82,7 @@ SELECTED = {
         "tests/internals/test_plan.py",
     ),
 }
-"""Of the tests: one size of group, and what lists what there is; `-k gloo_sums` over tests/contract runs them all."""
+"""Selected tests: one size of group, and tests that list what exists. `-k gloo_sums` over tests/contract runs all."""
 RUN = """
 import os, runpy, sys
 from multiprocessing.forkserver import ensure_running
@@ -106,7 +106,6 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def said(copy: Path) -> str:
-    """The output of the copy: of a program that uses what was added, and of its tests."""
     files = [file for each in SELECTED.values() for file in each]
     chosen = " or ".join(f"({words})" for words in SELECTED)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""all_reduce + add + rms_norm with a quantised result, over every communicator, against a reference in float64."""
+"""all_reduce + add + rms_norm with a quantized result, over every communicator, against a float64 reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _of_rank(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def _inputs(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's x, residual, weight, and the sum; the first row adds up to zeros, the second to little."""
+    """This rank's x, residual and weight, and the sum. The first row sums to zeros, the second to small numbers."""
     xs = member.of_ranks(lambda rank: _of_rank(shape, dtype, rank))
     residual, weight = _of_rank(shape, dtype, 90), _of_rank(shape[-1:], dtype, 91)
     total = torch.stack([each.double() for each in xs]).sum(0).to(dtype)
@@ -36,12 +36,11 @@ def _inputs(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> tuple
 
 
 def _check_quantised(quantised: Tensor, scale: Tensor | float, low: Tensor, high: Tensor) -> None:
-    """That it is one of the norms that are right, quantised."""
     assert quantised.dtype == torch.float8_e4m3fn
     assert quantised.is_contiguous()
     divisor = torch.as_tensor(scale).double()
     found = fp8.VALUES[fp8.bytes_of(quantised)]
-    # The division, or the reciprocal and a product, are rounded to float32.
+    # Division, or reciprocal and product, round to float32.
     least = fp8.VALUES[fp8.to_bytes((low / divisor - (low / divisor).abs() * 2.0**-22).numpy())]
     most = fp8.VALUES[fp8.to_bytes((high / divisor + (high / divisor).abs() * 2.0**-22).numpy())]
     assert (least <= found).all()
@@ -84,19 +83,18 @@ def _body(member: Member) -> list[bytes]:
 
 
 def test_quantised_norms(carrier: Carrier) -> None:
-    """The same bits on every rank, too."""
     answers = carrier.run(_body)
     assert carrier.simulated or all(each == answers[0] for each in answers)
 
 
 def _awkward_body(member: Member) -> None:
-    """Infinities and NaNs stay in their rows, and are not hidden there."""
+    """Infinities and NaNs stay in their rows, and stay visible."""
     for dtype in FLOATS:
         with member.case(str(dtype)):
             x, residual = torch.zeros(4, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype)
             residual[1, 3], residual[2, 2] = float("nan"), float("inf")
             weight = torch.ones(8, dtype=dtype)
-            weight[5] = 1e4  # 1e4 / scale is beyond 448
+            weight[5] = 1e4  # 1e4 / scale exceeds 448
             group = member.group
             quantised, y = group.all_reduce_add_rms_norm_static_fp8_quant(x, residual, weight, torch.tensor(1.0), EPS)
             assert np.array_equal(y.double().numpy(), residual.double().numpy(), equal_nan=True)
@@ -118,7 +116,6 @@ def test_infinities_and_nans(carrier: Carrier) -> None:
 
 
 def test_what_quantising_the_norm_gives() -> None:
-    """In a simulated group, where both are composed of the same."""
     group = ps.simulated_group([0, 1], 0)
     for dtype in FLOATS:
         x, residual, weight = (_of_rank(shape, dtype, 3) for shape in ((9, 40), (9, 40), (40,)))

@@ -21,7 +21,7 @@ def _body(member: Member) -> None:
             found = member.group.gather(x, dst, dim)
             unchanged.check()
             if member.rank != dst:
-                assert found is None, "only dst gets something"
+                assert found is None, "only dst may get a tensor"
                 continue
             assert found is not None
             check_moved(found, joined(xs, dim), x, alone=member.size == 1)
@@ -43,7 +43,7 @@ def _defaults_body(member: Member) -> None:
 
 
 def _empty_body(member: Member) -> None:
-    """An empty tensor is contiguous whatever its strides; to its bytes torch gives no view of them."""
+    """Strides of an empty tensor can be arbitrary, and torch then can't view it as bytes."""
     for x in (torch.ones(8)[::2][:0], torch.ones(6, 4).t()[:, :0], torch.ones(4, 4)[:0, ::2]):
         with member.case(f"nothing, of shape {list(x.shape)} and strides {x.stride()}"):
             found = member.group.gather(x, 0, 0)

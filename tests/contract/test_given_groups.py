@@ -1,4 +1,4 @@
-"""Coordinators over process groups that the program made: of gloo, our backend and torch's fake one; over hosts."""
+"""Coordinators over the program's own process groups: gloo, our backend, torch's fake one; on several hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ over = GroupCoordinator.from_process_group
 
 @contextmanager
 def default_group(backend: str | None, name: str) -> Iterator[Any]:
-    """torch's default group, as a program makes it without us; by a name that none had before on the pool's store."""
+    """Makes torch's default group as a program does, under a name that is new to the pool's store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(backend, store=dist.PrefixStore(name, agent), rank=rank, world_size=size)
@@ -131,7 +131,7 @@ def test_it_is_a_whole_group_that_leaves_the_given_one_alone(pools: Pools, backe
 
 
 def _crossing(name: str) -> list[int]:
-    """Transfers over gloo, in another order on the two sides: only their tags tell whose they are."""
+    """Transfers over gloo in opposite orders on the two sides: only tags match them."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), default_group("gloo", name) as everyone:
         first, second = over(everyone), over(everyone)
         assert "shared_memory: not used" in first.explain()
@@ -166,7 +166,7 @@ def _refused(name: str) -> dict[str, Outcome]:
         found["destroyed"] = attempt(over, one)
         group = over(everyone)
         found["works"] = Outcome(str(whose(group)), "", 0)
-    found["too late"] = attempt(group.destroy)  # the owner was first
+    found["too late"] = attempt(group.destroy)  # the owner already destroyed it
     return found
 
 
@@ -230,7 +230,7 @@ def _two_pairs(name: str, death: bool) -> Any:
             outer.barrier()
             if rank == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # One waits for the one that ends, one for one that waits for nobody else, and that one for nobody.
+            # Only rank 2 waits for the killed rank. Ranks 0 and 1 wait for each other.
             return attempt(pair.recv, [3], torch.float32) if rank == 0 else attempt(pair.all_reduce, torch.ones(3))
         memory, everyones = pair.context.host_memory, outer.context.host_memory
         assert memory is not None and everyones is not None

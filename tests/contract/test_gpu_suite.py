@@ -1,4 +1,4 @@
-"""The GPU tests where there is no GPU: each runs dry, on the CPU; and, asked for as they are, they say why not."""
+"""tests/gpu without a GPU: each test runs dry on the CPU, and a normal run says why it skips."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ workers.modules_of_tests.add(workers.COMPILING)
 workers.fork_context()
 ensure_running()
 """
-"""Forks it before pytest has anything open."""
+"""Forks the fork server before pytest opens anything."""
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> str:
-    """Returns what pytest says of tests/gpu; it runs in a fork that has torch imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_TESTS", "PARALLEL_STATE"))}
     environment = {
         **kept,
@@ -73,13 +72,13 @@ OF_CALLS = {
     "first": ({"machine", "compile", "check", "kernels"}, {"kernels.json", "kernels.svg"}),
     "second": ({"host", "command"}, {"collectives.json"}),
 }
-"""By call: the steps that a dry run has, and what they write."""
+"""`call` argument -> the steps of a dry run, and the files that they write."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", list(OF_CALLS))
 def test_the_gpu_days_script_runs_dry(tmp_path: Path, call: str) -> None:
-    """All steps; of the tests that it would run it looks for the names, as the dry run above runs them all."""
+    """Only looks up the names of its tests, because the dry run above runs them."""
     program = Program(
         script(ROOT / "benchmarks" / "gpu_proof.py", [call, str(tmp_path), "--dry"]),
         {**os.environ, "PYTHONPATH": python_path(ROOT)},
@@ -107,21 +106,20 @@ def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
         pytest.skip("there is a GPU")
     said = run(tmp_path, "-rs", "-vv")
     for name in (name for step in (*gpu_proof.FIRST, *gpu_proof.SECOND) for name in step.tests):
-        assert f"tests/gpu/{name} SKIPPED" in said, f"the GPU day's script asks for {name}"
+        assert f"tests/gpu/{name} SKIPPED" in said, f"the GPU script selects a test that doesn't exist: {name}"
     assert "needs a GPU: " in said
     assert " passed" not in said
-    assert not list(tmp_path.iterdir()), "a report of nothing"
+    assert not list(tmp_path.iterdir()), "a run without checks must write no report"
 
 
 def test_a_borrowed_environment_has_what_the_package_needs() -> None:
-    """The Makefile names it once more: the Python that lends its torch may be too old to read pyproject.toml."""
+    """The Makefile repeats the list, because the Python that lends its torch may be too old to read pyproject.toml."""
     (needed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (named,) = re.findall(r"^NEEDED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r'"(.*?)"', needed)) <= set(re.findall(r'"(.*?)"', named))
 
 
 def make(*arguments: str, **variables: str) -> str:
-    """Runs `make`, and returns what it prints."""
     environment = {**os.environ, **variables}
     command = ["make", "--no-print-directory", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
@@ -157,7 +155,7 @@ def test_a_borrowed_environment_needs_neither_ensurepip_nor_an_index(tmp_path: P
 
 
 def test_what_a_fork_server_imports_leaves_cuda_alone() -> None:
-    """A process that has asked CUDA for devices can't be forked to ranks that use them; looking for Triton asks."""
+    """After a process has asked CUDA for devices, its forks can't use them. Looking for Triton asks."""
     ours = "[*PRELOADED, 'parallel_state.launch.worker', 'parallel_state.launch.preload']"
     code = f"""
 import importlib, sys

@@ -1,4 +1,4 @@
-"""Gradients: the ops' are those of the sum of all ranks' losses, the regions' Megatron's; none gets lost in silence."""
+"""Gradients of ops are those of the sum of all ranks' losses, regions' are Megatron's, and none is lost silently."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.workers import WorkerPool
 Group = ps.GroupCoordinator
 Pools = Callable[[int], WorkerPool]
 EPSILON = 1e-14
-"""float64; the order of additions is not fixed. Relative to each number: the cases avoid cancellation."""
+"""Relative bound for float64 sums in any order. The cases avoid cancellation."""
 
 
 class Op(NamedTuple):
-    """A differentiable collective, and the same in one process: rank r's result from all ranks' tensors."""
+    """A differentiable collective, and its equivalent in one process."""
 
     name: str
     shape: Callable[[int], tuple[int, ...]]
@@ -83,7 +83,6 @@ def _body(member: Member) -> None:
 
 
 def _check(member: Member, op: Op, shapes: Sequence[tuple[int, ...]]) -> None:
-    """This rank's gradient is what one process finds that holds every rank's tensor and adds up all losses."""
     xs = [x.clone().requires_grad_() for x in member.of_ranks(lambda rank: _positive(shapes[rank], rank))]
     outputs = [op.reference(xs, rank) for rank in range(member.size)]
     weights = member.of_ranks(lambda rank: _positive(tuple(outputs[rank].shape), rank, salt=1))
@@ -120,7 +119,7 @@ def _uneven_body(member: Member) -> None:
         (scatter, [(sum(lengths), 3)] * member.size),
         (average, [(3, sum(lengths))] * member.size),
     ]
-    # Rank a sends (2 * a + b) % 3 rows to rank b; in a simulated group every rank gets what it sends.
+    # Rank a sends (2 * a + b) % 3 rows to rank b; in a simulated group every rank receives its own rows.
     table = [[1 if member.simulated else (2 * a + b) % 3 for b in range(member.size)] for a in range(member.size)]
     rows = Op(
         "all_to_all of rows",
@@ -141,7 +140,7 @@ def test_gradients_of_uneven_shapes(carrier: Carrier) -> None:
 
 
 def _broadcast_body(member: Member) -> None:
-    """All that is made of a rank's tensor counts; a tensor that only gave its shape gets zeros."""
+    """The root's gradient sums all ranks' losses. Other ranks' tensors only give the shape: their gradient is zero."""
     for src in range(member.size):
         if member.can_hear(src):
             with member.case(f"broadcast from rank {src}"):
@@ -171,7 +170,7 @@ def _dtypes_body(member: Member) -> None:
         for name in ("all_reduce", "all_gather", "reduce_scatter"):
             with member.case(f"{name} of {dtype}"):
                 x = torch.ones(2 * member.size, dtype=dtype, requires_grad=True)
-                getattr(member.group, name)(x).sum().abs().backward()  # an expanded gradient arrives
+                getattr(member.group, name)(x).sum().abs().backward()  # the gradient is an expanded tensor
                 assert x.grad is not None
                 assert x.grad.dtype == dtype
                 expected = 1 if name == "reduce_scatter" else member.size
@@ -181,8 +180,6 @@ def _dtypes_body(member: Member) -> None:
 def test_gradients_have_the_dtype_of_the_input(carrier: Carrier) -> None:
     carrier.run(_dtypes_body)
 
-
-# Without a formula.
 
 SLICE: dict[str, Any] = {"size": [2], "dtype": torch.float32}
 WITHOUT: tuple[tuple[str, Callable[[Group, Tensor], object]], ...] = (
@@ -209,7 +206,7 @@ def _without_body(member: Member) -> None:
                     call(group, x)
                 for text in (f"{name} on group {group.unique_name!r}", "no gradient", "requires one", "no_grad()"):
                     assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
-                assert group.route.sequence == before, "something was started"
+                assert group.route.sequence == before, "a refused call was counted as an operation"
             assert group.all_reduce(torch.ones(1)).item() == member.size
 
 
@@ -218,7 +215,6 @@ def test_an_op_without_a_formula_raises_where_a_gradient_would_be_lost(group_car
 
 
 def _unrecorded_body(member: Member) -> None:
-    """The same calls where nothing is recorded, and of a detached tensor."""
     group = member.group
     src, dst = (member.rank, member.rank) if member.simulated else (0, 1)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -248,7 +244,7 @@ def test_without_recording_every_op_works(group_carrier: Carrier) -> None:
 
 
 def _saved_body(member: Member) -> None:
-    """A formula that saved a tensor which is then reduced in place must not use it."""
+    """Backward must not use a saved tensor that was then reduced in place."""
     for name in ("all_reduce_", "broadcast_"):
         with member.case(name):
             weight = torch.ones(3, requires_grad=True)
@@ -272,14 +268,11 @@ def test_a_forward_mode_gradient_raises() -> None:
             with pytest.raises(InvalidArgumentError, match="no forward-mode gradient"):
                 call(x)
         assert group.all_reduce(torch.ones(1)).item() == 2
-    assert group.all_reduce(x).tolist() == [2.0] * 3, "outside of its level a dual tensor is a tensor"
-
-
-# Regions.
+    assert group.all_reduce(x).tolist() == [2.0] * 3, "outside its dual level, a dual tensor must count as a plain one"
 
 
 class Region(NamedTuple):
-    """Rank r's forward from all inputs, and its backward from all gradients of the output."""
+    """A region's forward and backward for rank r, from all ranks' tensors."""
 
     name: str
     options: dict[str, bool]
@@ -351,8 +344,6 @@ def test_a_region_that_cannot_be_cut_raises(group_carrier: Carrier) -> None:
     group_carrier.run(_divisible_body)
 
 
-# A layer trained in shards.
-
 HIDDEN, INNER, TOKENS, STEPS = 6, 24, 12, 5
 Weights = dict[str, Tensor]
 
@@ -367,7 +358,6 @@ def _weights() -> Weights:
 
 
 def _sharded(whole: Weights, size: int, rank: int) -> Weights:
-    """Columns of the first layer and rows of the second; what is added once to the whole stays whole."""
     dims = {"up": 0, "up_bias": 0, "down": 1}
     return {
         name: (sliced(x, dims[name], size, rank) if name in dims else x).detach().clone().requires_grad_()
@@ -394,7 +384,6 @@ def _tensor_parallel(w: Weights, x: Tensor) -> Tensor:
 
 
 def _sequence_parallel(w: Weights, x: Tensor) -> Tensor:
-    """`x` is this rank's slice of the tokens, and so is the result."""
     y = layer_norm(x, (HIDDEN,), w["scale"], w["shift"])
     y = ps.gather_from_sequence_parallel_region(y)
     y = linear(gelu(linear(y, w["up"], w["up_bias"])), w["down"])
@@ -402,7 +391,7 @@ def _sequence_parallel(w: Weights, x: Tensor) -> Tensor:
 
 
 def _trained(weights: Weights, loss_of: Callable[[Weights, int], Tensor], partial: Sequence[str] = ()) -> Weights:
-    """After STEPS of SGD. The gradients of `partial` are of this rank's tokens only, and are added up."""
+    """Trains with SGD. Gradients of `partial` cover only this rank's tokens, so they are summed."""
     for step in range(STEPS):
         loss_of(weights, step).backward()
         with torch.no_grad():
@@ -430,7 +419,6 @@ def _training_body(kind: str) -> None:
         return (_sequence_parallel(w, x) - target).square().sum() / (TOKENS * HIDDEN)
 
     def loss_of_gathered_tokens(w: Weights, step: int) -> Tensor:
-        """From replicated tokens and back to them: both ends of a sequence-parallel stretch."""
         x, target = _batch(step)
         y = _sequence_parallel(w, ps.scatter_to_sequence_parallel_region(x))
         y = ps.gather_from_sequence_parallel_region(y, tensor_parallel_output_grad=False)

@@ -1,4 +1,4 @@
-"""Address space and descriptors that a group takes of its process, and errors where there are none left."""
+"""The address space and descriptors of a group, and the errors if a process has none left."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _address_space() -> int:
 
 
 def _descriptors() -> tuple[int, int]:
-    """All that are open, and those of memory and of processes: the others are gloo's."""
+    """Counts all open descriptors, and those of memory and processes. The difference is gloo's."""
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the folder
+        with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return len(links), sum("/dev/shm/" in link or "pidfd" in link for link in links)
 
@@ -47,7 +47,7 @@ def _limit(which: int, soft: int) -> Iterator[None]:
 
 
 def _another(made: list[Any]) -> ps.GroupCoordinator:
-    """A group that shares nothing with those before: its timeout differs."""
+    """A group that shares nothing with earlier ones: its timeout differs."""
     everyone = ps.get_world_group()
     assert everyone.pool is not None
     traits = Traits(everyone.device, everyone.local_rank, GroupOptions("gloo", 100.0 + len(made)))
@@ -88,11 +88,11 @@ def _many(count: int, descriptors: int, address_bytes: int) -> dict[str, Any]:
     ],
 )
 def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, address_bytes: int) -> None:
-    """8 GiB a rank for its tensors made 60 groups a terabyte; the soft limit of open files is raised."""
+    """Reserving 8 GiB of tensor memory per rank once took 1 TiB for 60 groups."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8 * count:
         pytest.skip("the hard limit of open files is too low")
     for facts in pools(2).run(_many, count, descriptors, address_bytes, timeout_s=DEADLINE_S):
-        assert facts.pop("MiB") < 128, facts  # stacks of gloo's three threads, and what malloc keeps for them
+        assert facts.pop("MiB") < 128, facts  # stacks of gloo's three threads, and malloc's arenas
         assert facts.pop("left descriptors") <= 0
         assert facts == {
             "beyond the soft limit": True,
@@ -103,7 +103,7 @@ def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, ad
 
 
 def _growing() -> list[float]:
-    """MiB of address space beside the tensors' own, after each step; every sum is checked."""
+    """MiB of address space besides the tensors' own, after each step. Every sum is checked."""
     beside = []
     with world(2):
         group = ps.get_tp_group()
@@ -119,7 +119,7 @@ def _growing() -> list[float]:
             assert group.all_gather(x[-MIB:], 0).view(2, -1)[:, -1].tolist() == [mib % 100, mib % 100 + 1]
             kept.append((x, mib))
             beside.append((_address_space() - before) / MIB)
-        for x, mib in kept:  # nothing has moved, and all are found
+        for x, mib in kept:
             assert int(group.all_reduce(x)[-1]) == 2 * (mib % 100) + 1
     return beside
 
@@ -144,7 +144,7 @@ def _without_descriptors() -> tuple[Outcome, int]:
 
 
 def test_a_group_for_which_one_rank_has_no_descriptors(pools: Pools) -> None:
-    """gloo would end that process by SIGABRT. All ranks raise the same, and go on."""
+    """gloo would abort that process. All ranks raise the same error and stay usable."""
     for refused, total in pools(2).run(_without_descriptors, timeout_s=DEADLINE_S):
         assert refused.kind == "CommunicationError" and refused.suspect_ranks == (1,), refused
         assert "global rank 1 can't" in refused.text and "(ulimit -n; the hard one is" in refused.text

@@ -1,4 +1,4 @@
-"""A group of one rank refuses what a group of two refuses: a program that works alone works in a larger world."""
+"""A group of one rank refuses the same calls as a group of two."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Group = ps.GroupCoordinator
 
 
 class Unregistered:
-    """A type that doesn't travel."""
+    """A type that can't be sent."""
 
 
 def _calls() -> dict[str, Callable[[Group, int], Any]]:
-    """Calls that are wrong whatever the size of the group; `peer` is another rank, or the only one."""
+    """Calls that are wrong in a group of any size. `peer` is the next rank, or this rank if alone."""
     x, odd = torch.ones(4, 6), Unregistered()
     calls: dict[str, Callable[[Group, int], Any]] = {
         "broadcast_object": lambda group, _: group.broadcast_object(odd),
@@ -74,10 +74,10 @@ def _of_one_and_of_two() -> dict[str, tuple[str, str]]:
     two = ps.get_tp_group()
     (one,) = [each for each in [ps.get_pp_group()] if each.world_size == 1]
     kept = {name: (_kind(call, one), _kind(call, two)) for name, call in _calls().items()}
-    for _ in range(2):  # of send_tensor_dict and isend_tensor_dict: else a later test meets them
+    for _ in range(2):  # the failed sends above; a later test would receive them
         with pytest.raises(ps.RemoteError):
             two.recv_tensor_dict()
-    assert two.all_sum(1) == 2, "the group goes on"
+    assert two.all_sum(1) == 2, "the group must stay usable"
     dist.barrier()
     return kept
 
@@ -86,7 +86,7 @@ def test_what_two_refuse_one_refuses(pools: Any) -> None:
     found = pools(2).run(_of_one_and_of_two, tp=2, timeout_s=60.0)
     for rank, kinds in enumerate(found):
         for name, (alone, together) in kinds.items():
-            assert together != "nothing", f"{name} is right"
+            assert together != "nothing", f"{name} was accepted by the group of two"
             assert alone == together or (together == "RemoteError" and alone == found[0][name][1]), (
                 rank,
                 name,

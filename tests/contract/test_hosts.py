@@ -1,8 +1,4 @@
-"""Groups over several hosts, which are namespaces of this machine: who shares what, the bits, the bytes, failures.
-
-That each collective does what it should, of every dtype and shape, is the business of the contract tests, which run on
-such hosts, too.
-"""
+"""Groups over several hosts, which are namespaces of this machine: routes, bits, bytes sent, failures."""
 
 from __future__ import annotations
 
@@ -59,13 +55,13 @@ def _carrier(group: ps.GroupCoordinator) -> str:
 
 
 def _inputs(count: int, dtype: torch.dtype, size: int, seed: int = 0) -> list[Tensor]:
-    """Returns what each rank holds: numbers whose sums depend on the order, and on where they are rounded."""
+    """Each rank's tensor: sums depend on the order and on the roundings."""
     generator = torch.Generator().manual_seed(seed + count)
     return [torch.randn(count, generator=generator).to(dtype) for _ in range(size)]
 
 
 def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
-    """Over the ranks of each host in order, then over the hosts in order of their first ranks, rounded once."""
+    """Adds within each host in rank order, then across hosts in order of their first ranks, and rounds once."""
     wide = torch.float32 if inputs[0].itemsize < 4 else inputs[0].dtype
     hosts: dict[int, Tensor] = {}
     for x, host in zip(inputs, placement, strict=True):
@@ -76,7 +72,7 @@ def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1000, 100_000, 2_300_001)
-"""In one exchange, in slices, in slices of chunks."""
+"""Sent in one exchange, in slices, and in slices of several chunks."""
 
 
 def _bits(placement: Sequence[int], cases: Sequence[tuple[torch.dtype, int]]) -> str:
@@ -95,10 +91,7 @@ def _bits(placement: Sequence[int], cases: Sequence[tuple[torch.dtype, int]]) ->
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
-    """So all ranks have the same bits: those of this order.
-
-    Each placement has every count and every dtype, and together they have every pair; in long runs each has all.
-    """
+    """Short runs give each placement all counts and dtypes, and all placements together every pair."""
     turn = PLACEMENTS.index(placement)
     of_short_runs = [(SUMMED[(at + turn) % len(SUMMED)], count) for at, count in enumerate(COUNTS)]
     cases = list(itertools.product(SUMMED, COUNTS)) if LONG else of_short_runs
@@ -107,7 +100,7 @@ def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, pla
 
 
 def _mixed(seed: int, calls: int) -> None:
-    """The same random calls on every rank; some ranks come late, so that the others run ahead."""
+    """The same random calls on every rank. Random delays let some ranks run ahead."""
     group = ps.get_tp_group()
     size, rank = group.world_size, group.rank_in_group
     draw, own = random.Random(seed), random.Random(seed * 64 + rank)
@@ -140,7 +133,6 @@ def test_mixed_runs(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
 
 
 def _messages(placement: Sequence[int]) -> None:
-    """Dicts and objects from each rank: of one transfer, and of several where head or tensors are long."""
     group = ps.get_tp_group()
     for src in range(group.world_size):
         for text, count in itertools.product(("", "a" * 10_000), (0, 1, 1000, 400_000)):
@@ -170,7 +162,6 @@ def test_messages_to_all(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
 
 
 def _under_a_default_device(size: int) -> None:
-    """Groups are made, and messages sent, where tensors of the program's own would be on another device."""
     with torch.device("meta"):
         ps.destroy_model_parallel()
         ps.initialize_model_parallel(size)
@@ -205,10 +196,11 @@ CALLS: dict[str, Callable[[ps.GroupCoordinator, Tensor], object]] = {
 }
 COUNT = 1 << 20
 SENT = {"all_reduce": 1.0, "all_gather": 2.0, "reduce_scatter": 0.5, "broadcast": 1.0}
-"""Of the bytes that a rank holds, what host 0 must send to host 1; two ranks on each."""
+"""Bytes that host 0 must send to host 1, relative to the tensor; two ranks per host."""
 SPARED = {"all_reduce": 0.6, "all_gather": 0.6, "reduce_scatter": 0.4, "broadcast": 0.6}
-"""At most this part of what gloo sends: its ring goes from host to host at every rank where they alternate, and its
-tree for a broadcast goes there twice where they don't."""
+"""Upper bounds relative to gloo's bytes. With alternating hosts each step of gloo's ring crosses; otherwise its
+broadcast tree crosses twice.
+"""
 
 
 def _twice(operation: str, flat: bool) -> None:
@@ -227,8 +219,8 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, o
     sent = []
     ranks = on_hosts((0, 0, 1, 1) if operation == "broadcast" else (0, 1, 0, 1))
     for flat in (False, True):
-        ranks.run(_twice, operation, flat, tp=4)  # its connections are made
-        least = math.inf  # of three: where the machine is busy TCP sends some of it again
+        ranks.run(_twice, operation, flat, tp=4)  # warm-up: makes the connections
+        least = math.inf  # of three, because TCP retransmits on a busy machine
         for _ in range(3):
             before = hosts.sent_bytes(0)
             ranks.run(_twice, operation, flat, tp=4)
@@ -240,7 +232,6 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, o
 
 
 def _sent_by(count: int) -> dict[int, int]:
-    """The bytes of an all_reduce that this rank sends, by rank."""
     group = ps.get_tp_group()
     before = sent_bytes(group)
     group.all_reduce(torch.ones(count, dtype=torch.bfloat16))
@@ -249,7 +240,7 @@ def _sent_by(count: int) -> dict[int, int]:
 
 
 def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -> None:
-    """To its own kind on the other host: half of its half as float32, then half of that as bfloat16."""
+    """A rank sends to its counterpart on the other host: a quarter of the tensor as float32, then one as bfloat16."""
     count = 1 << 20
     sent = on_hosts((0, 0, 1, 1)).run(_sent_by, count, tp=4)
     for rank, found in enumerate(sent):
@@ -267,7 +258,7 @@ def _large_sums(count: int, placement: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_ranks_that_wait_for_their_host_and_for_others_never_wait_in_a_ring(placement: tuple[int, ...]) -> None:
-    """Where the kernel takes little at once, most of what was sent is still to be written when the host meets."""
+    """Small socket buffers leave most bytes unsent when the ranks of a host wait for each other."""
     with Hosts(max(placement) + 1) as narrow:
         for host in range(max(placement) + 1):
             narrow.run_on(host, "sysctl -qw net.ipv4.tcp_wmem='4096 65536 65536' net.ipv4.tcp_rmem='4096 65536 65536'")
@@ -276,7 +267,6 @@ def test_ranks_that_wait_for_their_host_and_for_others_never_wait_in_a_ring(plac
 
 
 def _over_connections(count: int, placement: Sequence[int]) -> list[int]:
-    """Calls of every kind with large tensors; returns how many connections there are to each rank."""
     group = ps.get_tp_group()
     size, rank = group.world_size, group.rank_in_group
     inputs = _inputs(count, torch.float32, size)
@@ -304,7 +294,6 @@ def test_what_is_large_goes_over_several_connections(hosts: Hosts, placement: tu
 
 
 def _connected_as_each_wants(wanted: Sequence[int]) -> dict[int, int]:
-    """Returns how many connections a new group has to each other rank, after a call of it."""
     everyone = ps.get_tp_group()
     os.environ["PARALLEL_STATE_CONNECTIONS"] = str(wanted[everyone.rank_in_group])
     group = everyone.make_sub_group(range(len(wanted)))
@@ -323,7 +312,6 @@ def test_two_ranks_have_as_many_connections_as_both_want(hosts: Hosts) -> None:
 
 
 def _other_ends(count: int) -> list[list[str]]:
-    """Returns the addresses at which this rank's connections reach each other rank, after a large call."""
     group = ps.get_tp_group()
     assert torch.equal(group.all_reduce(torch.ones(count)), torch.full((count,), float(group.world_size)))
     return [[each.getpeername()[0] for each in to_one] for to_one in connections_of(group).values()]
@@ -372,7 +360,9 @@ def test_sums_of_bfloat16_may_be_rounded_before_they_travel(hosts: Hosts) -> Non
     assert all(torch.equal(total, totals[0]) for total in totals)
     found = totals[0].double()
     assert ((found - exact).abs() <= half_step * (travelled + found.abs()) * 1.01).all()
-    assert not torch.equal(totals[0], exact.float().bfloat16()), "else nothing was rounded"
+    assert not torch.equal(totals[0], exact.float().bfloat16()), (
+        "the test needs sums that are rounded between the hosts"
+    )
     assert (sent[1] - sent[0]) / 2 == pytest.approx(2 * count, rel=0.1)
 
 
@@ -390,7 +380,7 @@ def test_a_setting_of_one_rank_is_refused_on_all(hosts: Hosts) -> None:
 
 
 def _without_descriptors(victim: int) -> tuple[bool, list[float]]:
-    """Rank `victim` has none left: whether this rank's group is meshed, and what comes by a send and a gather."""
+    """Returns whether the group is meshed, and the sums of a receive and an all_to_all."""
     with as_without_descriptors(int(os.environ["RANK"]) == victim), world(_world_size()):
         group = ps.get_tp_group()
         sent = group.isend(torch.full((3,), float(group.rank)), group.next_rank_in_group)
@@ -453,7 +443,7 @@ def test_explain_says_who_is_where(on_hosts: OnHosts) -> None:
 
 @pytest.fixture(scope="module")
 def odd_hosts() -> Iterator[Hosts]:
-    """Hosts that share something: 1 the network of 0, 2 the memory of 0; 3 has processes of its own."""
+    """Host 1 shares host 0's network, host 2 its memory. Host 3 has its own PID namespace."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -471,8 +461,8 @@ def _where() -> tuple[str, int, Any]:
 @pytest.mark.parametrize(
     ("placement", "carrier", "found"),
     [
-        ((0, 0, 1, 1), "hierarchical", ((0, 1), (2, 3))),  # one address and one name, two memories
-        ((0, 0, 2), "shared_memory", ((0, 1, 2),)),  # two addresses and two names, one memory
+        ((0, 0, 1, 1), "hierarchical", ((0, 1), (2, 3))),  # one address and name, two memories
+        ((0, 0, 2), "shared_memory", ((0, 1, 2),)),  # two addresses and names, one memory
         ((0, 2, 1, 3, 3), "hierarchical", ((0, 1), (2,), (3, 4))),
     ],
     ids=["one network", "one memory", "all of it"],
@@ -492,8 +482,6 @@ def test_process_ids_of_another_namespace(odd_hosts: Hosts) -> None:
 
 
 class _Stage(nn.Module):
-    """Column- and row-parallel halves of a two-layer network, as of a tensor-parallel model's stage."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         rank, size = ps.get_tp_group().rank_in_group, ps.get_tp_group().world_size
@@ -532,7 +520,6 @@ def test_a_model_with_tensor_parallel_hosts_and_a_pipeline_between(on_hosts: OnH
 
 
 def _until_it_fails(victim: int, count: int) -> Outcome:
-    """All-reduces, in one of which a rank ends; how it ended for the others, and that the group stays failed."""
     with world(_world_size()):
         group = ps.get_tp_group()
         x = torch.ones(count)
@@ -560,7 +547,7 @@ def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(
     assert outcomes.keys() == {*range(len(placement))} - {victim}
     for rank, outcome in outcomes.items():
         assert outcome.kind == "PeerDiedError", f"rank {rank}: {outcome}"
-        # What another host sees at once is that the victim's leader gave up.
+        # Another host first detects that the victim's lead gave up.
         same_host = placement[rank] == placement[victim]
         known = {(victim,)} if same_host else {(victim,), (placement.index(placement[victim]),)}
         assert outcome.suspect_ranks in known, f"rank {rank}: {outcome}"
@@ -571,7 +558,7 @@ LARGE_COUNT = 1 << 21
 
 
 def _dying_in(share: float, victim: int) -> Outcome:
-    """All-reduces in lanes, within the third of which a rank ends when this share of its bytes has moved."""
+    """Large all_reduces. `victim` is killed in the third, when `share` of its bytes have moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
         before = moved_bytes(group)
@@ -598,8 +585,8 @@ def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, share
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) -> None:
-    """One memory, and containers that don't see each other's processes: they listen to each other as hosts do."""
-    del hosts  # for the reason to skip
+    """The containers share memory but can't see each other's processes, so they detect exits as hosts do."""
+    del hosts  # this fixture skips if no hosts can be made
     settings = {"PARALLEL_STATE_TIMEOUT_S": "30", "PARALLEL_STATE_HEARTBEAT_LIMIT_S": "3"}
     with Hosts([Host(), Host(memory_of=0, own_pids=True)]) as two, two.ranks((0, 0, 1, 1), **settings) as ranks:
         outcomes = ranks.survivors(_until_it_fails, victim, 10, timeout_s=60.0)
@@ -611,9 +598,9 @@ def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) ->
 
 
 def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
-    """A good all-reduce, and one in which host 1 has no link, or is in another call.
+    """An all_reduce that works, and one in which host 1 has no link or makes another call.
 
-    What host 0 sent may have come before the cut: host 1 then has its sum, and the next call fails.
+    Host 0's bytes may arrive before the link is cut. Host 1 then has its sum, and its next call fails.
     """
     ps.init_distributed_environment()
     ps.initialize_model_parallel(_world_size())
@@ -631,14 +618,13 @@ def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
 
 @pytest.mark.parametrize("cut", ["link", "call"])
 def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
-    """A leader finds nobody until its deadline, and gives up; its ranks hear of it, and the other host sees it."""
-    del hosts  # these are changed for good
+    del hosts  # unused, because the test destroys its links
     with Hosts(2) as two, two.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S=str(TIMEOUT_S)) as ranks:
         outcomes = ranks.survivors(_cut_off, cut, timeout_s=60.0)
     assert len(outcomes) == 4
     for rank, (good, bad) in outcomes.items():
         assert good.kind == "ok"
-        # Whose deadline comes first closes the connection on the other; what it was is asked for through the store.
+        # The earlier deadline closes the connection on the other host, which asks the store for the cause.
         expected = ("CollectiveTimeoutError", "CollectiveMismatchError", "PeerDiedError", "CommunicationError")
         assert bad.kind in expected, f"rank {rank}: {bad}"
         assert set(bad.suspect_ranks) & ({2, 3} if rank < 2 else {0, 1}), f"rank {rank}: {bad}"
@@ -648,7 +634,6 @@ def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
 
 
 def _interrupted(what: str) -> list[Outcome]:
-    """Rank 0 is interrupted in its first call; of the others those that wait for it."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(_world_size())
     group = ps.get_tp_group()
@@ -658,8 +643,8 @@ def _interrupted(what: str) -> list[Outcome]:
         calls = [lambda: group.recv((3,), torch.float32, 2)] * 2
     if group.rank:
         if what == "recv" or group.rank == 1:
-            time.sleep(1.0)  # the call of rank 0 can't end before
-        # What rank 0 had sent before it was interrupted is enough for one more sum.
+            time.sleep(1.0)  # so that rank 0 still waits
+        # One more sum can succeed with what rank 0 sent before the interrupt.
         return [attempt(call) for call in calls][1:] if what == "all_reduce" else []
 
     def interrupt(number: int, frame: object) -> None:
@@ -677,7 +662,7 @@ def _interrupted(what: str) -> list[Outcome]:
 
 @pytest.mark.parametrize("what", ["recv", "all_reduce"])
 def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
-    """The interrupted call isn't gone on with: the next receive would get the first one's message."""
+    """Resuming would be wrong: the next receive would get the first one's message."""
     with hosts.ranks((0, 1, 1) if what == "all_reduce" else (0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="30") as ranks:
         told = ranks.run(_interrupted, what, timeout_s=60.0)
     assert told[0][0].kind in ("GroupFailedError", "CommunicationError"), told
@@ -687,7 +672,7 @@ def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
 
 
 CALLS_OF_HANDLERS: dict[str, tuple[Callable[..., object], Callable[..., object], Callable[..., object]]] = {
-    # What rank 0 is in as its handler comes, what that calls, and what the others do after a while.
+    # Rank 0's call, the call of its signal handler, and the other ranks' call 1 s later.
     "barrier": (lambda g: g.barrier(), lambda g: g.all_reduce(torch.ones(1)), lambda g: g.barrier()),
     "broadcast_object": (
         lambda g: g.broadcast_object(None, 2), lambda g: g.barrier(),
@@ -702,12 +687,11 @@ CALLS_OF_HANDLERS: dict[str, tuple[Callable[..., object], Callable[..., object],
 
 
 def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
-    """What a handler of rank 0 is told that interrupts a call; and that the group is as good as new."""
     group, told = ps.get_world_group(), list[Outcome]()
     under_way, in_handler, of_others = CALLS_OF_HANDLERS[what]
     group.barrier()
     if group.rank:
-        time.sleep(1.0)  # meanwhile rank 0 is interrupted, and the call can't end before
+        time.sleep(1.0)  # until rank 0 was interrupted in its call
         of_others(group)
     else:
         before = signal.signal(signal.SIGALRM, lambda *_: told.append(attempt(in_handler, group)))
@@ -721,7 +705,7 @@ def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
 
 @pytest.mark.parametrize("what", CALLS_OF_HANDLERS)
 def test_a_signal_handler_in_the_middle_of_a_call(hosts: Hosts, what: str) -> None:
-    """Row 44: it is told so at once, and the call that it interrupted goes on."""
+    """Row 44. The interrupted call completes."""
     with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="10") as ranks:
         (told, total), *others = ranks.run(_in_a_handler, what, tp=4, timeout_s=60.0)
     assert [outcome.kind for outcome in told] == ["UsageError"], told
@@ -775,7 +759,7 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
         ranks.run(_send_once, 10, tp=3)
         hosts.limit(0, "40mbit")
         try:
-            slow = min(ranks.run(_send_once, 250_000, tp=3))  # 8 Mbit
+            slow = min(ranks.run(_send_once, 250_000, tp=3))
         finally:
             hosts.limit(0, None)
         assert 0.15 < slow < 2.0
@@ -783,7 +767,7 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
 
 
 def _send_while_another_thread_sends() -> None:
-    """Rank 1 receives rank 0's large tensor after a small one, which another thread of rank 0 sends meanwhile."""
+    """While rank 0 waits in a large send, its other thread sends the small tensor that rank 1 receives first."""
     group, world_group = ps.get_tp_group(), ps.get_world_group()
     if group.is_first_rank:
 
@@ -822,7 +806,6 @@ FRAMED_CALLS: dict[str, Callable[[Tensor], object]] = {
 
 
 def _frames_of(operation: str) -> list[str]:
-    """Returns the modules of the Python frames of a call, in order."""
     x, found = torch.ones(2048), list[str]()
     for _ in range(3):
         FRAMED_CALLS[operation](x)

@@ -1,7 +1,6 @@
 """Hybrid sharding with tensor parallelism, as fairseq2's `sdp` and `rdp` gangs: shards within a node, copies across.
 
-Ranks of one shard group are as close to each other as tensor parallelism lets them; ranks with equal shards are far
-apart. A gradient is then reduced in three steps, of which only the middle one leaves the node, with a part of it.
+Gradients are reduced in three steps. Only the middle one leaves the node, with a fraction of the bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,9 @@ def _groups() -> dict[str, Any]:
 
 
 def test_gradients_reduced_in_three_steps(pools: Pools) -> None:
-    """reduce-scatter over sdp, all-reduce over rdp, all-gather over sdp: as one all-reduce over dp. Sums are exact."""
+    """reduce-scatter over sdp, all-reduce over rdp, all-gather over sdp: equal to one all-reduce over dp. Sums are
+    exact.
+    """
     for rank, facts in enumerate(pools(8).run(_groups, timeout_s=DEADLINE_S)):
         odd, copy = rank % 2, rank // 4
         data = [odd, odd + 2, odd + 4, odd + 6]
@@ -54,7 +55,7 @@ def test_gradients_reduced_in_three_steps(pools: Pools) -> None:
             "dp": data,
             "dp_shard": data[2 * copy : 2 * copy + 2],
             "dp_replicate": [rank % 4, rank % 4 + 4],
-            "dp_intra_node": data,  # all ranks are on this host
+            "dp_intra_node": data,
             "dp_inter_node": [rank],
         }
         assert facts["simulated"] == facts["ranks"]
@@ -104,12 +105,11 @@ def test_fsdp_by_the_same_groups(pools: Pools) -> None:
         assert facts["copies agree"]
         assert torch.equal(facts["gathered"], facts["weights"][0])
         for found, weight in zip(facts["weights"], expected, strict=True):
-            # Means of parts in float64, added in another order than the mean of all rows.
             torch.testing.assert_close(found, weight.detach(), rtol=0, atol=1e-14)
 
 
 def test_data_parallel_groups_of_nodes() -> None:
-    """2 nodes of 4 ranks, tp = 2: the shards lie within a node, their copies across; sdp and rdp by other names."""
+    """2 nodes of 4 ranks, tp = 2. The dp_intra_node and dp_inter_node groups equal sdp and rdp."""
     for rank in range(8):
         groups = simulate(rank, 8, 2, ranks_per_node=4, data_parallel_shard_size=2)
         inside, across = groups.get("dp_intra_node"), groups.get("dp_inter_node")
@@ -129,14 +129,14 @@ def test_data_parallel_groups_of_nodes() -> None:
     ],
 )
 def test_nodes_and_tensor_parallelism(tp: int, per_node: int, inside: list[int], across: list[int]) -> None:
-    """16 ranks: what tensor parallelism leaves of a node is the group within it; none where it takes all."""
+    """16 ranks. A node's ranks divided by tp form the group within it, or one rank if tp fills the node."""
     with simulate(0, 16, tp, ranks_per_node=per_node).use():
         assert ps.get_dp_intra_node_group().ranks == inside
         assert ps.get_dp_inter_node_group().ranks == across
 
 
 def test_without_sharding_the_replicated_group_is_the_data_parallel_one() -> None:
-    """As in fairseq2, whose DDP users reduce over rdp; its own code is run in `test_engine_layouts`."""
+    """As in fairseq2, where DDP reduces over rdp. `test_engine_layouts` runs its code."""
     plain, fully, copies = (simulate(3, 8, 2, **sizes) for sizes in ({}, {"dp_shard": -1}, {"dp_replicate": -1}))
     assert plain.rdp is plain.dp
     assert plain.sdp.world_size == 1

@@ -1,7 +1,4 @@
-"""The demo, by itself and by torchrun; and that it notices a layer that is wrong.
-
-Its processes are forks; as a user starts it, it runs in test_package.py.
-"""
+"""The demo alone and under torchrun, in forks; and its detection of a wrong layer."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ def demo_arguments(tmp_path: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """That of no launcher."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
@@ -62,11 +58,11 @@ def run_forked(code: str) -> tuple[int | None, str, str]:
 def check_report(code: int | None, report: str, errors: str, title: str) -> str:
     assert code == 0, report + errors
     assert title in report
-    assert re.search(r"^ +0\.\d{3} +(.*?) *$", report, re.MULTILINE)[1] == ANSWER  # the first is the best
+    assert re.search(r"^ +0\.\d{3} +(.*?) *$", report, re.MULTILINE)[1] == ANSWER
     assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
     assert "sentences/s" in report
-    assert "process_group" in report  # the routes
-    assert "\x1b" not in report, "control characters in a log"
+    assert "process_group" in report
+    assert "\x1b" not in report, "a log must have no control characters"
     assert "Traceback" not in errors
     return report
 
@@ -75,7 +71,7 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
     code = FORK_SERVERS + script(SCRIPT, demo_arguments)
     report = check_report(*run_forked(code), "TP 2 x PP 2 x DP 1: 4 processes on cpu")
     assert "embedding, layers 0-2" in report
-    # Two all-reduces a layer and one for the embedding, for 4 batches and the one to warm up.
+    # Two all_reduces per layer and one for the embedding; 4 batches and a warm-up.
     assert re.search(r"tp \[0, 1\] +all_reduce +35 ", report)
     assert re.search(r"tp \[2, 3\] +all_reduce +30 ", report)
     assert re.search(r"pp \[0, 2\] \[1, 3\] ", report)
@@ -83,14 +79,14 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str], tp: int) -> None:
-    """torchrun and the ranks that it starts are forks; four that wait for each other on two cores take long."""
+    """Slow: four ranks on two cores."""
     words = ["--standalone", "--nproc-per-node", str(2 * tp), str(SCRIPT), "--tp", str(tp), "--pp", "1"]
     title = f"TP {tp} x PP 1 x DP 2: {2 * tp} processes on cpu"
     check_report(*run_forked(module("torch.distributed.run", [*words, *demo_arguments])), title)
 
 
 def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> None:
-    """The bias inside the sum counts once per rank: the classic mistake of a row-parallel layer."""
+    """A bias inside the sum counts once per rank: the classic mistake in row-parallel layers."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "import sys, torch, demo, minilm\n"
@@ -130,7 +126,7 @@ def test_wrong_arguments_are_told_in_one_line(
 
 
 def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
-    """`run_rank` as on a GPU with --cuda-graph: here a replay is a call, so the buffers and the padding are tried."""
+    """`run_rank` as with --cuda-graph, with plain calls as replays."""
     import demo
 
     with contextlib.redirect_stdout(io.StringIO()) as report:

@@ -1,4 +1,4 @@
-"""`launch` with real processes. Each launch has a deadline, and after each test none of its processes is left."""
+"""`launch` with real processes. Each launch has a deadline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _numbers = itertools.count()
 def processes_named(prefix: str) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it exited meanwhile
             state = (process / "stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()[0]
             if (process / "comm").read_text("utf-8", "replace").startswith(prefix) and state != "Z":
                 found.append(int(process.name))
@@ -48,7 +48,6 @@ def processes_named(prefix: str) -> list[int]:
 
 
 def listening(port: int | None = None) -> list[str]:
-    """The addresses that somebody listens on, as the kernel prints them; on `port` alone where it is given."""
     rows = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -66,7 +65,7 @@ def listening(port: int | None = None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def name():
-    """A name for a test's processes; none of them, and no port of ours, may be left."""
+    """A name for the test's processes. At the end no process and no port may be left."""
     ports = listening()
     name = f"t{os.getpid() % 100_000}.{next(_numbers)}"
     yield name
@@ -87,9 +86,6 @@ def store() -> dist.Store:
 
 def wait_for_ever() -> None:
     threading.Event().wait()
-
-
-# What a worker gets, and what comes back
 
 
 def describe(factor: float) -> dict[str, object]:
@@ -118,7 +114,7 @@ def test_workers_find_what_torchrun_would_give_them(name, start_method, nproc, m
         assert result["total"].tolist() == [nproc * (nproc - 1.0)] * 3
         assert result["name"] == f"{name}-{index}"
         assert result["threads"] == 1
-        assert result["listeners"] == ["0100007F"]  # 127.0.0.1, and nothing else
+        assert result["listeners"] == ["0100007F"]  # only 127.0.0.1
         assert listening(result["port"]) == []
 
 
@@ -153,7 +149,6 @@ def two_cores() -> list[int]:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
 def test_each_rank_is_bound_to_its_share_of_the_launchers_cores(name):
-    """From its first line on, in the groups and after them; the launcher itself isn't."""
     usable = two_cores()
     found = launch(cores_and_words, 2, bind="cores", name=name, timeout=DEADLINE_S)
     shares = [before for before, *_ in found]
@@ -191,7 +186,7 @@ def told_on(lists: tuple[list[int], ...]) -> str:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
 @pytest.mark.parametrize("few", [0, 1])
 def test_ranks_that_may_use_different_cores_share_none(name, few):
-    """Each would take a share of its own; the one with too few would fail by itself, and the other wait for it."""
+    """Otherwise each rank takes a share of its own cores, and the one with too few fails alone."""
     usable = two_cores()[:2]
     lists = tuple(usable[:1] if each == few else usable for each in range(2))
     for told in launch(told_on, 2, args=(lists,), env={"PARALLEL_STATE_CORES": "share"}, name=name, timeout=DEADLINE_S):
@@ -218,7 +213,7 @@ def add_one(tensor: torch.Tensor) -> torch.Tensor:
 def test_tensors_are_copied_and_a_config_stays_as_it_is(name):
     env = {"A": "1"}
     config = LaunchConfig(nproc=2, timeout=DEADLINE_S, name=name, env=env)
-    tensors = [torch.zeros(1) for _ in range(300)]  # more than the fork server passes descriptors
+    tensors = [torch.zeros(1) for _ in range(300)]  # more than the fork server can pass as descriptors
     assert launch(sum_in_place, args=(tensors,), config=config, env={"B": "2"}) == [300.0, 300.0]
     assert sum(tensors).item() == 0
     assert config == LaunchConfig(nproc=2, timeout=DEADLINE_S, name=name, env={"A": "1"})
@@ -228,13 +223,10 @@ def sum_in_place(tensors: list[torch.Tensor]) -> float:
     return float(sum(add_one(tensor) for tensor in tensors))
 
 
-# Order and groups
-
 calls: list[str] = []
 
 
 def set_up() -> None:
-    """Put a recorder in the place of `parallel_state.state`."""
     calls.append(f"logging at {logging.getLevelName(logging.getLogger().level)}")
     calls.append("setup")
     recorder = ModuleType("parallel_state.state")
@@ -252,7 +244,7 @@ def set_up() -> None:
 def record_call() -> tuple[list[str], str]:
     calls.append("fn")
     record = logging.LogRecord("a.b", logging.INFO, "", 1, "hello", None, None)
-    return calls, logging.getLogger().handlers[0].format(record)  # `calls` is pickled after the groups' end
+    return calls, logging.getLogger().handlers[0].format(record)  # `calls` is pickled after the groups are destroyed
 
 
 def test_logging_then_setup_then_groups_then_the_function(name):
@@ -296,11 +288,8 @@ def fail() -> None:
     raise ValueError("the reason")
 
 
-# Several nodes
-
-
 def meet(world_size: int) -> tuple[list[str | None], float]:
-    """The ranks of the second node outlive rank 0, and need the store that the first node hosts."""
+    """The ranks of the second node outlive rank 0, and use the store that the first node hosts."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -328,9 +317,6 @@ def test_a_rank_offset_starts_this_nodes_ranks_and_the_nodes_leave_together(name
         first = pool.submit(launch, meet, 1, args=(3,), config=config)
         assert first.result() == [(["0", "0", "3", "1"], 3.0)]
         assert second.result() == [(["1", "0", "3", "2"], 3.0), (["2", "1", "3", "2"], 3.0)]
-
-
-# Failures
 
 
 class Unpicklable(Exception):
@@ -383,11 +369,11 @@ def test_a_failing_rank_is_told_with_its_reason_and_the_others_are_stopped(name,
     assert re.match(rf"rank 1 \({name}-1, pid \d+\)", str(caught.value))
     assert "later failures" not in str(caught.value)
     assert len(str(caught.value)) < 40_000
-    assert processes_named(f"{name}-") == []  # already when the error is raised
+    assert processes_named(f"{name}-") == []  # checked when the error is raised
 
 
 def fail_one_after_the_other() -> None:
-    """Rank 2 raises first and exits last: the others raise when it has reported, and it stays until one is gone."""
+    """Rank 2 raises first and exits last: it waits for another rank's exit."""
     shared = store()
     if rank() == 2:
 
@@ -443,7 +429,7 @@ def test_the_deadline_tells_who_hangs_and_where(name):
 
 
 def never_leave(exiting: bool) -> None:
-    threading.Thread(target=wait_for_ever).start()  # not a daemon: the interpreter waits for it
+    threading.Thread(target=wait_for_ever).start()  # not a daemon, so the interpreter waits for it
     if exiting and rank() == 1:
         raise ValueError("the reason")
 
@@ -469,7 +455,7 @@ def test_an_interrupt_is_no_failure(name, whom):
 
 
 def clean_up_on_interrupt(done: Path) -> None:
-    """Ctrl-C in a terminal goes to all. Rank 0 leaves at once, the others have something to do."""
+    """A terminal sends Ctrl-C to all ranks. Rank 0 exits at once; the others clean up."""
     try:
         store().set(f"pid {rank()}", str(os.getpid()))
         if rank() == 0:
@@ -479,7 +465,7 @@ def clean_up_on_interrupt(done: Path) -> None:
         wait_for_ever()
     except KeyboardInterrupt:
         if rank() != 0:
-            threading.Event().wait(0.5)  # longer than after other failures
+            threading.Event().wait(0.5)  # longer than the grace after other failures
             (done / str(rank())).touch()
         raise
 
@@ -491,7 +477,7 @@ def test_an_interrupt_leaves_the_others_time_to_clean_up(name, tmp_path):
 
 
 def has_ended(pid: int) -> bool:
-    """A zombie has: it is there until the fork server, its parent, has been told, which is not the launcher's doing."""
+    """A zombie has exited. Only the fork server can reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -509,7 +495,7 @@ def test_a_start_that_is_broken_off_leaves_no_rank_behind(name, error, raised, t
 
     def start_the_first(process):
         if not process.name.endswith("-0"):
-            while not list(tmp_path.iterdir()):  # the first one runs
+            while not list(tmp_path.iterdir()):
                 assert multiprocessing.active_children()
             raise error
         return original(process)
@@ -544,8 +530,6 @@ def terminate(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)
     wait_for_ever()
 
-
-# Programs of their own
 
 KILL_THE_FORK_SERVER = """
 import os, signal, threading
@@ -614,13 +598,13 @@ if "forkserver" in sys.orig_argv[-1]:
 
 
 def start_program(path: Path, text: str = PROGRAM, **values: object) -> Program:
-    """A launcher that is forked, with torch, and so is its fork server."""
+    """Starts a forked launcher with torch imported; its fork server is forked too."""
     path.write_text(text.format(**values), encoding="utf-8")
     return Program(f"{FORK_SERVERS}{script(path, [])}", environment_of(path))
 
 
 def start_interpreter(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
-    """A launcher of which the end counts, too: by a signal, or a traceback."""
+    """Starts a launcher in a fresh interpreter, for tests of its exit by a signal or traceback."""
     path.write_text(text.format(**values), encoding="utf-8")
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -630,7 +614,7 @@ def start_interpreter(path: Path, text: str = PROGRAM, **values: object) -> subp
         text=True,
         env=environment_of(path),
         cwd=path.parent,
-        start_new_session=True,  # a terminal's signals go to a whole group
+        start_new_session=True,  # a terminal signals a whole process group
     )
 
 
@@ -644,12 +628,14 @@ def test_workers_die_with_a_launcher_that_is_killed(name, start_method, nproc, t
     try:
         lines = program.lines(nproc, DEADLINE_S)
         workers, parents = zip(*(map(int, line.split()) for line in lines), strict=True)
-        watched = [*workers, *({*parents} - {program.pid})]  # with a fork server, that too
+        watched = [*workers, *({*parents} - {program.pid})]  # plus the fork server, if there is one
         gone = [os.pidfd_open(pid) for pid in watched]
     finally:
         program.kill()
     assert len(gone) == {"forkserver": nproc + 1, "spawn": nproc}[start_method]
-    for fd, limit_s in zip(gone, [2.0] * nproc + [DEADLINE_S], strict=False):  # the fork server ends as programs do
+    for fd, limit_s in zip(
+        gone, [2.0] * nproc + [DEADLINE_S], strict=False
+    ):  # the fork server may take as long as a program
         assert select.select([fd], [], [], limit_s)[0]
         os.close(fd)
 
@@ -707,7 +693,7 @@ def test_ctrl_c_while_the_fork_server_starts_shows_the_launchers_traceback_alone
 
 
 def test_workers_die_with_the_fork_server_and_the_next_launch_has_a_new_one(name, tmp_path):
-    # in a program of its own: the fork server of this process has other workers too
+    # a separate program, because this process's fork server has other workers
     program = start_program(tmp_path / "program.py", KILL_THE_FORK_SERVER, name=name)
     output, errors = program.communicate(DEADLINE_S)
     assert output == "['0', '1']\n", errors
@@ -718,10 +704,7 @@ def test_a_program_without_a_main_guard_is_told_so(name, tmp_path):
     _, errors = program.communicate(DEADLINE_S)
     assert program.returncode == 1
     assert "LaunchError: rank 0 " in errors and "InvalidArgumentError: launch was called" in errors
-    assert errors.count("if __name__ == '__main__':") >= 2  # the worker says it, and the launcher
-
-
-# One worker, in this process
+    assert errors.count("if __name__ == '__main__':") >= 2  # from the worker and from the launcher
 
 
 def test_one_worker_runs_in_this_process_and_the_environment_comes_back(monkeypatch):
@@ -773,9 +756,6 @@ def test_one_worker_is_interrupted():
         launch(inline, 1)
 
 
-# Ports, and arguments that can't work
-
-
 def read_port() -> int:
     return int(os.environ["MASTER_PORT"])
 
@@ -790,7 +770,7 @@ def test_a_port_that_is_taken():
     assert launch(read_port, 1, master_port=port) == [port]
 
 
-@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])  # 192.0.2.0/24 is nobody's
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])  # 192.0.2.0/24 is reserved for documentation
 def test_an_address_that_is_not_ours(address):
     with pytest.raises(RendezvousError, match=address):
         launch(read_port, 1, master_addr=address)
@@ -798,7 +778,7 @@ def test_an_address_that_is_not_ours(address):
 
 def test_a_node_that_finds_no_store():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        probe.bind(("127.0.0.1", 0))  # bound, but not listening
         port = probe.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"rank 1 .*127.0.0.1:{port}"):
             launch(rank, 1, world_size=2, rank_offset=1, master_port=port, timeout=0.1)

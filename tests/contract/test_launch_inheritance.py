@@ -1,4 +1,4 @@
-"""Ranks inherit the launcher's current state, without the parts that would keep the launcher from watching them."""
+"""Ranks inherit the launcher's current state, except signal settings that would break the launcher's supervision."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(code: str) -> str:
     "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
 ], ids=["blocked", "ignored"])  # fmt: skip
 def test_sigchld_of_the_launcher(method: str, before: str) -> None:
-    """Without a timeout: it would wait for ever. And ranks see how their own children end."""
+    """Launch has no timeout here, so a lost SIGCHLD would hang. Ranks also get their own children's exit codes."""
     out = run(f"{before}\nprint(ps.launch(child, nproc=2, start_method='{method}'))\n"
               "print('handler', signal.getsignal(signal.SIGCHLD).name, 'mask', "
               "sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))")  # fmt: skip
@@ -68,7 +68,7 @@ def test_sigchld_of_the_launcher(method: str, before: str) -> None:
 
 
 def test_a_fork_server_of_the_program_that_has_sigchld_blocked() -> None:
-    """It runs already: ranks are spawned instead, with one warning."""
+    """It already runs, so ranks are spawned instead, with one warning."""
     out = run(
         "logging.basicConfig()\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})\n"
@@ -94,7 +94,7 @@ def test_sigchld_ignored_in_a_thread_that_launches() -> None:
     "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})", "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
 ], ids=["blocked", "ignored"])  # fmt: skip
 def test_ranks_are_stopped_by_sigterm_though_the_launcher_does_not_heed_it(before: str) -> None:
-    """Within less than the grace, after which they would be killed."""
+    """Before the grace period ends, when they would be killed."""
     out = run(
         f"{before}\n"
         "started = time.monotonic()\n"
@@ -106,7 +106,7 @@ def test_ranks_are_stopped_by_sigterm_though_the_launcher_does_not_heed_it(befor
 
 
 def test_both_start_methods_hand_over_what_the_launcher_is_now() -> None:
-    """A fork server is as old as the first launch."""
+    """The fork server keeps the state of the first launch."""
     out = run(
         "first = ps.launch(state, nproc=2)\n"
         "os.umask(0o027); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"

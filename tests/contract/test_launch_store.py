@@ -1,4 +1,4 @@
-"""The store of `launch`, which the control plane serves: groups over it, who finds it, several nodes, no library."""
+"""`launch` serves its store from the control plane: groups, access control, several nodes, and no compiled library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ SECRET = secrets.token_bytes(32)
 
 
 def _plain_world() -> float:
-    """torch's own env://, with no other reference to the store than torch's."""
     dist.init_process_group("gloo")
     gc.collect()
     total = torch.ones(1)
@@ -53,7 +52,6 @@ def test_torchs_own_rendezvous_finds_it() -> None:
 
 
 def _worlds() -> list[int]:
-    """How many descriptors are open after each of some worlds."""
     counts = []
     for _ in range(10):
         init_distributed_environment()
@@ -66,7 +64,7 @@ def _worlds() -> list[int]:
 
 def test_worlds_that_follow_each_other_leave_no_connections() -> None:
     for counts in launch(_worlds, 4, timeout=DEADLINE_S):
-        assert counts[-1] <= counts[0] + 4, counts  # as many free connections as are kept
+        assert counts[-1] <= counts[0] + 4, counts  # up to four idle connections stay open
 
 
 def _tcp_store() -> str:
@@ -97,9 +95,6 @@ def test_explain_names_the_store(tmp_path: Path) -> None:
             assert SECRET.hex() not in text
 
 
-# Several nodes
-
-
 def _sum() -> float:
     return float(get_tp_group().all_reduce(torch.ones(1)).item())
 
@@ -122,7 +117,7 @@ def test_several_nodes(given: bool, tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_several_nodes_with_different_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node that comes to the store's is told at once; the other one goes on waiting for one that has it."""
+    """A node with a wrong secret is refused at once. The other node waits for one with the right secret."""
     monkeypatch.setenv("PARALLEL_STATE_START_TIMEOUT_S", "3")
     paths = [tmp_path / "one", tmp_path / "other"]
     for path in paths:
@@ -136,9 +131,6 @@ def test_several_nodes_with_different_secrets(tmp_path: Path, monkeypatch: pytes
             second.result(DEADLINE_S)
         with pytest.raises(LaunchError, match=r"ranks \[2, 3\] did not come"):
             first.result(DEADLINE_S)
-
-
-# Without the compiled library
 
 
 def _without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Long runs keep bounded resident memory, and bounded keys in the store."""
+"""Long runs use bounded resident memory and a bounded number of store keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.contract.test_c10d import torch_world
 CALLS = 1500
 MOST_ELEMENTS = 1 << 20
 KEPT_MIB = 256
-"""`Arena::kIdleBytes`: freed memory that a rank keeps for the next tensors of a group."""
+"""`Arena::kIdleBytes`: freed memory that a rank keeps for later tensors."""
 SLOTS_MIB = 64
-"""More than the slots and rings of a group of two take."""
+"""An upper bound for slots and rings of a group of two."""
 GROWN_MIB = 24
-"""Above the heap's own noise (it gives memory back late), below what CALLS tensors would leave."""
+"""Above the heap's noise (it returns memory late), below what a leak of CALLS tensors would add."""
 
 
 def _resident_mib() -> dict[str, float]:
@@ -74,7 +74,7 @@ def _soak() -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_resident_memory_is_bounded(pools: Any) -> None:
-    """Shared memory is warm memory that is kept, of this rank and, where it has read it, of the other: no more."""
+    """Shared memory counts this rank's kept memory and the peer's that it has read."""
     for start, warm, _, end in pools(2).run(_soak, tp=2, timeout_s=120.0):
         assert end["RssAnon"] - warm["RssAnon"] < GROWN_MIB, "memory of the process itself"
         assert end["RssShmem"] - start["RssShmem"] < 2 * KEPT_MIB + SLOTS_MIB, "shared memory"

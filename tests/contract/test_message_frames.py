@@ -1,4 +1,4 @@
-"""How many Python frames a message takes that nobody has sent before, within a host."""
+"""The number of Python frames of a new kind of message, within a host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ VALUES: list[tuple[str, Any]] = [
 
 
 def _frames_of(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Returns what a call returns, and how many functions of Python it calls."""
     names: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -41,13 +40,12 @@ def _frames_of(call: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def _exchange() -> dict[str, int]:
-    """Returns the frames of each call on this rank."""
     found: dict[str, int] = {}
     with own_group() as group:
         rank = group.rank_in_group
         for number, (kind, value) in enumerate(VALUES):
             send, receive, broadcast = (getattr(group, f"{verb}_{kind}") for verb in ("send", "recv", "broadcast"))
-            if number == 0:  # has the queues opened, which is done once
+            if number == 0:  # opens the queues, once
                 group.send_object("open", 1) if rank == 0 else group.recv_object(0)
                 group.broadcast_object("open" if rank == 0 else None, 0)
             if rank == 0:
@@ -65,6 +63,6 @@ def _exchange() -> dict[str, int]:
 
 def test_the_first_message_of_a_form_takes_few_frames(pools: Pools) -> None:
     if not native.load().has_ops:
-        pytest.skip("the plain build doesn't look into tensors")
+        pytest.skip("the library without ops can't read tensors")
     for found in pools(2).run(_exchange, tp=1, timeout_s=DEADLINE_S):
         assert max(found.values()) <= MOST_FRAMES, found

@@ -1,4 +1,4 @@
-"""`views=True`: received tensors that lie where their sender has put them."""
+"""`views=True`: received tensors in their sender's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from device_communicators.base.errors import InvalidArgumentError
 from parallel_state import GroupCoordinator
 from tests.contract.test_objects import DEADLINE_S, Pools, own_group, same
 
-ROWS = 64 << 10  # of 4 bytes each: 256 KiB
+ROWS = 64 << 10  # 4-byte elements: 256 KiB
 
 
 def _lies_in_shared_memory(x: Tensor) -> bool:
@@ -32,7 +32,6 @@ def _lies_in_shared_memory(x: Tensor) -> bool:
 
 
 def _backing_of(x: Tensor) -> str:
-    """Returns the file behind a tensor, by its inode: that of its owner's segment."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return next(
             line.split()[4]
@@ -42,7 +41,6 @@ def _backing_of(x: Tensor) -> str:
 
 
 def _is_lent(group: GroupCoordinator, x: Tensor) -> bool:
-    """Returns True for a tensor in another rank's memory: what this rank gets for itself lies in its own."""
     return _lies_in_shared_memory(x) and _backing_of(x) != _backing_of(group.empty([ROWS], torch.float32))
 
 
@@ -72,7 +70,7 @@ def _exchange(group: GroupCoordinator, step: int, way: str, spec: Any, views: bo
 
 
 def _every_way() -> None:
-    """Views and copies in turns; a view keeps its content while others come, and memory is used again."""
+    """Alternates views and copies. A view keeps its content while later messages reuse memory."""
     with own_group() as group:
         spec_of_step = lambda step: ps.TensorDictSpec.of(_dict_of(step))  # noqa: E731
         for way, has_spec in (
@@ -97,7 +95,7 @@ def _every_way() -> None:
                 if lent[-1]:
                     addresses.add(found["hidden"].data_ptr())
                     if way != "broadcast" or group.world_size == 2:
-                        found["hidden"] += 0  # its own
+                        found["hidden"] += 0  # so it is writable
             if group.rank_in_group:
                 assert sum(lent) > 20, (way, has_spec, lent)
                 assert len(addresses) < 12, (way, has_spec)
@@ -110,7 +108,7 @@ def test_views_in_every_way(pools: Pools, ranks: int) -> None:
 
 
 def _held_by_the_reader() -> None:
-    """One who holds more than a sender lends gets copies, and nobody waits; a thread lets go of all."""
+    """A reader that holds more bytes than a sender lends gets copies without waiting. Another thread releases them."""
     rows = 48 << 20 >> 2
     with own_group() as group:
         held: list[Tensor] = []
@@ -171,7 +169,7 @@ def test_many_messages_take_no_more_memory(pools: Pools) -> None:
 
 
 def _outliving() -> None:
-    """Views outlive their group; a forked child's copy gives nothing back."""
+    """Views outlive their group. A forked child that drops them releases nothing."""
     with own_group() as group:
         for step in range(3):
             found = _exchange(group, step, "send", None)
@@ -203,7 +201,7 @@ def _out_and_views() -> None:
             with pytest.raises(InvalidArgumentError, match="must have out= or views=True"):
                 group.recv_tensor_dict(0, out={"x": torch.empty(3)}, views=True)
         group.barrier()
-    with own_group("route") as group:  # views are a permission
+    with own_group("route") as group:  # views=True permits views; copies are valid too
         found = _exchange(group, 1, "send", None)
         assert found is None or same(found, _dict_of(1))
 
@@ -213,7 +211,7 @@ def test_out_with_views_is_refused(pools: Pools) -> None:
 
 
 def _compiled() -> None:
-    """A receiver in compiled code gets copies, also of a sender that has lent its last tensors."""
+    """A receiver in compiled code gets copies, also from a sender that lent its last tensors."""
     sent = {"x": torch.arange(ROWS, dtype=torch.int32)}
     spec = ps.TensorDictSpec.of(sent)
     with own_group() as group:
@@ -239,7 +237,6 @@ def test_compiled_code_gets_copies(pools: Pools) -> None:
 
 
 def _opting_out() -> None:
-    """Of two readers one wants copies now and then; each has all of every message."""
     with own_group() as group:
         held: list[tuple[int, Any]] = []
         lent = 0
@@ -257,7 +254,7 @@ def test_one_of_two_readers_opts_out(pools: Pools) -> None:
 
 
 def _full_of_loans() -> None:
-    """Collectives have room beside what is lent, and a lent message may stay unread at the end."""
+    """Loans leave memory for collectives, and a lent message may stay unread."""
     with own_group() as group:
         held: list[Tensor] = []
         for step in range(5):
@@ -276,7 +273,9 @@ def _full_of_loans() -> None:
             with torch.inference_mode():
                 in_inference = _exchange(group, 1, way, None)
             group.barrier()
-            assert in_inference is None or in_inference["hidden"].is_inference(), "as a copy is"
+            assert in_inference is None or in_inference["hidden"].is_inference(), (
+                "under inference_mode, a view must be an inference tensor"
+            )
         if group.rank_in_group == 0:
             group.send_tensor_dict(_dict_of(2), 1)
 
@@ -308,7 +307,7 @@ print([int(x[-1]) for x in held])
 
 
 def test_views_at_the_end_of_the_interpreter() -> None:
-    """Of a group that was destroyed, and of one that wasn't. No fork: it is about the interpreter's end."""
+    """A destroyed and an undestroyed group. Fresh interpreters, because forks end differently."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

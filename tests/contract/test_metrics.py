@@ -1,4 +1,4 @@
-"""Metrics of a rank's groups, and the functions that are told of operations and failures."""
+"""Metrics of a rank's groups, and observers of operations and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def _group_of(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _measured(route: str) -> list[dict[str, Any]]:
-    """Returns what rank 0 or 1 sees before, while and after it measures; rank 1 is late to one call."""
     found = []
     with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "connections" else None), world(2):
         group = ps.get_tp_group()
@@ -64,7 +63,7 @@ def test_what_calls_took_and_who_came_last(pools: Pools, route: str) -> None:
         assert sum(while_on["came_last"].values()) == 3, "barrier, all_reduce, all_gather"
         assert while_on["last"]["operation"] == "all_gather" and not while_on["last"]["is_under_way"]
         assert after["operations"]["all_reduce"]["calls"] == row["calls"] + 1
-        assert after["operations"]["all_reduce"]["seconds"] == row["seconds"], "off: nothing is measured"
+        assert after["operations"]["all_reduce"]["seconds"] == row["seconds"], "disabled metrics must not measure time"
 
 
 def _scraped() -> tuple[str, str, int]:
@@ -88,16 +87,15 @@ def test_prometheus_reads_them(pools: Pools) -> None:
     for text, name, rank in pools(2).run(_scraped, timeout_s=DEADLINE_S):
         labels = f'rank="{rank}",group="{name}",operation="all_reduce"'
         assert f"parallel_state_calls_total{{{labels}}} 1.0\n" in text
-        assert f"parallel_state_bytes_total{{{labels}}} 12.0\n" in text, "of a group that nobody has used"
+        assert f"parallel_state_bytes_total{{{labels}}} 12.0\n" in text, "bytes of the first call"
         seconds = re.search(re.escape(f"parallel_state_seconds_total{{{labels}}} ") + r"(\S+)", text)
-        assert seconds and float(seconds[1]) > 0, "on from the first call"
+        assert seconds and float(seconds[1]) > 0, "the first call must be measured"
         assert "# TYPE parallel_state_failures_total counter" in text
         for line in text.splitlines():
             assert line.startswith("# ") or re.fullmatch(r'[a-z_]+\{([a-z_]+="[^"]*",?)+\} [0-9.e+-]+', line), line
 
 
 def _in_a_hang(route: str) -> str:
-    """Returns the metrics of a rank while rank 0 waits in a call that rank 1 makes later."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "gloo" else None), world(2):
         group = ps.get_tp_group()
         group.barrier()
@@ -140,7 +138,7 @@ def test_prometheus_client_collects_what_the_endpoint_says(pools: Pools) -> None
         theirs, ours = (
             {
                 (family.name, family.type, family.documentation): {
-                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value  # ages go on
+                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value  # ages keep growing
                     for each in family.samples
                 }
                 for family in parser.text_string_to_metric_families(text)
@@ -167,7 +165,7 @@ def _told_of_operations() -> list[tuple[str, int, int, str, tuple[int, ...], int
         else:
             group.recv([5], torch.float32)
         handle = group.all_reduce_async(torch.ones(4))
-        assert len(events) == 2, "what was started is told where it is waited for"
+        assert len(events) == 2, "a started call is reported when it is waited for"
         handle.wait()
         for remove in (*removals, *removals):
             remove()

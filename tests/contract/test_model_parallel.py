@@ -1,4 +1,4 @@
-"""The division of the world: sizes that fit and don't, groups that end, and all of it again and again."""
+"""Dividing the world: sizes that fit or not, destroyed groups, repeated divisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
-SOON_S = 10.0  # what must not wait for a timeout of 60 s; the machine may be busy
+SOON_S = 10.0  # far below the timeout of 60 s, for a busy machine
 GETTERS = ("world", "tp", "pp", "dp")
 
 
@@ -87,7 +87,7 @@ def _misfits() -> dict[str, Outcome]:
 
 
 def test_sizes_that_do_not_fit_are_refused_on_every_rank(pools: Pools) -> None:
-    """At once, with what each rank asked for; the world can be divided afterwards."""
+    """The errors have each rank's sizes. The world can be divided afterwards."""
     parts = {
         "3 of 4": ("LayoutError", ["4 ranks are not divisible by tp=3;", "[1, 2, 4]"]),
         "8 of 4": ("LayoutError", ["4 ranks", "tp=2 × pp=4 = 8"]),
@@ -121,7 +121,6 @@ def _one_rank_stays_away() -> Outcome | None:
 
 
 def test_a_rank_that_never_divides_the_world(pools: Pools) -> None:
-    """The others give up at the timeout of an operation."""
     *outcomes, _ = pools(4).run(_one_rank_stays_away, timeout_s=DEADLINE_S)
     for outcome in outcomes:
         assert outcome.kind in ("CollectiveTimeoutError", "PeerDiedError"), outcome
@@ -151,7 +150,7 @@ def _fail(world: object) -> None:
 
 
 def test_a_rank_that_fails_at_the_end_of_the_division(pools: Pools) -> None:
-    """It doesn't come to the closing barrier: the others say what may have happened, and nobody keeps groups."""
+    """It misses the closing barrier. The others' error names the likely cause, and no rank keeps groups."""
     for rank, (made, found) in enumerate(pools(4).run(_one_rank_fails_at_the_end, timeout_s=DEADLINE_S)):
         if rank == 3:
             assert made.kind == "ZeroDivisionError"
@@ -206,7 +205,7 @@ def test_ensure_model_parallel_initialized(pools: Pools) -> None:
 
 
 def test_ensure_compares_the_ranks_of_every_kind_of_group() -> None:
-    """Orders whose dense groups are the same may number the ranks of expert layers in other ways."""
+    """Orders with equal dense groups can number the ranks of expert layers differently."""
     ensure, sizes = ps.ensure_model_parallel_initialized, {"expert_model_parallel_size": 2}
     with simulate(3, 16, 2, 2, order="tp-ep-dp-pp", **sizes).use():
         for order in ("tp-ep-dp-pp", "megatron", "tp-ep-dp_shard-dp_replicate-pp", "TP-CP-EP-DP-PP"):
@@ -229,9 +228,6 @@ def test_ensure_compares_the_ranks_of_every_kind_of_group() -> None:
         ensure(2, dcp=4, order="vllm")
         with pytest.raises(ps.ConfigMismatchError, match="dcp=8"):
             ensure(2, dcp=8, order="vllm")
-
-
-# Its end.
 
 
 def _after_destroy() -> dict[str, Any]:
@@ -280,7 +276,7 @@ def _after_destroy() -> dict[str, Any]:
 
 
 def test_use_after_destroy(pools: Pools) -> None:
-    """Getters say what to call first; a group that was kept, and its name in an op, that it was destroyed."""
+    """Getters say what to call first. Kept groups, and ops with their names, say that the group was destroyed."""
     for facts in pools(4).run(_after_destroy, timeout_s=DEADLINE_S):
         assert facts["worked"] == [2.0, 2.0]
         assert facts["alive"] == "[4.0, 4.0]"
@@ -320,11 +316,10 @@ def test_other_sizes_on_the_same_world(pools: Pools) -> None:
             assert len(pp_ranks) == pp
             assert rank in tp_ranks
             assert total == sum(tp_ranks)
-        assert len({name for *_, name in found}) == len(sizes), "a stale name is no other group's"
+        assert len({name for *_, name in found}) == len(sizes), "a later group must not reuse a destroyed group's name"
 
 
 def _again_and_again(times: int, kept_default_group: str | None) -> list[tuple[int, int, int]]:
-    """Open descriptors, threads and c10d groups: after the first worlds, and after all."""
     if kept_default_group is not None:
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(kept_default_group, agent)
@@ -335,7 +330,7 @@ def _again_and_again(times: int, kept_default_group: str | None) -> list[tuple[i
         ps.initialize_model_parallel(2, 2)
         ps.get_tp_group().all_reduce(torch.ones(1))
         ps.get_pp_group().all_gather_object(number)
-        ps.get_dp_group().device_group  # of one rank, made when it is asked for  # noqa: B018
+        ps.get_dp_group().device_group  # of one rank, created here  # noqa: B018
         ps.destroy_distributed_environment()
         if number in (2, times - 1):
             gc.collect()
@@ -348,7 +343,6 @@ def _again_and_again(times: int, kept_default_group: str | None) -> list[tuple[i
 
 @pytest.mark.parametrize(("times", "joins"), [(30 if LONG else 10, False), (10, True)])
 def test_descriptors_and_threads_stay_flat(pools: Pools, times: int, joins: bool) -> None:
-    """Many worlds in one process, each with its default group, or all of them over one that is not ours."""
     name = f"kept/{uuid.uuid4()}" if joins else None
     for first, last in pools(4).run(_again_and_again, times, name, timeout_s=DEADLINE_S):
         assert last[0] <= first[0] + 2, "descriptors"

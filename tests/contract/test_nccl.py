@@ -1,4 +1,4 @@
-"""NCCL's communicator carries every collective: the bodies of all contract tests over a stand-in for its library."""
+"""NCCL's communicator carries every collective: all contract tests' bodies, over a stand-in for its library."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ for _module in (
 
 
 class StandInCarrier(Carrier):
-    """Groups whose tensors the stand-in carries."""
-
     def __init__(self, size: Size, pools: Callable[[int], WorkerPool], library: Path) -> None:
         super().__init__(ROW, size, pools)
         self._library = library
@@ -66,7 +64,6 @@ def _run_on_rank(library: str, body: Callable[..., Any], args: tuple[Any, ...]) 
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, for groups of CPU processes."""
     if nccl_stand_in.compiler() is None:
         pytest.skip("there is no C compiler")
     return nccl_stand_in.build(tmp_path_factory.mktemp("nccl"))
@@ -83,7 +80,7 @@ def group_carrier(pools: Callable[[int], WorkerPool], stand_in: Path) -> Carrier
 
 
 def test_nothing_is_left_behind(stand_in: Path) -> None:
-    """The files in which the ranks of a communicator meet go when all have come."""
+    """The files by which the ranks of a communicator meet are deleted when all have joined."""
     assert list(stand_in.parent.iterdir()) == [stand_in]
 
 
@@ -91,4 +88,4 @@ def test_the_catalogs_row_is_before_torchs() -> None:
     names = [row.name for row in CATALOG]
     assert names.index("nccl") < names.index("device_group")
     (row,) = (row for row in CATALOG if row.name == "nccl")
-    assert row.device == "cuda" and not row.partial, "the stand-in carries everything, too"
+    assert row.device == "cuda" and not row.partial, "the stand-in's tests assume that NCCL's row is not partial"

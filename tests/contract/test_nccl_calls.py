@@ -1,4 +1,4 @@
-"""What NCCL is told by its communicator, and what becomes of what it answers: over a stand-in for its library."""
+"""The calls that our communicator makes to NCCL, and its handling of the answers; over a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _communicator(library: str, **changes: Any) -> StandInNccl:
-    """Of this rank's tp group; `changes` are to its context."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     made = StandInNccl(dataclasses.replace(twin_of(ps.get_tp_group()).context, **changes))
     made.library.clear()  # type: ignore[attr-defined]
@@ -54,7 +53,6 @@ def _communicator(library: str, **changes: Any) -> StandInNccl:
 
 
 def _told(nccl: Any, call: Callable[[], object]) -> list[str]:
-    """What NCCL was told by a call."""
     nccl.library.clear()
     call()
     return nccl.library.log()
@@ -86,7 +84,6 @@ def test_the_ranks_meet_in_the_background_and_work_in_a_blocking_communicator(po
 
 
 def _busy_body(library: str) -> list[str]:
-    """The device is not done yet when the group is closed."""
     nccl: Any = _communicator(library)
     nccl.all_reduce(torch.ones(3), "sum")
     nccl.streams.stuck = True
@@ -198,7 +195,6 @@ def test_what_a_call_tells_nccl(pools: Pools, stand_in: str) -> None:
 
 
 def _pairs_body(library: str) -> tuple[list[float], list[str], int]:
-    """A ring in which all send first, both ways, started and not."""
     nccl: Any = _communicator(library)
     rank, size = nccl.context.rank, nccl.context.size
     following, previous = (rank + 1) % size, (rank - 1) % size
@@ -228,15 +224,17 @@ def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pool
         assert got == [(rank - 1) % 4, (rank - 1) % 4 + 0.5, (rank + 1) % 4 + 0.25]
         assert [line.split()[0] for line in told] == ["Send", "Recv", "Send", "Recv", "Send", "Recv"]
         streams = [int(line.rpartition("=")[2]) for line in told]
-        assert streams[0] != streams[1] and min(streams[:2]) >= 100, "each direction has a stream beside"
+        assert streams[0] != streams[1] and min(streams[:2]) >= 100, (
+            "started transfers need a separate stream per direction"
+        )
         assert streams[2:] == [7] * 4
-        following, previous = int(rank == 3), int(rank != 0)  # a rank's place among the two, by rank in the group
+        following, previous = int(rank == 3), int(rank != 0)  # its rank in the pair's communicator
         assert [int(line.split("peer=")[1].split()[0]) for line in told[:2]] == [1 - following, 1 - previous]
         assert live == 0
 
 
 def _ring_body(library: str, ahead: bool) -> list[float]:
-    """All ranks send first, to ranks they have had nothing to do with; with `ahead` a barrier comes before the rest."""
+    """All ranks send first, to peers without a connection. With `ahead`, a barrier follows the sends."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, timeout_s=20.0), (_ROW, CATALOG[-1]))
@@ -295,7 +293,7 @@ def _late_body(library: str, what: str) -> tuple[str, str, float, list[str], int
     started = time.monotonic()
     try:
         nccl.all_reduce(torch.ones(3), "sum")
-        raise AssertionError("it came through")
+        raise AssertionError("the failing call returned")
     except ParallelStateError as error:
         return (
             type(error).__name__, str(error), time.monotonic() - started, nccl.library.log(), nccl.library.tell("live")
@@ -325,10 +323,9 @@ def test_what_nccl_says_of_a_failure_is_told(pools: Pools, stand_in: str) -> Non
 
 
 def _failing_body(library: str, how: str) -> list[tuple[str, str]]:
-    """A failure in a call or behind it, through the route: what this call and the next one raise."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
-    # Without the memory, which a failed group gives up: it is also that of the tests after this one.
+    # No shared memory: a failed group would give up memory that later tests use.
     timeout_s = 5.0 if how == "stuck" else 30.0
     context = dataclasses.replace(group.context, timeout_s=timeout_s, host_memory=None)
     group.route = build_route(context, (_ROW,))
@@ -453,13 +450,13 @@ def _capture_body(library: str) -> list[str]:
         nccl.streams.capturing = True
         recorded = nccl.streams.recorded
         assert nccl.all_reduce(torch.ones(1), "sum").item() == 2
-        assert nccl.streams.recorded == recorded  # no event of ours in the graph
+        assert nccl.streams.recorded == recorded  # the graph has no event of ours
     nccl.close()
     return said
 
 
 def _warm_body(library: str) -> tuple[list[str], list[str]]:
-    """What is done before a capture: with the neighbours of a ring, whom each rank names in another order."""
+    """Prepares a capture with the neighbours of a ring, whose order differs on each rank."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (_ROW,))
@@ -485,7 +482,7 @@ def _warm_body(library: str) -> tuple[list[str], list[str]]:
 def test_a_capture_finds_every_kind_of_call_and_every_peer_connected(pools: Pools, stand_in: str) -> None:
     for first, second in pools(4).run(_warm_body, stand_in, tp=4):
         assert {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "Send", "Recv"} <= set(first)
-        assert second == [], "once is enough"
+        assert second == [], "a second capture must prepare nothing"
 
 
 def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
@@ -495,7 +492,7 @@ def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
 
 
 def _divided_body(library: str) -> tuple[list[float], list[str], int]:
-    """Three of four ranks in two parts of the world, by one split: one rank is in none."""
+    """One split divides four ranks: two in a part, one alone, one in no part."""
     world = twin_of(ps.get_world_group()).context
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     whole = Route(world, [StandInNccl(world)], {})
@@ -529,7 +526,7 @@ def test_parts_are_split_from_the_communicator_of_the_whole(pools: Pools, stand_
     answers = pools(4).run(_divided_body, stand_in, tp=4)
     assert [sums for sums, _, _ in answers] == [[2, 4], [4], [2, 4], [4]]
     for rank, (_, told, live) in enumerate(answers):
-        assert not [line for line in told if line.startswith("CommInit")], "no part met anew"
+        assert not [line for line in told if line.startswith("CommInit")], "no part may make a communicator of its own"
         color, key = ((0, 0), (-1, 0), (0, 1), (-1, 0))[rank]
         assert told[0] == f"CommSplit color={color} key={key} blocking=1"
         assert ("Config cga=1 min=-2147483648 max=3" in told) == (rank in (0, 2))
@@ -606,7 +603,7 @@ def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(pools: Pools, sta
 
 
 def _asked_to_divide_body(library: str) -> dict[str, tuple[int | None, int]]:
-    """What the world's communicator is asked for while the groups of a layout are made: part's rank, and color."""
+    """Returns how the world's communicator is divided while a layout's groups are made: rank in the part, color."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     asked: dict[str, tuple[int | None, int]] = {}
 
@@ -635,11 +632,10 @@ def test_groups_that_are_made_at_start_are_divided_from_the_world(stand_in: str)
     for rank, asked in enumerate(answers):  # order tp-dp-pp: tp groups are 0 1 and 2 3, pp groups 0 2 and 1 3
         assert asked["tp"] == (rank % 2, rank // 2)
         assert asked["pp"] == (rank // 2, rank % 2)
-        assert asked["dp"] == (0, rank), "of one rank: its route has no communicators, so it stands aside"
+        assert asked["dp"] == (0, rank), "a group of one rank needs no communicator"
 
 
 def _order_of_making_body() -> list[str]:
-    """What all ranks make together, in order: process groups, and divisions of the world's communicator."""
     log: list[str] = []
 
     class Asked(Route):

@@ -1,4 +1,4 @@
-"""Objects over a group: each arrives as what it was; one that can't travel raises on every rank and stops nobody."""
+"""Objects arrive unchanged. An object that can't be sent raises on every rank, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])
 DEADLINE_S = 30.0
-AT_ONCE_S = 2.0  # what must not wait for a peer; the machine may be busy
+AT_ONCE_S = 2.0  # bound for calls that wait for no peer, on a busy machine
 BODY_TAG = 2
 OVER = ["queue", "route"]
-"""Both ways of messages within a host; between hosts there is only the second."""
+"""How messages travel within a host. Between hosts only the route exists."""
 
 
 class Custom:
-    """Of a type that nobody registered; pickle knows it by name."""
+    """A type that isn't registered. pickle finds it by name."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -57,14 +57,11 @@ def note_load(text: str) -> str:
 
 
 class Bomb:
-    """Tells when it is unpickled."""
-
     def __reduce__(self) -> Any:
         return note_load, ("loaded",)
 
 
 def same(x: object, y: object) -> bool:
-    """Equal in value and in type at every depth; tensors also in dtype and shape."""
     if type(x) is not type(y):
         return False
     if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -87,7 +84,6 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def tensor_zoo(seed: int) -> dict[str, Any]:
-    """Tensors of every awkward kind, the same ones for the same seed."""
     base = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
     return {
         "nested": {"deep": [{"tensor": base}, (base[0], "text")]},
@@ -111,7 +107,6 @@ def tensor_zoo(seed: int) -> dict[str, Any]:
 
 
 def arrived_zoo(seed: int) -> dict[str, Any]:
-    """The zoo as a receiver has it: without gradients, and without Parameter."""
     zoo = tensor_zoo(seed)
     for key in ("grad", "with history", "parameter"):
         zoo[key] = zoo[key].detach()
@@ -130,10 +125,7 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
-    """A group of the whole world over process groups of its own, to be spoilt; every rank enters it.
-
-    Its messages go through queues where there are any, or as transfers of the route.
-    """
+    """A group of the world with its own process groups, for tests that make it fail. All ranks must enter it."""
     world = ps.get_world_group()
     assert world.pool is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +142,7 @@ def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
     try:
         yield group
     finally:
-        world.barrier()  # nobody leaves while another still uses it
+        world.barrier()  # no rank leaves while a peer uses the group
         group.destroy()
 
 
@@ -164,7 +156,6 @@ def metadata_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def check_usable(group: GroupCoordinator) -> None:
-    """The group carries every kind of call, and nothing is left over from an earlier one."""
     size, rank = group.world_size, group.rank_in_group
     assert group.all_gather_object(("here", rank)) == [("here", other) for other in range(size)]
     assert group.all_reduce(torch.ones(3)).tolist() == [size] * 3
@@ -172,9 +163,6 @@ def check_usable(group: GroupCoordinator) -> None:
     group.send_object([rank, torch.full((4,), rank)])
     assert same(incoming.wait(), [(rank - 1) % size, torch.full((4,), (rank - 1) % size)])
     assert group.broadcast_object(rank, size - 1) == size - 1
-
-
-# Broadcast.
 
 
 def broadcast_every_source() -> None:
@@ -199,10 +187,9 @@ def test_broadcast_object_from_every_source(pools: Pools, world_size: int) -> No
 
 
 def broadcast_sizes() -> set[int]:
-    """Broadcasts over the frame's boundary, byte by byte; returns how many transfers the messages took."""
     group = ps.get_world_group()
     fits = raw_messages.most_inline_bytes() - (metadata_bytes("x" * 4000) - 4000)
-    flags = [torch.tensor(i) for i in range(5)]  # one byte each, at the end of the body: some on either side
+    flags = [torch.tensor(i) for i in range(5)]  # one byte each, at the end of the body, on both sides of the boundary
     transfers = set()
 
     def last_number() -> int:
@@ -287,7 +274,7 @@ def broadcast_lists() -> None:
     else:
         with pytest.raises(ps.RemoteError, match=r"rank 0 .* an object list must be a list, but is a tuple"):
             group.broadcast_object_list([0, 0], 0)
-    if rank != 0:  # before anything comes
+    if rank != 0:  # checked before anything is received
         with pytest.raises(ps.InvalidArgumentError, match="must be a list, but is a tuple"):
             group.broadcast_object_list(no_list, 0)
     check_usable(group)
@@ -307,7 +294,7 @@ def flags_and_sums() -> None:
     total = group.all_sum(2**60 + rank)
     assert total == size * 2**60 + sum(range(size))
     assert type(total) is int
-    numbers = [0.1, 1e16, -1e16, 0.3][:size]  # the sum depends on the order
+    numbers = [0.1, 1e16, -1e16, 0.3][:size]  # so that the sum depends on the order
     assert group.all_sum(numbers[rank]) == sum(numbers)
     assert type(group.all_sum(0.5)) is float
     assert group.all_sum(rank == 0) == 1
@@ -316,9 +303,6 @@ def flags_and_sums() -> None:
 @WORLD_SIZES
 def test_broadcast_flag_and_all_sum(pools: Pools, world_size: int) -> None:
     pools(world_size).run(flags_and_sums, tp=1, timeout_s=DEADLINE_S)
-
-
-# All-gather.
 
 
 def all_gather_everything() -> None:
@@ -331,7 +315,7 @@ def all_gather_everything() -> None:
         lambda r: torch.empty(0) if r else torch.ones(2, dtype=torch.bfloat16),
         lambda r: "y" * (1 << 20) if r == size - 1 else b"",
     ]
-    for shift in range(size):  # every rank is once the one with the long one
+    for shift in range(size):  # each rank sends the long object once
         for make in rounds:
             mine = make((rank + shift) % size)
             got = group.all_gather_object(mine)
@@ -347,15 +331,12 @@ def test_all_gather_object_of_different_kinds(pools: Pools, world_size: int) -> 
     pools(world_size).run(all_gather_everything, tp=1, timeout_s=DEADLINE_S)
 
 
-# Point to point.
-
-
 def ring() -> None:
     group = ps.get_world_group()
     rank, size = group.rank_in_group, group.world_size
     before = (rank - 1) % size
-    incoming = group.irecv_object()  # by default from the previous
-    group.send_object(tensor_zoo(rank))  # to the next
+    incoming = group.irecv_object()  # the default is the previous rank
+    group.send_object(tensor_zoo(rank))  # the default is the next rank
     got = incoming.wait()
     assert same(got, arrived_zoo(before))
     assert incoming.wait() is got
@@ -374,7 +355,7 @@ def test_send_and_recv_object(pools: Pools, world_size: int) -> None:
 
 
 def many_in_flight() -> None:
-    """Long metadata makes a second transfer, which no receive that was posted for another frame may take in."""
+    """Long metadata needs a second transfer, which must not match a receive posted for another frame."""
     group = ps.get_world_group()
     values = [["x" * size, torch.full((size,), size)] for size in (1, 5000, 0, 9000, 4100, 3)]
     if group.rank_in_group == 0:
@@ -407,10 +388,10 @@ def mixed_sender(group: GroupCoordinator, peer: int) -> None:
 
 def mixed_receiver(group: GroupCoordinator, peer: int) -> None:
     first = group.irecv_object(peer)
-    tensor = group.recv([5], torch.int64, peer)  # sent after two messages, taken before them
+    tensor = group.recv([5], torch.int64, peer)  # sent after two messages, received before them
     second = group.irecv_tensor_dict(peer)
     third = group.irecv_object(peer)
-    assert third.is_completed() in (True, False)  # a thread takes all three in from here on
+    assert third.is_completed() in (True, False)  # starts a thread that receives all three
     assert same(tensor, torch.arange(5))
     assert same(group.recv([2, 2], torch.bool, peer), torch.zeros(2, 2, dtype=torch.bool))
     assert same(third.wait(), [torch.ones(3)])
@@ -451,11 +432,7 @@ def test_a_received_object_lives_as_long_as_its_receiver_keeps_it(pools: Pools) 
     pools(2).run(receive_leaves_nothing_behind, tp=1, timeout_s=DEADLINE_S)
 
 
-# What can't travel.
-
-
 def calls_of_every_kind(group: GroupCoordinator, src: int) -> list[Callable[[Any], Any]]:
-    """Each way to bring `src`'s object to the others; a call takes it there and returns it."""
     rank, size = group.rank_in_group, group.world_size
 
     def to_each(obj: Any) -> Any:
@@ -486,7 +463,6 @@ def calls_of_every_kind(group: GroupCoordinator, src: int) -> list[Callable[[Any
 
 
 def refused_everywhere(obj: Any, error: type[Exception], match: str) -> None:
-    """Each call with `obj` raises `error` on its source and RemoteError on the readers; then all goes on."""
     group = ps.get_world_group()
     for src in range(group.world_size):
         for call in calls_of_every_kind(group, src):
@@ -516,7 +492,7 @@ def test_a_type_that_does_not_travel_raises_on_every_rank(pools: Pools, world_si
 
 
 def refuse_for_lack_of_memory() -> None:
-    unreal = torch.zeros(1).expand(1 << 45)  # 128 TiB as soon as it is made contiguous
+    unreal = torch.zeros(1).expand(1 << 45)  # 128 TiB if made contiguous
     refused_everywhere({"unreal": unreal}, RuntimeError, "memory")
 
 
@@ -528,15 +504,15 @@ def refuse_long_metadata() -> None:
     group = ps.get_world_group()
     with metadata_limit(10_000):
         assert group.broadcast_object("x" * 9_900) == "x" * 9_900
-        bulk = torch.ones(20_000)  # what is in tensors doesn't count
+        bulk = torch.ones(20_000)  # tensor bytes don't count
         assert same(group.broadcast_object(bulk), bulk)
         refused_everywhere("x" * 10_000, ps.UsageError, "at most 10000 bytes")
-        # One byte per tensor counts as well.
+        # Each tensor counts one byte.
         room = 10_000 - metadata_bytes(["x" * 9_000, *map(torch.tensor, range(20))]) + 9_000
         fits, too_long = (["x" * size, *map(torch.tensor, range(20))] for size in (room - 20, room - 19))
         assert same(group.broadcast_object(fits), fits)
         refused_everywhere(too_long, ps.UsageError, "at most 10000 bytes")
-    with metadata_limit(64):  # shorter than the error's own text
+    with metadata_limit(64):  # shorter than the error's text
         with pytest.raises(ps.UsageError if group.is_first_rank else ps.RemoteError, match="at most 64 bytes"):
             group.broadcast_object("x" * 100)
         check_usable(group)
@@ -570,7 +546,6 @@ def test_an_object_that_fails_between_others_fails_alone(pools: Pools) -> None:
 
 
 def refuse_on_several() -> None:
-    """Ranks 1 and 2 can't encode theirs: each raises its own error, the others that of the first."""
     group = ps.get_world_group()
     bad = group.rank_in_group in (1, 2)
     expected = ps.MessageEncodeError if bad else ps.RemoteError
@@ -581,9 +556,6 @@ def refuse_on_several() -> None:
 
 def test_all_gather_object_where_two_ranks_fail(pools: Pools) -> None:
     pools(4).run(refuse_on_several, tp=1, timeout_s=DEADLINE_S)
-
-
-# Pickle, where the caller allowed it.
 
 
 def pickled_values_travel(group: GroupCoordinator) -> None:
@@ -631,18 +603,14 @@ def pickle_where_the_reader_does_not() -> None:
                 assert raised.value.suspect_ranks == (0,)
                 with pytest.raises(ps.GroupFailedError):
                     group.barrier()
-    assert LOADED == [], "it was unpickled"
+    assert LOADED == [], "a refused pickle was loaded"
 
 
 def test_a_pickled_value_is_not_loaded_where_the_reader_did_not_allow_it(pools: Pools) -> None:
     pools(2).run(pickle_where_the_reader_does_not, tp=1, timeout_s=DEADLINE_S)
 
 
-# What no peer of ours would send.
-
-
 def check_failed(group: GroupCoordinator, first: BaseException) -> None:
-    """Each call fails at once, and tells what failed first."""
     x = torch.ones(2)
     for call in (
         lambda: group.all_reduce(x),
@@ -677,7 +645,7 @@ def hostile_head(what: str, way: str, over: str) -> None:
         if group.rank_in_group == 0:
             if way in ("send", "broadcast"):
                 send_raw(group, Outgoing(head, []), way)
-            else:  # and as many bytes after it as it tells of
+            else:  # all_gather also sends the number of bytes that the head announces
                 tensors = [torch.zeros(13 if what == "tensor bytes" else 12, dtype=torch.uint8)]
                 with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ps.MessageDecodeError):
                     raw_messages.send_encoded_as(patch, Outgoing(head, tensors))
@@ -701,7 +669,7 @@ def hostile_head(what: str, way: str, over: str) -> None:
                 incoming.wait()
             started = time.monotonic()
             with pytest.raises(ps.GroupFailedError):
-                next_one.wait()  # it was posted before the group failed, and nothing will ever come
+                next_one.wait()  # posted before the failure; its message never arrives
             assert next_one.is_completed()
             assert time.monotonic() - started < AT_ONCE_S
 
@@ -720,7 +688,6 @@ def usable_world() -> None:
 
 
 def false_reference(way: str, over: str) -> None:
-    """A message that turns out malformed only when all of its tensors have arrived."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
             send_raw(group, raw_messages.false_reference(), way)
@@ -740,7 +707,6 @@ def test_a_message_that_can_not_be_built_poisons_the_group(pools: Pools, way: st
 
 
 def claimed_memory(size: int) -> int:
-    """Returns by how much a message of so many bytes made the address space of its receiver grow."""
     with own_group(over="queue") as group:
         if group.rank_in_group == 0:
             send_raw(group, raw_messages.lists_that_claim(size, 60), "send")
@@ -758,7 +724,6 @@ def test_lists_can_not_claim_more_items_than_there_are_bytes(pools: Pools) -> No
 
 
 def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: str) -> None:
-    """A head tells of a tensor, and nothing of it comes."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
             send_raw(group, raw_messages.head_of_tensor(numel), "send")
@@ -782,11 +747,8 @@ def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Po
     pools(2).run(told_of, 1 << 28, "queue", ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
 
 
-# Many, and none.
-
-
 def a_thousand_in_flight() -> None:
-    """More than the interpreter's recursion limit, and than a sender keeps without waiting."""
+    """More than the interpreter's recursion limit, and more than a sender buffers."""
     group = ps.get_world_group()
     count = sys.getrecursionlimit() + 200
     if group.rank_in_group == 0:
@@ -822,19 +784,14 @@ def test_waiting_after_the_group_was_destroyed(pools: Pools) -> None:
     pools(2).run(wait_after_destroy, tp=1, timeout_s=DEADLINE_S)
 
 
-# The handle itself, without any process.
-
-
 class FakeWork:
-    """A transfer that ends when it is told to; notes which thread waited for it."""
-
     def __init__(self) -> None:
         self.done = threading.Event()
         self.waited_by: list[threading.Thread] = []
         self.error: Exception | None = None
 
     def is_completed(self) -> bool:
-        return False  # as gloo's point-to-point works
+        return False  # like gloo's transfers
 
     def wait(self) -> None:
         self.waited_by.append(threading.current_thread())
@@ -869,7 +826,7 @@ def test_a_handle_of_cpu_tensors_completes_without_wait() -> None:
 
 
 def test_a_handle_of_device_tensors_is_waited_for_by_its_caller() -> None:
-    """Waiting for NCCL makes the *calling thread's* stream wait: another thread must not do it instead."""
+    """A wait for NCCL makes the *calling thread's* stream wait, so no other thread may wait instead."""
     work = FakeWork()
     handle = handle_of(work, "meta")
     assert not handle.is_completed()
@@ -911,7 +868,7 @@ def test_groups_that_share_process_groups_keep_their_messages_apart(pools: Pools
 
 
 def on_groups_made_in_turns() -> None:
-    """[0, 1] has had more users than [2, 3] when both are taken at once as tp groups."""
+    """The process group of [0, 1] has been used more than that of [2, 3] when both become tp groups."""
     ps.init_distributed_environment()
     world = ps.get_world_group()
     for _ in range(3):
@@ -956,7 +913,6 @@ def test_tensors_without_waiting(pools: Pools) -> None:
 
 
 def after_the_end() -> None:
-    """A group of one rank is over as well when it is destroyed."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     assert pp.world_size == 1
     assert tp.world_size == 2

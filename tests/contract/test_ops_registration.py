@@ -1,6 +1,6 @@
-"""The registered ops: schema, fake kernel, autograd and tracing of each, by torch's own opcheck; and where they stand.
+"""The registered ops: torch's own opcheck of schema, fake kernel, autograd and tracing.
 
-An op that is added needs a row in CASES; without one, `test_every_op_has_a_case` fails.
+A new op needs a row in CASES; otherwise `test_every_op_has_a_case` fails.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ Arguments = tuple[Any, ...]
 CPU = torch.device("cpu")
 F32, FP8 = torch.float32, torch.float8_e4m3fn
 FORM = "0123456789abcdef" * 2
-"""A digest, as that of a TensorDictSpec: with it lists of tensors go past Python."""
+"""A digest like a TensorDictSpec's: it makes C++ carry lists of tensors."""
 
 
 class Case(NamedTuple):
-    """Arguments of an op between `x` and the group's name, and the shape of its result on rank 0 of two.
+    """An op's arguments between `x` and the group's name, and its result's shape on rank 0 of two.
 
-    Of several results, a list of dtypes and shapes; else every one is float32 and has that shape.
+    Several results: a list of dtypes and shapes. Otherwise all results are float32 of that shape.
     """
 
     op: str
     shape: tuple[int, ...] | None
-    """Of `x`; None where the op takes none."""
+    """Shape of `x`; None if the op takes none."""
     arguments: Arguments
     result: Any
     differentiable: bool = False
     rank: int | None = None
-    """The only rank of two processes that makes this call; None for both."""
+    """The only one of two ranks that makes this call; None for both."""
 
     def of(self, group: Group, x: Tensor | None) -> Arguments:
-        """All arguments of the call."""
         first: Arguments = () if self.op in ("recv", "barrier") else (x,)
         if "_list" in self.op and x is not None:
             first = ([x, x.new_empty(2).fill_(1.0)],)
@@ -105,7 +104,7 @@ CASES = (
 
 
 ALLOCATES = {"empty"}
-"""Ops that no other rank takes part in; see test_symmetric_tensors."""
+"""Ops without a peer: see test_symmetric_tensors."""
 NAMES = sorted(set(OP_NAMES) - ALLOCATES)
 
 
@@ -123,11 +122,10 @@ def test_every_op_has_a_case() -> None:
     assert {case.op for case in CASES} == set(NAMES)
     registered = {name.removeprefix("parallel_state::") for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("parallel_state::")}  # fmt: skip
-    assert registered == set(OP_NAMES), "an op is registered past the table"
+    assert registered == set(OP_NAMES), "an op is registered outside the table"
 
 
 def _local_peer(case: Case) -> Case:
-    """The same call by rank 0 of two."""
     return case._replace(arguments=(*case.arguments[:-1], 1)) if case.op in ("recv", "recv_list_") else case
 
 
@@ -138,19 +136,19 @@ RECORDED = [(case, False) for case in CASES] + [(case, True) for case in CASES i
 def test_opcheck_in_one_process(case: Case, requires_grad: bool) -> None:
     group = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(group, _x(case, 0, requires_grad)))
-    if requires_grad or case.op not in ("copy_region", "scatter_region"):  # which send in one direction only
-        assert sum(traffic.calls for traffic in group.traffic().values()) > 1, "opcheck runs it, or its parts"
+    if requires_grad or case.op not in ("copy_region", "scatter_region"):  # these send in one direction only
+        assert sum(traffic.calls for traffic in group.traffic().values()) > 1, "opcheck must have run the op"
 
 
 ON_TWO_RANKS = NAMES if LONG else NAMES[::3]
-"""In short runs a third of the ops, of all kinds: what opcheck asks of each is asked above, in one process."""
+"""Short runs check a third of the ops, of all kinds: the test above checks all in one process."""
 
 
 def _opcheck_body() -> list[str]:
-    """Both ranks check the same op at the same time: opcheck runs it as often on one as on the other."""
+    """Both ranks check the same op at once: opcheck runs it equally often on both."""
     group = ps.get_tp_group()
     checked = []
-    for case in {case.op: case for case in CASES}.values():  # the last one of each op
+    for case in {case.op: case for case in CASES}.values():  # the last case of each op
         if case.op not in ON_TWO_RANKS:
             continue
         x = _x(case, group.rank_in_group, case.differentiable)
@@ -166,7 +164,6 @@ def _opcheck_body() -> list[str]:
 
 
 def _answer(group: Group, case: Case) -> None:
-    """The other end of a send or recv that the peer checks, as often as opcheck runs it."""
     alone = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(alone, _x(case)))
     lists = [torch.ones(4, 3), torch.ones(2)]
@@ -198,19 +195,16 @@ def test_kernels_for_cpu_cuda_meta_and_autograd(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_writes_the_token(name: str) -> None:
-    """What keeps its place in compiled code; and no result is an alias of anything."""
+    """The write keeps the op's order in compiled code. No result may alias an argument."""
     schema = _op(name)._schema
     (token,) = (argument for argument in schema.arguments if argument.name == "token")
     assert token.alias_info is not None
     assert token.alias_info.is_write
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    also = {"_": ["x", "token"], "o": ["token", "out"]}  # in place, or into another tensor
+    also = {"_": ["x", "token"], "o": ["token", "out"]}  # in place, or into `out`
     assert written == also.get(name[-1] if name.endswith(("_", "_into")) else "", ["token"])
     assert all(result.alias_info is None for result in schema.returns)
     assert torch.Tag.pt2_compliant_tag in _op(name).tags
-
-
-# Names of groups that are not there.
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -230,7 +224,7 @@ def test_a_destroyed_group_raises(case: Case) -> None:
         _op(case.op)(*arguments)
     del group
     with pytest.raises(GroupDestroyedError, match="was destroyed"):
-        _op(case.op)(*arguments)  # and after nobody holds it any more
+        _op(case.op)(*arguments)  # also after its last reference is gone
 
 
 def test_unknown_and_destroyed_groups_raise_when_a_model_is_traced() -> None:
@@ -238,9 +232,6 @@ def test_unknown_and_destroyed_groups_raise_when_a_model_is_traced() -> None:
     x, token = torch.ones(2, device="meta"), token_of(group)
     with pytest.raises(GroupNotInitializedError):
         torch.ops.parallel_state.all_gather(x, token, 0, "nobody:0")
-
-
-# Shapes without data.
 
 
 def _check_shape(found: object, case: Case, device: str, kind: type[Tensor]) -> None:
@@ -257,7 +248,7 @@ def _check_shape(found: object, case: Case, device: str, kind: type[Tensor]) -> 
         assert each.is_contiguous()
 
 
-# An op that takes no tensor runs where its group's token is.
+# An op without tensor arguments runs on its group token's device.
 ON_META = [(case, device) for case in CASES for device in ("cpu", "meta") if device == "meta" or case.shape is not None]
 
 
@@ -270,12 +261,12 @@ def test_meta_tensors(case: Case, group_device: str) -> None:
     ]
     before = group.traffic()
     _check_shape(_op(case.op)(*arguments), case, "meta", Tensor)
-    assert group.traffic() == before, "a shape is worked out without a communicator"
+    assert group.traffic() == before, "computing a shape must not use a communicator"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fake_tensors(case: Case) -> None:
-    """The group's token is a real tensor; a FakeTensorMode of the caller's own takes it all the same."""
+    """The group's token is a real tensor, which the caller's own FakeTensorMode must accept."""
     group = ps.simulated_group([0, 1], 0)
     with FakeTensorMode() as mode:
         mine = (mode.from_tensor(each) if isinstance(each, Tensor) else each for each in case.arguments)
@@ -299,12 +290,12 @@ def test_the_calls_of_a_group_take_fake_tensors() -> None:
     assert isinstance(found, FakeTensor)
     assert x.grad is not None
     assert x.grad.shape == (4, 3)
-    again = group.all_reduce(x)  # a fake tensor is one outside of its mode as well
+    again = group.all_reduce(x)  # a fake tensor stays fake outside its mode
     assert isinstance(again, FakeTensor)
 
 
 def test_a_group_made_in_a_fake_mode_is_real_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_tokens(monkeypatch)  # as in a process that has no group yet
+    forget_tokens(monkeypatch)  # as in a process without a group
     with FakeTensorMode():
         group = ps.simulated_group([0, 1], 0)
         assert isinstance(group.all_reduce(torch.ones(2)), FakeTensor)

@@ -1,7 +1,7 @@
-"""A system that isn't Linux: what only Linux has is taken out of the standard library before the import.
+"""Simulates a system other than Linux: the standard library loses its Linux-only parts before the import.
 
-Two ranks over gloo, from the import of everything to the end of one of them. It shows what Python code asks of the
-system; what another system's torch, sockets and file systems do differently it can't show.
+Two ranks over gloo, from import to exit. Differences in another system's torch, sockets and file systems are not
+covered.
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def test_two_ranks_without_what_only_linux_has(tmp_path: Path) -> None:
     assert "all done" in other_out, other_err
     assert done.stdout.splitlines() == ["0 0", "1 -9"], other_err
     assert re.search(r"failed: barrier (number \d+ )?of group 'tp:", out), err
-    for text in (err, other_err):  # nobody can do anything about it, so nobody is told at each start
+    for text in (err, other_err):  # users can't change it, so no message at start
         assert "runs without shared memory" not in text

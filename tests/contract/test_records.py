@@ -33,7 +33,7 @@ def _operations(route: str) -> list[tuple[int, str, str, tuple[int, ...], bool]]
         found = find_route(group.unique_name)
         if route == "python":
             found.serve_ops(False)
-        for _ in range(70):  # more than are kept
+        for _ in range(70):  # more than the records keep
             group.barrier()
         group.all_reduce(torch.ones(2, 3))
         group.gather(torch.ones(4).half())
@@ -74,7 +74,7 @@ def _hangs(route: str, folder: str) -> tuple[str, tuple[str, ...]]:
                 time.sleep(0.02)
             return "", ()
         told = attempt(group.all_gather, torch.ones(3, 5))
-        # Gloo's others wait for this rank, whose connection to a rank that is gone ends their wait too.
+        # gloo's peers still wait for this rank: its exit would end their waits too.
         Path(folder, f"failed-{group.rank}").touch()
         while len(list(Path(folder).glob("failed-*"))) < 3:
             time.sleep(0.02)
@@ -88,7 +88,9 @@ def test_records_tell_who_is_missing(
     outcomes = pools(4).run(_hangs, route, str(tmp_path), timeout_s=DEADLINE_S)
     kinds = {kind for kind, _ in outcomes}
     assert "CollectiveTimeoutError" in kinds
-    assert kinds <= {"CollectiveTimeoutError", "CommunicationError", ""}, "gloo's others hear of the first that gave up"
+    assert kinds <= {"CollectiveTimeoutError", "CommunicationError", ""}, (
+        "over gloo, other ranks may fail because the first one gave up"
+    )
     assert main(["debug", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     (part,) = (part for part in text.split("\n\n") if "behind" in part)
@@ -130,14 +132,11 @@ def test_different_calls_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "at a.py:3" in text
 
 
-# Debug mode.
-
-
 def _different(which: str, route: str) -> tuple[str, str]:
-    own = {"PARALLEL_STATE_DEBUG": "on"} if os.environ["RANK"] == "0" else {}  # one rank is enough
+    own = {"PARALLEL_STATE_DEBUG": "on"} if os.environ["RANK"] == "0" else {}
     with environment(**own, **_settings(route)), world(2):
         group = ps.get_tp_group()
-        group.all_reduce(torch.ones(4))  # alike: nothing is said
+        group.all_reduce(torch.ones(4))  # equal calls, so no error
         first = group.rank_in_group == 0
         calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "size": (lambda: group.all_reduce(torch.ones(10)), lambda: group.all_reduce(torch.ones(20))),

@@ -1,4 +1,4 @@
-"""How ranks find each other: every init method, worlds that follow each other, and everyone who doesn't come."""
+"""How ranks find each other: every init method, successive worlds, and missing ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
-SLACK_S = 6.0  # beyond a deadline: the machine may be busy, and look-ups of names that get lost take 1 s each
-START_S = 3.0  # for those who don't meet
+SLACK_S = 6.0  # beyond a deadline, for a busy machine; a lost name look-up takes 1 s
+START_S = 3.0  # for ranks that don't meet
 IN_USE_S = 1.5
-AMPLE_S = 40.0  # for those who do
+AMPLE_S = 40.0  # for ranks that do
 
 RANK = "RANK"
 
 
 @contextmanager
 def held_port(listen: bool = False) -> Iterator[int]:
-    """A port that nobody else is given meanwhile. Unless it listens, a server with SO_REUSEADDR may still bind it."""
+    """A port that no other process is given. Unless it listens, a server with SO_REUSEADDR may still bind it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ def start_timeout(seconds: float) -> Iterator[None]:
 
 
 def _meet(method: str, sizes: list[int | None], start_s: float) -> tuple[Outcome, Outcome] | None:
-    """Every rank's attempt to join a world of `sizes[rank]`, and whether that works; None: stays away."""
+    """Each rank tries to join a world of `sizes[rank]`, and to use it. None: it stays away."""
     rank = int(os.environ[RANK])
     size = sizes[rank]
     if size is None:
@@ -92,7 +92,7 @@ def _again_on_one_port(port: int, rounds: int) -> list[tuple[list[int], int]]:
             ps.initialize_model_parallel(4 if number % 2 else 2)
             gathered = ps.get_tp_group().all_gather_object((number, rank))
             if number % 4 == rank:
-                time.sleep(0.2)  # the others are in the next world's rendezvous; with rank 0, at the old server
+                time.sleep(0.2)  # the others reach the next rendezvous; if rank 0 is late, its old server
             ps.destroy_distributed_environment()
             right = [(number, peer) for peer in range(4) if number % 2 or peer // 2 == rank // 2]
             found.append((gathered == right, len(os.listdir("/proc/self/fd"))))
@@ -100,7 +100,6 @@ def _again_on_one_port(port: int, rounds: int) -> list[tuple[list[int], int]]:
 
 
 def test_worlds_follow_each_other_on_one_port(pools: Pools) -> None:
-    """Whoever is slow to leave; descriptors don't pile up."""
     with held_port() as port:
         for found in pools(4).run(_again_on_one_port, port, 8, timeout_s=DEADLINE_S):
             assert all(right for right, _ in found)
@@ -108,7 +107,7 @@ def test_worlds_follow_each_other_on_one_port(pools: Pools) -> None:
 
 
 def _again_though_groups_are_kept(port: int) -> list[float]:
-    """Worlds of 4, 3 and 4 ranks on one port, while the program keeps torch's group, or ours, of the first one."""
+    """Worlds of 4, 3 and 4 ranks on one port, while the program keeps the first world's group, torch's or ours."""
     rank, kept, totals = int(os.environ[RANK]), [], []
     with start_timeout(AMPLE_S):
         for size in (4, 3, 4):
@@ -141,14 +140,13 @@ def test_a_kept_group_holds_no_address(pools: Pools) -> None:
 
 
 def test_worlds_follow_each_other_though_groups_are_kept(pools: Pools) -> None:
-    """Kept groups of earlier worlds hold neither the port nor the ranks."""
     with held_port() as port:
         found = pools(4).run(_again_though_groups_are_kept, port, timeout_s=DEADLINE_S)
     assert found == [[4.0, 3.0, 4.0]] * 3 + [[4.0, 4.0]]
 
 
 def _worlds_of_some(port: int) -> list[float]:
-    """A world of two of the ranks, one rank alone, and then all: each process was in another number of worlds."""
+    """A world of two ranks, one rank alone, then all: the processes were in different numbers of worlds."""
     rank = int(os.environ[RANK])
     totals = []
     with start_timeout(AMPLE_S):
@@ -173,18 +171,18 @@ def test_a_rank_needs_not_have_been_in_the_earlier_worlds(pools: Pools) -> None:
 
 
 def _leave_the_name_of_a_world(name: str) -> None:
-    """What a rank 0 leaves on the launcher's store that was killed while it waited for the others."""
+    """Leaves the keys of a rank 0 that was killed while it waited."""
     if os.environ[RANK] == "0":
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore("parallel_state/0", agent)
-        assert store.check(["world"]), "the key is called otherwise now"
+        assert store.check(["world"]), "the rendezvous no longer uses this key"
         store.set("world", name)
         dist.PrefixStore(name, store).set("rank/1", '[4, "somebody"]')
 
 
 @pytest.mark.parametrize("library", [True, False])
 def test_the_name_of_a_world_whose_first_rank_was_killed(pools: Pools, library: bool) -> None:
-    """The ranks that come next find it, get no verdict, and meet in the new world."""
+    """The next ranks find the name without a verdict, and meet in the new world."""
     pool = pools(4)
     assert pool.run(_meet, "env://", [4] * 4, AMPLE_S, timeout_s=DEADLINE_S)[0][1].text == "[6.0]"
     with held_port() as port:
@@ -198,7 +196,6 @@ def test_the_name_of_a_world_whose_first_rank_was_killed(pools: Pools, library: 
 @pytest.mark.parametrize(("sizes", "told", "other"), [([2, 4, 4, 4], 2, 4), ([4, 2, None, None], 4, 2)])
 @pytest.mark.parametrize("method", ["tcp", "env"])
 def test_world_sizes_that_differ(pools: Pools, method: str, sizes: list[int | None], told: int, other: int) -> None:
-    """All who are there are told both, long before the deadline."""
     with held_port() as port:
         address = f"tcp://127.0.0.1:{port}" if method == "tcp" else "env://"
         results = pools(4).run(_meet, address, sizes, AMPLE_S, timeout_s=DEADLINE_S)
@@ -212,7 +209,6 @@ def test_world_sizes_that_differ(pools: Pools, method: str, sizes: list[int | No
 
 
 def test_a_world_without_us(pools: Pools) -> None:
-    """Two ranks make a world of two; the others, who are told of four, don't get into it."""
     results = pools(4).run(_meet, "env://", [2, 2, 4, 4], START_S, timeout_s=DEADLINE_S)
     for rank, (met, works) in enumerate(results):
         if rank < 2:
@@ -220,7 +216,7 @@ def test_a_world_without_us(pools: Pools) -> None:
         else:
             assert met.kind == "RendezvousError"
             assert f"rank {rank} of 4" in met.text
-            # It depends on who came first.
+            # It depends on which rank came first.
             assert "rank 0 opened a world of 2 ranks" in met.text or "rank 0 has not opened a world" in met.text
             assert met.suspect_ranks == (0,)
             assert met.seconds < START_S + SLACK_S
@@ -228,7 +224,7 @@ def test_a_world_without_us(pools: Pools) -> None:
 
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_a_rank_that_does_not_come(pools: Pools, method: str, tmp_path: Path) -> None:
-    """The others name it, at the deadline of the start and not that of an operation."""
+    """The error at the start's deadline, not an operation's, names it."""
     with held_port() as port:
         address = f"tcp://127.0.0.1:{port}" if method == "tcp" else f"file://{tmp_path}/meet"
         results = pools(4).run(_meet, address, [4, 4, None, 4], START_S, timeout_s=DEADLINE_S)
@@ -242,7 +238,7 @@ def test_a_rank_that_does_not_come(pools: Pools, method: str, tmp_path: Path) ->
 
 
 def test_rank_zero_does_not_come(pools: Pools) -> None:
-    """The others name the address, as it resolved, and what they found there."""
+    """The error has the resolved address, and what was found there."""
     with held_port() as port:
         method = f"tcp://localhost:{port}"
         _, *results = pools(4).run(_meet, method, [None, 4, 4, 4], 1.0, timeout_s=DEADLINE_S)
@@ -269,7 +265,7 @@ def test_a_port_in_use(pools: Pools, listener: str) -> None:
 
 
 def test_a_port_that_is_given_back(pools: Pools) -> None:
-    """Rank 0 waits for it, and the others for rank 0."""
+    """Rank 0 waits for the port, and the others for rank 0."""
     with held_port() as port, socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Which communicator carries what: chosen by size and dtype, alike on every rank, with a reason for each that isn't."""
+"""Every rank chooses the same communicator by size and dtype, with a reason for each unused one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Pools = Callable[[int], WorkerPool]
 
 
 class SmallFloats(ProcessGroupCommunicator):
-    """Carries all-reduces of at most LIMIT float32 numbers, and tells how many it had."""
+    """Carries all_reduces of at most LIMIT float32 numbers, and counts them."""
 
     name = "small_floats"
     picks_by_size = True
@@ -88,7 +88,6 @@ SMALL = Row("small_floats", __name__, "SmallFloats", unfit=_fits)
 
 
 def _member(*rows: Row) -> ps.GroupCoordinator:
-    """This rank's tp group with `rows` before those of the catalog."""
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (*rows, *GENERAL))
     register_route(group.route)
@@ -185,11 +184,11 @@ def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
     (row,) = (row for row in CATALOG if row.name == name)
     assert all(row.paths[:2])
     on_device = row.device != "any" or row.simulated
-    assert (row.paths.captured is not None) == on_device, "what the host does can't be recorded, what a device does can"
+    assert (row.paths.captured is not None) == on_device, "only communicators of a device have a path for captures"
 
 
 def _capturing_body(capturing: bool) -> list[str]:
-    """A group that says its device is a GPU, and CPU tensors on it, while a graph is recorded or not."""
+    """The group claims that its device is a GPU, but tensors are on the CPU. A graph may be recorded."""
     group = _member(SMALL)
     context = dataclasses.replace(group.context, device=torch.device("cuda", 0))
     route = Route(context, group.route.communicators, {})
@@ -243,7 +242,7 @@ def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
 
 
 def test_the_vote_is_the_groups_own(pools: Pools) -> None:
-    """In two groups of two, rank 1 of each refuses; its one neighbour hears of it."""
+    """In two groups of two, rank 1 of each refuses. Only its own peer is affected."""
     results = pools(4).run(_vote_body, True, tp=2)
     own = "its library is not here"
     others = [f"it is unavailable on global rank {rank} of the group" for rank in (1, 3)]
@@ -273,7 +272,7 @@ def _custom_body(enable: bool) -> tuple[list[str], list[str], str | None, str | 
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_kernels_of_our_own_can_be_turned_off(pools: Pools, enable: bool) -> None:
-    """`set_custom_all_reduce` decides for tensor-parallel groups; pipeline groups never have such kernels."""
+    """`set_custom_all_reduce` applies to tensor-parallel groups. Pipeline groups never have such kernels."""
     off = "custom all-reduce is off for this group (set_custom_all_reduce)"
     for tp_names, pp_names, tp_reason, pp_reason in pools(4).run(_custom_body, enable):
         assert tp_names == (["small_floats", "process_group"] if enable else ["process_group"])
@@ -320,11 +319,13 @@ def test_communicators_are_captured_and_closed_with_the_route(pools: Pools) -> N
 def test_the_catalog_is_a_table_of_communicators() -> None:
     names = [row.name for row in CATALOG]
     assert len(set(names)) == len(names)
-    assert names[-1] == "process_group", "what carries everything comes last"
+    assert names[-1] == "process_group", "the last row must carry everything"
     assert not CATALOG[-1].partial and CATALOG[-1].device == "any"
     for row in CATALOG:
         assert issubclass(row.load(), Communicator)
-        assert row.load().name == ("shared_memory" if row.several_hosts else row.name), "one class for both"
+        assert row.load().name == ("shared_memory" if row.several_hosts else row.name), (
+            "one class serves one host and several"
+        )
 
 
 def _carries_something_body(member: Member) -> None:
@@ -333,7 +334,9 @@ def _carries_something_body(member: Member) -> None:
         assert own.name == member.row
         operations = ("all_reduce", "all_gather", "broadcast", "send")
         requests = [Request(each, torch.float32, "cpu", 8, "sum" if "reduce" in each else None) for each in operations]
-        assert None in [own.refusal(request) for request in requests], "the rows behind it would pass its tests for it"
+        assert None in [own.refusal(request) for request in requests], (
+            "later rows would carry all requests in this row's tests"
+        )
 
 
 def test_a_row_carries_something_itself(group_carrier: Carrier) -> None:
@@ -347,8 +350,6 @@ def test_a_route_without_communicators_says_so() -> None:
 
 
 class _Noted(ProcessGroupCommunicator):
-    """Notes when it is prepared for a capture."""
-
     log: list[str] = []  # noqa: RUF012  (one for all groups, in order)
 
     @contextmanager
@@ -365,7 +366,7 @@ def _capture_body() -> list[str]:
     _Noted.log.clear()
     with ps.graph_capture() as capture:
         assert isinstance(capture, ps.GraphCaptureContext)
-        assert capture.stream is None, "the CPU has none"
+        assert capture.stream is None, "the CPU has no stream"
         ps.get_tp_group().all_reduce(torch.ones(1))
     with ps.get_pp_group().graph_capture() as alone, ps.get_tp_group().graph_capture(alone) as same:
         assert same is alone
@@ -396,11 +397,7 @@ def test_the_table_of_paths_says_where_ops_go_through_python(pools: Callable[[in
         assert "C++ kernel of the op" not in debugged, "debug mode compares each call in Python"
 
 
-# What the log says of a faster way that isn't taken.
-
-
 def _warnings(reason: str | None, variables: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Of a world that can't have the compiled part, by that reason; and the route of one of its groups."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -437,7 +434,7 @@ def test_gloo_within_a_host_is_warned_of_once_unless_it_was_chosen(
     (first, route), *others = pools(2).run(_warnings, reason, variables)
     carrier = {(None, False): ["shared_memory"], (None, True): ["hierarchical"]}.get((reason, bool(variables)), [])
     assert route == [*carrier, "process_group"]
-    assert all(not told for told, _ in others), "one rank says it for all"
+    assert all(not told for told, _ in others), "only one rank may warn"
     assert len(first) == warns, first
     if warns:
         assert (

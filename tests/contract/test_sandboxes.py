@@ -1,4 +1,4 @@
-"""`launch` where a sandbox refuses system calls: it works, or its error names what is forbidden."""
+"""`launch` in a sandbox that refuses system calls: it works, or its error names the forbidden call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_works_without_what_it_can_do_without(code: int) -> None:
 
 
 def test_without_clone3_it_works_or_says_so() -> None:
-    """glibc makes threads by clone where the kernel has no clone3, but not where that is forbidden."""
+    """glibc falls back to clone if the kernel lacks clone3, but not if a sandbox forbids it."""
     assert launched(("clone3",), errno.ENOSYS) == "[0, 0]\n"
     out = launched(("clone3",), errno.EPERM)
     assert out == "[0, 0]\n" or ("LaunchError" in out and "forbids the system call clone3" in out)

@@ -1,4 +1,4 @@
-"""scatter, with the slice's size told by every caller and by `src` only."""
+"""scatter: every caller gives the slice's size, or only `src`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _body(member: Member, told: str) -> None:
     if told == "by every caller":
         cases += [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
     else:
-        cases = cases[::3]  # the same but for a message
+        cases = cases[::3]  # differs only by a message
     for src, (dtype, part, dim) in member.with_roots(member.shared(cases)):
         form = Form(multiplied(part.shape, dim, member.size), part.layout)
         x = any_bytes(form, dtype, src)
@@ -49,7 +49,6 @@ def test_scatter_where_only_src_knows_the_size(carrier: Carrier) -> None:
 
 
 def _ignored_body(member: Member) -> None:
-    """What the others pass is not looked at, whatever it is."""
     for src in range(member.size):
         if member.can_hear(src):
             with member.case(f"from rank {src}"):

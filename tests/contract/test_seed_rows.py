@@ -1,4 +1,4 @@
-"""Rows of what the source systems do that have no file of their own: a user's default group, a world of one, size 1."""
+"""Behaviours of the source systems without a test file of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.references import VLLM
 
 @contextmanager
 def default_group(name: str) -> Iterator[None]:
-    """A default group as a program makes it that knows torch.distributed alone; nothing in the environment tells it."""
+    """A default group as made by a program that knows only torch.distributed. No environment variable announces it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     with no_launcher():
@@ -38,7 +38,7 @@ def default_group(name: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-# Utilities over a default group that the user made (T2, T4).
+# Utilities over the user's default group (T2, T4).
 
 
 def _utilities(path: str, missing: str) -> dict[str, Any]:
@@ -52,20 +52,20 @@ def _utilities(path: str, missing: str) -> dict[str, Any]:
             order = f"order/{first.__name__}"
             with first():
                 facts[first.__name__] = store.add(order, 1) == 1
-                if rank == 0:  # a rank that is let in as well is seen
+                if rank == 0:  # detects ranks that enter together
                     store.set(f"{order}/done", b"")
                 else:
                     facts[first.__name__] = not store.check([f"{order}/done"])
         with pytest.MonkeyPatch.context() as patch:
             if rank:
-                patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read here, too"))
+                patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"rank 0 alone may read {self}"))
             facts["file"] = ps.read_file_dist(path).read()
         facts["missing"] = attempt(ps.read_file_dist, missing).kind
         with pytest.raises(ZeroDivisionError if rank == 0 else ps.RemoteError), ps.master_first():
             assert rank == 0
             _ = 1 / 0
         total = torch.ones(1)
-        dist.all_reduce(total)  # theirs still works
+        dist.all_reduce(total)  # the user's group still works
         facts["total"] = total.item()
         facts["world"] = ps.try_get_world_group()
     facts["afterwards"] = ps.read_file_dist(path).read()
@@ -211,7 +211,7 @@ def test_tensor_dicts_in_a_group_of_one() -> None:
 
 
 def test_tensor_dicts_in_a_group_of_one_are_as_vllms() -> None:
-    """Its own functions, called as its callers do: they go through handles, and take three values apart."""
+    """Compared with vLLM's own functions, called as its callers do."""
     names = ("send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict", "irecv_tensor_dict")
     theirs: dict[str, Any] = {"torch": torch}
     exec(VLLM.cut(*names, strip_decorators=True), theirs)
@@ -233,8 +233,8 @@ def _alone() -> dict[str, Any]:
         facts["free"] = not dist.is_initialized() and tp.all_reduce(torch.ones(1)).item() == 1.0
         facts["supports"] = tp.supports_process_group
         tp.barrier()
-        # The owner's, of more ranks or of other ones.
-        dist.init_process_group("gloo")  # by what init has left for env://
+        # The program's own default group.
+        dist.init_process_group("gloo")  # uses the variables that init left for env://
         owners = dist.group.WORLD
         facts["owner's is taken"] = tp.device_group is owners
         ps.destroy_distributed_environment()
@@ -243,7 +243,7 @@ def _alone() -> dict[str, Any]:
         ps.init_distributed_environment()
         ps.initialize_model_parallel()
         total = torch.ones(1)
-        dist.all_reduce(total, group=ps.get_tp_group().device_group)  # made for the one who asks
+        dist.all_reduce(total, group=ps.get_tp_group().device_group)  # created at this access
         facts["mesh"] = ps.get_device_mesh().mesh_dim_names
         ps.destroy_distributed_environment()
         ps.destroy_distributed_environment()
@@ -257,7 +257,7 @@ def test_a_world_of_one_leaves_the_default_group_free(pools: Pools) -> None:
 
 
 def _alone_among_others() -> list[float]:
-    """Each process is a world of its own; the default group is of both."""
+    """Each process is its own world, while the default group has both."""
     with environment():
         with no_launcher():
             ps.init_distributed_environment(1, 0)
@@ -360,7 +360,6 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _one_gpu_each(uuids: list[str], allowed: list[str | None]) -> tuple[str, str, list[str]]:
-    """Ranks that see one GPU each, by what stands for the driver: `uuids` and the setting, by rank."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -402,7 +401,7 @@ def test_ranks_that_see_one_gpu_each_of_their_own(pools: Pools) -> None:
 
 @pytest.mark.parametrize("high", [False, True])
 def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyPatch, high: bool) -> None:
-    """What torch is asked for; NCCL isn't in this build."""
+    """Checks the request to torch, as this build has no NCCL."""
     asked: list[Any] = []
 
     class Options(SimpleNamespace):

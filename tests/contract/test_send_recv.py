@@ -12,7 +12,6 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    """Every rank to every other; those that are neither do nothing."""
     for src in range(member.size):
         for dst in range(member.size):
             if src == dst or member.rank not in (src, dst):
@@ -32,7 +31,7 @@ def _body(member: Member) -> None:
                             lambda form=form, dtype=dtype, src=src: member.group.recv(form.shape, dtype, src),
                         )
     if member.size == 1:
-        member.cases += 1  # there is nobody to send to: see test_usage_errors
+        member.cases += 1  # no peer: see test_usage_errors
 
 
 def test_every_rank_to_every_other(carrier: Carrier) -> None:
@@ -40,7 +39,7 @@ def test_every_rank_to_every_other(carrier: Carrier) -> None:
 
 
 def _ring_body(member: Member) -> None:
-    """By default to the next and from the previous, round the end."""
+    """Defaults: send to the next rank, receive from the previous one, around the end."""
     group, previous = member.group, (member.rank - 1) % member.size
     with member.case("a ring"):
         x = torch.full((3,), member.rank)
@@ -62,9 +61,9 @@ def test_the_defaults_are_the_next_and_the_previous(carrier: Carrier) -> None:
 
 
 def _order_body(member: Member) -> None:
-    """Messages between two ranks don't overtake each other, and `x` may be reused after send.
+    """Messages between two ranks keep their order, and `x` may be reused after send.
 
-    Some go along in the frame that gloo's are compared by, which has room for 64 KiB, some are just too long for that.
+    Over gloo some fit the 64 KiB of the message that compares the calls, others just don't.
     """
     if member.simulated or member.size == 1:
         member.cases += 1
@@ -88,7 +87,6 @@ def test_messages_arrive_in_order_as_they_were_when_sent(carrier: Carrier) -> No
 
 
 def _shapes_body(member: Member) -> None:
-    """A size in any form of sequence; nothing travels for an empty tensor, and both sides know."""
     if member.simulated or member.size == 1 or member.rank > 1:
         member.cases += 1
         return

@@ -1,4 +1,4 @@
-"""The shared-memory communicator, beyond what the contract tests ask of all: long mixed runs, failures, who has it."""
+"""The shared-memory communicator beyond the contract tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def _carried_by(group: ps.GroupCoordinator) -> str:
 
 
 def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers that every rank can compute: their sums are exact in any order and dtype."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     return torch.randint(0, 4, (count,), generator=generator).to(dtype)
 
@@ -93,14 +92,14 @@ KINDS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast
 
 
 def _mixed(seed: int, calls: int, pauses: bool) -> str:
-    """The same random calls on every rank; a rank now and then comes late, so that the others run ahead."""
+    """The same random calls on every rank. Random delays let some ranks run ahead."""
     with world(int(os.environ["WORLD_SIZE"])):
         group = ps.get_tp_group()
         draw, own = random.Random(seed), random.Random(seed * 64 + group.rank)
         for number in range(calls):
             kind, count = draw.choice(KINDS), draw.choice(SIZES)
             dtype = draw.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8))
-            if draw.random() < 0.5:  # many small ones in a row use every slot
+            if draw.random() < 0.5:  # many small calls in a row use every slot
                 count = min(count, 1000)
             if pauses and own.random() < 0.1:
                 time.sleep(own.random() * 0.004)
@@ -113,7 +112,7 @@ def _mixed(seed: int, calls: int, pauses: bool) -> str:
 
 @pytest.mark.parametrize(("ranks", "pauses"), [(2, True), (3, False), (4, True), (8, True)])
 def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
-    """Slots are used again in every order of operations and sizes: nobody reads what is being written."""
+    """No rank may read a slot that is being written, in any order of operations and sizes."""
     for seed in range(3 if LONG else 1):
         found = pools(ranks).run(_mixed, seed, 120 if ranks < 8 else 60, pauses, timeout_s=DEADLINE_S)
         assert found == ["shared_memory"] * ranks
@@ -143,7 +142,7 @@ def test_many_more_ranks_than_cores(pools: Pools, ranks: int) -> None:
 
 
 def _huge_bytes() -> tuple[int, int, bool]:
-    """Why this kernel makes no huge pages, or 0; how many bytes are mapped by huge ones; whether the sum is right."""
+    """Returns the reason why this kernel has no huge pages (0: it has), bytes mapped by huge pages, correctness."""
     with world(2):
         group = ps.get_tp_group()
         small, x = group.empty((1000,), torch.float32), group.empty((4 << 20,), torch.float32)
@@ -155,7 +154,7 @@ def _huge_bytes() -> tuple[int, int, bool]:
 
 
 def test_huge_pages_where_asked_for() -> None:
-    """Of a tensor of 16 MiB in memory that all map a rank maps its own, and the half of the other's that it adds."""
+    """Of 16 MiB per rank, a rank maps its own and the half of its peer's that it adds."""
     asked = ps.launch(_huge_bytes, 2, env={"PARALLEL_STATE_HUGE_PAGES": "on"}, timeout=DEADLINE_S)
     assert all(right for *_, right in asked)
     if any(problem for problem, *_ in asked):
@@ -168,7 +167,6 @@ INSTRUCTION_SETS = ("plain", "avx2", "avx512")
 
 
 def _bits_of(instruction_sets: tuple[str, ...]) -> tuple[str, list[bytes]]:
-    """The set that this rank uses, of those that the processor has, and its results' bits."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     library = native.load()
     in_use = library.ps_instruction_set()
@@ -215,9 +213,9 @@ def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch: py
 
 
 def _by_either_way() -> dict[str, int]:
-    """Ranks that call an op's kernel in C++ and its twin in Python by turns; how many calls the kernels carried."""
+    """Ranks alternate between an op's C++ kernel and its Python twin. Returns the calls per kernel."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with world(size), torch._C._AutoDispatchBelowAutograd():  # above it, both registrations have the same kernels
+    with world(size), torch._C._AutoDispatchBelowAutograd():  # above autograd, both registrations have the same kernels
         group = ps.get_tp_group()
         (token, key), cpu = op_arguments(group), torch.device("cpu")
         sizes = [each + 1 for each in range(size)]
@@ -252,7 +250,6 @@ def test_kernels_of_ops_and_their_twins_meet_each_other(pools: Pools, ranks: int
 
 
 def _touched() -> list[list[float]]:
-    """Which share of each rank's slots this process has touched, as soon as the world and its division are made."""
     size = int(os.environ["WORLD_SIZE"])
     with world(size):
         shares = touched_slots("parallel_state-", size)
@@ -261,7 +258,7 @@ def _touched() -> list[list[float]]:
 
 
 def test_each_rank_touches_its_own_slots(pools: Pools) -> None:
-    """All of them, and of the others' none but what the first calls have read."""
+    """All of its own; of its peers' only what the first calls have read."""
     for rank, segments in enumerate(pools(4).run(_touched, timeout_s=DEADLINE_S)):
         assert segments
         for shares in segments:
@@ -282,7 +279,7 @@ def _anywhere() -> list[tuple[int, int]]:
                     x.copy_(expected)
                 group.broadcast_(x, 1)
                 x += 1
-                group.all_reduce_(x, "max")  # alike on both
+                group.all_reduce_(x, "max")  # equal on both ranks
                 x -= 1
                 if not torch.equal(x, expected) or room[:at].any() or room[at + count :].any():
                     wrong.append((behind, count))
@@ -294,7 +291,6 @@ def test_tensors_lie_anywhere_in_a_page(pools: Pools) -> None:
 
 
 def _bits() -> list[int]:
-    """Sums that depend on the order of summation, of both algorithms."""
     with world(4):
         group = ps.get_tp_group()
         found = []
@@ -315,9 +311,6 @@ def test_every_rank_has_the_same_bits(pools: Pools) -> None:
         finally:
             pool.kill()
     assert all(other == first for other in others)
-
-
-# Failures.
 
 
 def _late() -> tuple[str, list[int], float, str]:
@@ -411,9 +404,6 @@ def test_calls_that_differ_are_told_with_both_sides(pools: Pools, which: str, wo
         assert all(word in text for word in words), text
 
 
-# Who has it.
-
-
 def _routes() -> dict[str, Any]:
     facts: dict[str, Any] = {}
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
@@ -435,14 +425,16 @@ def _routes() -> dict[str, Any]:
 
 
 def _mapped_segments() -> set[str]:
-    """Returns inodes: the kernel may show neighbours of one segment as one mapping."""
+    """Returns inodes: the kernel can show adjacent mappings of one segment as one."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return {line.split()[4] for line in maps if "parallel_state-" in line}
 
 
 def test_routes_and_what_is_left(pools: Pools) -> None:
     for facts in pools(2).run(_routes, timeout_s=DEADLINE_S):
-        assert facts == {"off": (2.0, True), "on": True, "named": [], "mapped": (4, 2)}, "the world's stays"
+        assert facts == {"off": (2.0, True), "on": True, "named": [], "mapped": (4, 2)}, (
+            "only the world's segments may stay mapped"
+        )
 
 
 def _off_on_one() -> tuple[float, bool]:
@@ -453,12 +445,11 @@ def _off_on_one() -> tuple[float, bool]:
 
 
 def test_a_rank_that_has_it_off_is_heard_by_all(pools: Pools) -> None:
-    """Ranks of different environments would else be in different transports."""
+    """Otherwise ranks with different environments would use different transports."""
     assert pools(4).run(_off_on_one, timeout_s=DEADLINE_S) == [(4.0, True)] * 4
 
 
 def _destroyed_amid() -> str:
-    """One thread waits in a collective that the other rank never joins; the main thread destroys the group."""
     with world(2) as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=2.0).tp
         group.barrier()
@@ -471,12 +462,11 @@ def _destroyed_amid() -> str:
             waiting.join(DEADLINE_S)
         everyone.barrier()
         if group.rank == 1:
-            group.destroy()  # had it left before, the waiting thread would be told that
+            group.destroy()  # later, because the waiting thread's error would name an earlier exit
         return told[0] if told else ""
 
 
 def test_a_group_that_is_destroyed_amid_a_call_keeps_its_memory(pools: Pools) -> None:
-    """The call ends with an error, and not with the process."""
     assert pools(2).run(_destroyed_amid, timeout_s=DEADLINE_S) == ["GroupDestroyedError", ""]
 
 
@@ -513,7 +503,6 @@ def _default_sigint() -> bool:
 
 
 def _interrupted_amid_threads() -> tuple[str, str]:
-    """A second thread was refused in the same group when the signal comes."""
     with world(2) as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=30.0).tp
         group.barrier()
@@ -524,7 +513,7 @@ def _interrupted_amid_threads() -> tuple[str, str]:
             def come_second() -> None:
                 while len(group.route.operations()) == begun:
                     time.sleep(0.01)
-                time.sleep(0.3)  # the first one has noted its call, and waits in it now
+                time.sleep(0.3)  # the first call is recorded, and waits
                 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 other.append(attempt(group.all_reduce, torch.ones(3)).kind)
 

@@ -1,4 +1,4 @@
-"""The start of a world where ranks have no compiled part: gloo with deadlines, or one error that names the reason."""
+"""A world whose ranks lack the compiled library: gloo with deadlines, or one error with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ except ps.RendezvousError as error:
 
 @pytest.mark.parametrize("without", [(0, 1), (0,)])
 def test_a_world_over_gloo_without_the_compiled_part(without: tuple[int, ...]) -> None:
-    """The first rank of the host says so, for all of them."""
+    """Only the first rank of a host warns."""
     ended = run_in_ranks(PROGRAM.replace("WITHOUT", repr(without)), dict(os.environ), 2, DEADLINE_S)
     for code, output in ended:
         assert code == 0 and "sum 2.0" in output, output

@@ -1,7 +1,4 @@
-"""The world: by which environment and arguments, around a default group that is there, and what init refuses.
-
-How its ranks find each other is in test_rendezvous, its division in test_model_parallel.
-"""
+"""Making a world: environment and arguments, an existing default group, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
-SOON_S = 10.0  # what must not wait for a timeout of 60 s; the machine may be busy
+SOON_S = 10.0  # far below the timeout of 60 s, for a busy machine
 
 
 def kinds(outcomes: list[Outcome]) -> set[str]:
@@ -40,7 +37,6 @@ def launcher_variables() -> dict[str, str | None]:
 
 
 def _cleared(found: list[Any]) -> None:
-    """What a caller does to a list that he was given is his business."""
     for item in found:
         if isinstance(item, list):
             item.clear()
@@ -103,7 +99,6 @@ def _alone() -> dict[str, Any]:
 
 
 def _sockets() -> set[str]:
-    """What listens in this process, by its inode."""
     listening = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with open(table, encoding="utf-8") as lines:
@@ -119,7 +114,7 @@ def _link(number: str) -> str:
 
 
 def test_alone_needs_no_address(pools: Pools) -> None:
-    """Without a launcher every process is a world of its own; what init exported for env:// is taken back."""
+    """Without a launcher each process is its own world. Variables that init exports for env:// are removed again."""
     for facts in pools(4).run(_alone, timeout_s=DEADLINE_S):
         exported = facts.pop("exported")
         assert facts == {
@@ -152,7 +147,7 @@ def _variables_that_init_adds() -> tuple[dict[str, str], list[str], bool]:
         before = dict(os.environ)
         ps.init_distributed_environment(size, rank)
         added = {name: value for name, value in os.environ.items() if name not in before}
-        os.environ["WORLD_SIZE"] = "99"  # the program's own from now on
+        os.environ["WORLD_SIZE"] = "99"  # now the program's own
         ps.destroy_distributed_environment()
         left = sorted(set(os.environ) - set(before))
         del os.environ["WORLD_SIZE"]
@@ -161,7 +156,7 @@ def _variables_that_init_adds() -> tuple[dict[str, str], list[str], bool]:
 
 
 def test_exported_variables_are_taken_back(pools: Pools) -> None:
-    """Also by an init that fails; one that the program has changed since is the program's."""
+    """Also after an init that fails. Variables that the program changed since then stay."""
     for rank, (added, left, clean) in enumerate(pools(4).run(_variables_that_init_adds, timeout_s=DEADLINE_S)):
         assert added == {"RANK": str(rank), "WORLD_SIZE": "4"}
         assert left == ["WORLD_SIZE"]
@@ -190,7 +185,7 @@ def _join(name: str, backend: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["gloo", None])
 def test_joins_a_default_group_that_is_there(pools: Pools, backend: str | None) -> None:
-    """Found with another size, rank or backend than asked for, it is refused and left alone; destroy leaves it too."""
+    """A group of another size, rank or backend is refused. It survives refusal and destroy."""
     results = pools(4).run(_join, f"join/{uuid.uuid4()}", backend, timeout_s=DEADLINE_S)
     for rank, facts in enumerate(results):
         size, other, backend_refused = facts.pop("refused")
@@ -203,7 +198,7 @@ def test_joins_a_default_group_that_is_there(pools: Pools, backend: str | None) 
 
 
 def test_the_device_of_a_joined_group_without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a default group has NCCL where there is CUDA: its device is then the GPU."""
+    """It has NCCL if there is CUDA. Its device is then the GPU."""
     place = ProcessEnvironment(1, 1, 2, 2, None, None, "torchrun")
     assert startup.device_of("undefined", place) == torch.device("cpu")
     chosen: list[int] = []
@@ -329,7 +324,6 @@ def test_a_setting_that_nobody_knows_is_warned_about(pools: Pools) -> None:
 
 
 def _own_default_group(name: str) -> bool:
-    """The program ends the default group that init has made, and makes one of its own."""
     ps.init_distributed_environment()
     rank, size = ps.get_rank(), ps.get_world_size()
     dist.destroy_process_group()
@@ -346,7 +340,6 @@ def test_a_default_group_of_the_program_stays(pools: Pools, tmp_path: Path) -> N
 
 
 def _destroyed_in_its_start() -> tuple[Outcome, list[bool], Outcome]:
-    """A handler of rank 0 ends the world in the middle of init, and returns."""
     variables = dict(os.environ)
     rank, find_hosts = os.environ["RANK"], startup.hosts_of
 
@@ -368,7 +361,6 @@ def _destroyed_in_its_start() -> tuple[Outcome, list[bool], Outcome]:
 
 
 def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
-    """The start fails, and all of it is undone."""
     (told, undone, again), (_, _, of_the_other) = pools(2).run(_destroyed_in_its_start, timeout_s=DEADLINE_S)
     assert told.kind == "GroupDestroyedError" and "the init was undone" in told.text, told
     assert undone == [True] * 3
@@ -376,8 +368,8 @@ def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
 
 
 def _without_a_watch() -> tuple[Outcome, int]:
-    """Rank 1 has no thread for the news of its control plane."""
-    native.load()  # it keeps a pipe for signals
+    """Rank 1 can't start the thread that receives news from its control plane."""
+    native.load()  # opens a pipe for signals
     start, before = HelperThread.start, len(os.listdir("/proc/self/fd"))
 
     def fail(thread: HelperThread) -> None:

@@ -1,4 +1,4 @@
-"""`group.empty` and results from memory that all ranks map; the fused norm; over every build of the compiled part."""
+"""`group.empty` and results in memory that all ranks map; the fused norm; with every build of the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
 
 
 def _filled(group: ps.GroupCoordinator, size: list[int], dtype: torch.dtype, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """A tensor of `group.empty` with this rank's numbers, and every rank's as ordinary tensors."""
     every = [
         (torch.arange(torch.Size(size).numel()) * (seed + rank) % 23).to(dtype).view(size) for rank in range(group.size)
     ]
@@ -34,7 +33,6 @@ def _filled(group: ps.GroupCoordinator, size: list[int], dtype: torch.dtype, see
 
 
 def _mapped(x: Tensor) -> bool:
-    """Whether the tensor lies in memory that others have mapped."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             span, *_, name = line.split()
@@ -55,9 +53,9 @@ def _collectives() -> int:
                 rows = count // size * size
                 mine, every = _filled(group, [count], dtype, count)
                 total = torch.stack([each.double() for each in every]).sum(0)
-                for _ in range(2):  # a result of the first is freed, and used again
+                for _ in range(2):  # the second run reuses the first one's memory
                     assert torch.equal(group.all_reduce(mine).double(), total), (count, dtype)
-                assert torch.equal(mine, every[group.rank_in_group]), "the input is left alone"
+                assert torch.equal(mine, every[group.rank_in_group]), "the input must stay unchanged"
                 assert torch.equal(group.all_gather(mine, 0), torch.cat(every))
                 if rows:
                     part = rows // size
@@ -93,7 +91,7 @@ def _memory() -> dict[str, Any]:
         facts["again"] = group.empty([4, 5]).data_ptr() == address
         facts["shape"] = tuple(group.empty([0, 3]).shape), group.empty([2], torch.int8).dtype
         if group.rank_in_group == 0:
-            facts["alone"] = _mapped(group.empty([1000, 1000]))  # no call of the other rank
+            facts["alone"] = _mapped(group.empty([1000, 1000]))  # needs no peer
         group.barrier()
         outlives = group.empty([3])
         outlives.fill_(7)
@@ -115,12 +113,11 @@ def test_memory_of_symmetric_tensors(pools: Pools) -> None:
 
 
 def _sizes_that_vary() -> tuple[int, int]:
-    """Bytes in /dev/shm after tensors of many sizes, one at a time."""
     with world(2):
         group = ps.get_tp_group()
         group.barrier()
         before = os.statvfs("/dev/shm").f_bfree
-        for size in range(1, 120, 3):  # 790 MB a rank
+        for size in range(1, 120, 3):  # 790 MB per rank
             group.empty((size << 18,), torch.int8).fill_(1)
             group.empty((size * 70_000,), torch.int8).fill_(1)
         group.barrier()
@@ -131,12 +128,12 @@ def _sizes_that_vary() -> tuple[int, int]:
 
 def test_freed_memory_is_bounded(pools: Pools) -> None:
     for used_mib, total in pools(2).run(_sizes_that_vary, timeout_s=DEADLINE_S):
-        assert used_mib <= 2 * 256 + 64, "of both ranks"
+        assert used_mib <= 2 * 256 + 64, "more freed memory than two ranks may keep"
         assert total == 3 << 20
 
 
 def _kept_beyond_the_group() -> tuple[int, float]:
-    """MiB of shared memory that this process holds by a small tensor of a group that had large ones, and is no more."""
+    """MiB of shared memory that one small tensor keeps after its group, which had large ones, was destroyed."""
     with world(2):
         group = ps.get_tp_group()
         kept = group.empty((40_000,)).fill_(7)
@@ -152,7 +149,6 @@ def test_a_tensor_that_outlives_its_group_keeps_its_own_memory_alone(pools: Pool
 
 
 def _freed_in_a_forked_child() -> float:
-    """More than an arena keeps of freed memory, freed by a child that inherited it."""
     with world(2):
         group = ps.get_tp_group()
         held = [group.empty((300 << 20,), torch.uint8).fill_(1)] if group.rank_in_group == 0 else []
@@ -163,7 +159,7 @@ def _freed_in_a_forked_child() -> float:
                 held.clear()
                 os._exit(0)
             os.waitpid(child, 0)
-            total = float(held[0][::4096].min())  # each page
+            total = float(held[0][::4096].min())  # one byte of each page
         group.barrier()
         return total
 
@@ -205,8 +201,6 @@ def test_of_one_rank_and_wrong_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="dtype"):
         group.empty([1], "float")  # type: ignore[arg-type]
 
-
-# The fused norm.
 
 NORM_SHAPES = ((1, 64), (3, 7, 128), (33, 1000), (256, 1024))
 
@@ -256,9 +250,6 @@ def test_wrong_arguments_of_the_norm() -> None:
     for residual, weight in ((torch.ones(2, 3), torch.ones(4)), (x, torch.ones(3)), (x, torch.ones(4).half())):
         with pytest.raises(InvalidArgumentError, match="must be"):
             group.all_reduce_add_rms_norm(x, residual, weight)
-
-
-# Compiled.
 
 
 def _row_parallel(group: ps.GroupCoordinator, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor dicts over a group: with metadata or with a spec, whole or in slices, waited for or not, compiled or not."""
+"""Tensor dicts: with metadata or a spec, whole or sliced, blocking or started, eager or compiled."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from tests.internals import raw_messages
 from tests.internals.doors import call_op
 from tests.internals.raw_messages import FRAME_BYTES, ConstantEntry, TensorEntry
 
-LARGE = 2 << 20  # elements: 8 MB of float32, more than any socket takes in unread
+LARGE = 2 << 20  # 8 MB of float32, more than any socket buffers
 
 
 def dict_of(seed: int) -> dict[str, Any]:
-    """Every kind of tensor, nested dicts, and other values; `arrived_dict_of` as a receiver has it."""
+    """Every kind of tensor, nested dicts, and other values."""
     return {**tensor_zoo(seed), "inner": {"dict": {"deep": torch.full((3, 2), seed)}, "n": seed}, "none": None}
 
 
@@ -56,7 +56,7 @@ def arrived_dict_of(seed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted(group: GroupCoordinator) -> Iterator[dict[str, Traffic]]:
-    """What the group's operations carried meanwhile: filled in at the end, without what carried nothing."""
+    """Yields the group's traffic by operation, filled in at the end."""
     before = {name: (traffic.calls, traffic.bytes) for name, traffic in group.traffic().items()}
     carried: dict[str, Traffic] = {}
     yield carried
@@ -64,9 +64,6 @@ def counted(group: GroupCoordinator) -> Iterator[dict[str, Traffic]]:
         calls, size = before.get(name, (0, 0))
         if traffic.calls > calls:
             carried[name] = Traffic(traffic.calls - calls, traffic.bytes - size)
-
-
-# Broadcast, send, receive.
 
 
 def broadcast_from_every_source() -> None:
@@ -94,7 +91,7 @@ def send_round() -> None:
     group = ps.get_world_group()
     rank, size = group.rank_in_group, group.world_size
     before = (rank - 1) % size
-    # By default to the next and from the previous, round the end; with any order of the two calls.
+    # Defaults: send to the next rank, receive from the previous one. Either call may be first.
     sending = group.isend_tensor_dict(dict_of(rank))
     assert same(group.recv_tensor_dict(), arrived_dict_of(before))
     sending.wait()
@@ -196,7 +193,7 @@ def a_dict_alone() -> None:
     wrong: Any = [1]
     with pytest.raises(ps.InvalidArgumentError, match="must be a dict, but is a list"):
         group.broadcast_tensor_dict(wrong)
-    assert group.send_tensor_dict(mine) is mine and group.recv_tensor_dict() is None  # as vLLM's
+    assert group.send_tensor_dict(mine) is mine and group.recv_tensor_dict() is None  # like vLLM's
     group.isend_tensor_dict(mine).wait()
     assert group.irecv_tensor_dict().wait() is None
     with pytest.raises(ps.InvalidArgumentError, match="a rank can't send to itself"):
@@ -207,11 +204,10 @@ def test_a_group_of_one_rank(pools: Pools) -> None:
     pools(2).run(a_dict_alone, tp=1, timeout_s=DEADLINE_S)
 
 
-# In slices: every rank of the sending stage holds the same, and sends its part.
+# Slices: the ranks of the sending stage hold equal dicts, and each sends its part.
 
 
 def sliced_dict(tp_rank: int) -> dict[str, Any]:
-    """Equal on the ranks of a tensor-parallel group, but for the `own_…`."""
     base = torch.arange(24.0).view(6, 4)
     own = base + 1000 * (tp_rank + 1)
     return {
@@ -243,7 +239,6 @@ def arrived_sliced_dict(tp_rank: int) -> dict[str, Any]:
 
 
 def bytes_sent(values: dict[str, Any]) -> int:
-    """Of the tensors of a `sliced_dict`, by one of two ranks."""
     total = 0
     for key, value in values.items():
         for tensor in tensors_in(value):
@@ -273,7 +268,7 @@ def send_slices() -> None:
 
 
 def send_slices_of_long_metadata() -> None:
-    """The marks of what is cut lie at the end of the metadata, behind the frame."""
+    """The slice marks are at the end of the metadata, beyond the frame."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     mine = {"text": "x" * 4050, **{f"t{i}": torch.arange(i) for i in range(20)}}
     if pp.is_first_rank:
@@ -283,7 +278,7 @@ def send_slices_of_long_metadata() -> None:
 
 
 def send_to_a_group_that_need_not_gather() -> None:
-    """The sender tells what it cut: a receiver with an all-gather group takes whole tensors as well."""
+    """The head says which tensors are sliced, so a receiver with an all-gather group also accepts whole ones."""
     tp, pp, whole = ps.get_tp_group(), ps.get_pp_group(), {"x": torch.arange(8.0), "odd": torch.arange(3)}
     odd = {"odd": torch.arange(3), "scalar": torch.tensor(2)}
     if pp.is_first_rank:
@@ -302,7 +297,6 @@ def test_send_allgather(pools: Pools, body: Callable[[], None]) -> None:
 
 
 def slices_without_a_group_to_gather(passed: str) -> None:
-    """The receiver passes no all-gather group, or one of another size."""
     world, tp = ps.get_world_group(), ps.get_tp_group()
     assert world.pool is not None
     pp = create_group(
@@ -320,7 +314,7 @@ def slices_without_a_group_to_gather(passed: str) -> None:
             pp.recv_tensor_dict(None, receiving_group)
         assert {"none": "has no ranks", "another": "has 4 ranks"}[passed] in str(raised.value)
         check_failed(pp, raised.value)
-        for size in (4, 3) if pp.context.host_memory.problem else ():  # what is under way, so that the sender is done
+        for size in (4, 3) if pp.context.host_memory.problem else ():  # lets the sender's transfers complete
             pp.cpu_group.recv([torch.empty(4 * size, dtype=torch.uint8)], 0, pp.context.tag(BODY_TAG)).wait()
     world.barrier()
     pp.destroy()
@@ -332,11 +326,7 @@ def test_different_all_gather_groups(pools: Pools, passed: str) -> None:
     pools(4).run(slices_without_a_group_to_gather, passed, tp=2, pp=2, timeout_s=DEADLINE_S)
 
 
-# Nothing blocks that says so.
-
-
 def isend_returns_first() -> None:
-    """The receiver posts a receive only after it was told that isend had returned."""
     group = ps.get_world_group()
     if group.rank_in_group == 0:
         sending = group.isend_tensor_dict({"large": torch.arange(LARGE), "n": 1}, 1)
@@ -352,7 +342,6 @@ def isend_returns_first() -> None:
 
 
 def irecv_returns_first() -> None:
-    """The sender sends only after it was told that irecv had returned."""
     group = ps.get_world_group()
     if group.rank_in_group == 0:
         for count in (0, 3):
@@ -365,7 +354,7 @@ def irecv_returns_first() -> None:
         group.send(torch.ones(1), 0)
         assert not any(receive.is_completed() for receive in receives)
         group.send(torch.ones(1), 0)
-        until_completed(receives[2])  # without wait()
+        until_completed(receives[2])
         for i, receive in enumerate(receives):
             assert receive.is_completed()
             got = receive.wait()
@@ -379,7 +368,7 @@ def dropped_handles() -> None:
         for i in range(3):
             group.isend_tensor_dict({"i": i, "t": torch.full((LARGE,), i).t()}, 1)
             gc.collect()
-        overwritten = [torch.full((LARGE,), -1) for _ in range(3)]  # whatever memory was freed
+        overwritten = [torch.full((LARGE,), -1) for _ in range(3)]  # would overwrite freed memory
         group.send(overwritten[0][:1], 1)
     else:
         group.irecv_tensor_dict(0)
@@ -387,13 +376,13 @@ def dropped_handles() -> None:
         overwritten = [torch.full((FRAME_BYTES,), 7, dtype=torch.uint8) for _ in range(50)]
         assert overwritten[0][0] == 7
         group.recv([1], torch.int64, 0)
-        for i in (1, 2):  # the first went to the receive that nobody waits for
+        for i in (1, 2):  # the dropped receive took the first
             assert same(group.recv_tensor_dict(0), {"i": i, "t": torch.full((LARGE,), i)})
     check_usable(group)
 
 
 def exchange_both_ways() -> None:
-    """Both receive first, then send: each takes in what the other sends while it waits to be rid of its own."""
+    """Both ranks send while a receive is posted: each must receive during its own blocking send."""
     group = ps.get_world_group()
     peer = 1 - group.rank_in_group
     incoming = [group.irecv_tensor_dict(peer) for _ in range(2)]
@@ -404,7 +393,6 @@ def exchange_both_ways() -> None:
 
 
 def handles_in_lists() -> None:
-    """As vLLM gives them: a list of handles to wait for, and a dict that is filled by then."""
     group = ps.get_world_group()
     values = {"x": torch.arange(5), "n": {"deep": torch.ones(2)}}
     if group.rank_in_group == 0:
@@ -435,7 +423,6 @@ def test_non_blocking(pools: Pools, body: Callable[[], None]) -> None:
 
 
 def delivered_sends(over: str) -> None:
-    """What has arrived is not kept, although nobody calls again; several threads may send."""
     count, threads = 20, 3
     with own_group(over) as group:
         if group.rank_in_group == 0:
@@ -453,7 +440,7 @@ def delivered_sends(over: str) -> None:
             for sender in senders:
                 sender.join()
             assert len(alive) == count * threads
-            group.recv([1], torch.float32, 1)  # the other rank has them all
+            group.recv([1], torch.float32, 1)  # the receiver has them all
             deadline = time.monotonic() + 5
             while any(sent() is not None for sent in alive) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -470,7 +457,7 @@ def test_delivered_sends(pools: Pools, over: str) -> None:
     pools(2).run(delivered_sends, over, tp=1, timeout_s=DEADLINE_S)
 
 
-# With a spec on both sides nothing but tensors is sent.
+# With a spec on both sides, only tensors are sent.
 
 
 def flat_dict(seed: int) -> dict[str, Any]:
@@ -533,7 +520,7 @@ def test_with_a_spec_only_tensors_are_sent(pools: Pools, world_size: int) -> Non
 
 
 def exchange_lists(over: str) -> None:
-    """Small tensors, which a route carries as one, and large ones, after a receive that nobody has waited for yet."""
+    """Small tensors, which the route sends as one, and large ones. An earlier receive is still pending."""
     with own_group(over) as group:
         rank = group.rank_in_group
         for values in (flat_dict(1), {**flat_dict(2), "large": torch.arange(LARGE // 4)}):
@@ -562,7 +549,7 @@ def test_lists_over_both_transports(pools: Pools, over: str) -> None:
 
 
 def past_python() -> None:
-    """Once the queues are open messages don't come to the transport, nor dicts with a spec to the messenger."""
+    """Once the queues are open, no message uses the transport, and none with a spec the messenger."""
     torch._dynamo.reset()
     fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
     spec = ps.TensorDictSpec.of(fit)
@@ -587,7 +574,7 @@ def past_python() -> None:
             return tensors
 
         def exchange_objects(number: int) -> None:
-            """Objects, and dicts without a spec from the third on, when their form is known."""
+            """Dicts without a spec run in C++ from the third on, when their form is known."""
             value = {"texts": ["a", b"b", "long" * number], "n": [number, None, 1.5, {"k": True}]}
             batch = {**fit, "x": fit["x"] + number}
             for method, sent in (("object", value), ("tensor_dict", batch)):
@@ -603,7 +590,9 @@ def past_python() -> None:
         exchange(fit["x"])
         for number in range(4):
             exchange_objects(number)
-            group.broadcast_object([torch.ones(number)] if rank == 0 else None)  # which the receiver leaves to Python
+            group.broadcast_object(
+                [torch.ones(number)] if rank == 0 else None
+            )  # the receiver's C++ leaves it to Python
             numbers = [each.sequence for each in group.route.operations() if each.peer < 0]
             assert numbers == list(range(1, 2 + 3 * (number + 1))), numbers
         raw_messages.without_queue_calls(patch)
@@ -618,9 +607,9 @@ def past_python() -> None:
         raw_messages.without_list_calls(patch)
         compiled = torch.compile(exchange, fullgraph=True, backend="aot_eager")
         with counted(group) as carried:
-            for seed in range(100):  # more than there are records, and than the ring has slots
+            for seed in range(100):  # more than there are records or slots in the ring
                 x = fit["x"] + seed
-                ps.get_world_group().barrier()  # the source waits for nobody, until the ring is full
+                ps.get_world_group().barrier()  # otherwise the source runs ahead until the ring is full
                 assert same((compiled if seed % 5 == 0 else exchange)(x), (x, x * 2))
             assert same(exchange_by_ops(x), [x, torch.full((3,), 7)])
         method, other = ("recv_list", 0) if rank else ("send_list", 1)
@@ -629,7 +618,7 @@ def past_python() -> None:
         assert {(each.name, each.peer) for each in recorded} == {(method, other), ("broadcast_list", -1)}
         assert all(each.ended_s is not None and each.ended_s >= each.started_s for each in recorded)
         assert "broadcast_tensor_dict with a spec(rank 0)" in {each.call for each in recorded}
-        # What another thread may begin in the meantime: the form of a dict is looked at, and nothing of others is sent.
+        # A dict of another form must not be sent by this spec's C++ path.
         others: list[dict[str, Any]] = [
             {**fit, "n": True}, {**fit, "x": torch.ones(3, 2)}, {**fit, "x": torch.ones(2, 3).int()},
             {**fit, "x": torch.ones(6)}, {**fit, "x": torch.ones(3, 2).t()}, {**fit, "x": 1},
@@ -649,12 +638,11 @@ def past_python() -> None:
 
 def test_messages_go_past_python(pools: Pools) -> None:
     if not native.load().has_ops:
-        pytest.skip("the plain build doesn't look into tensors")
+        pytest.skip("the library without ops can't read tensors")
     pools(2).run(past_python, tp=1, timeout_s=DEADLINE_S)
 
 
 def keep_the_order() -> None:
-    """Of dicts with a spec, and messages before them that are on their way, or started to be received."""
     values = {"x": torch.arange(5)}
     spec = ps.TensorDictSpec.of(values)
     with own_group() as group:
@@ -684,7 +672,7 @@ def test_dicts_with_a_spec_keep_their_place(pools: Pools) -> None:
 
 
 def large_tensors() -> None:
-    """Received tensors lie in memory of the group, which is taken again for the next, and outlives the group."""
+    """Received tensors are in the group's memory, which later messages reuse. They outlive the group."""
     with own_group() as group:
         sent = {"x": torch.arange(LARGE // 4), "small": torch.ones(2)}
         kinds: list[Callable[..., dict[str, Any]]] = [group.recv_tensor_dict, group.broadcast_tensor_dict]
@@ -702,7 +690,7 @@ def large_tensors() -> None:
                     else:
                         send(sent, src=0, spec=spec)
                 if group.rank_in_group and native.load().has_ops:
-                    # Tensors for the next message are made before it comes: two are in turns where it is expected.
+                    # An expected message's tensors are allocated in advance, so two buffers alternate.
                     warm = group.empty(sent["x"].shape, sent["x"].dtype).data_ptr()
                     assert warm in addresses and len(addresses) <= 2
         kept = receive(src=0) if group.rank_in_group else send(sent, src=0)
@@ -714,7 +702,7 @@ def test_large_tensors_are_received_in_memory_of_the_group(pools: Pools) -> None
 
 
 def other_specs() -> list[dict[str, Any]]:
-    """Dicts whose bytes would fit `small_dict`'s, but which are not of its spec."""
+    """Dicts of other specs whose bytes would fit `small_dict`'s."""
     x, y = torch.ones(4), torch.zeros(4)
     return [
         {"y": y, "x": x, "n": 3},
@@ -726,7 +714,7 @@ def other_specs() -> list[dict[str, Any]]:
 
 
 SPEC_MISMATCH = "must pass equal specs, but rank 0|this rank is in broadcast_tensor_dict"
-"""By the message itself, or, of a broadcast, by the calls that the ranks announce."""
+"""Detected in the message, or in a broadcast by the announced calls."""
 
 
 def small_dict() -> dict[str, Any]:
@@ -734,10 +722,7 @@ def small_dict() -> dict[str, Any]:
 
 
 def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
-    """Rank 0 sends a dict of another spec, or without one, or to a rank that receives without one.
-
-    Of two such cases one is met by calls that go past Python, as earlier ones of the group have opened its queues.
-    """
+    """Either side has another spec or none. Even cases first open the group's queues, so that C++ makes the calls."""
     spec: ps.TensorDictSpec | None = ps.TensorDictSpec.of(small_dict())
     others = other_specs()
     sent = others[case] if case < len(others) else small_dict()
@@ -753,7 +738,7 @@ def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
             else:
                 group.recv_tensor_dict(0, spec=first)
         if group.rank_in_group == 0:
-            # In a broadcast, whoever comes later finds out; over gloo a sender waits for its receiver.
+            # In a broadcast the later rank detects it. Over gloo the sender waits for its receiver.
             found = ps.CollectiveMismatchError if over == "queue" else ps.CollectiveTimeoutError
             with contextlib.suppress(found):
                 if broadcasts:
@@ -773,7 +758,7 @@ def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
 
 @contextlib.contextmanager
 def short_group(over: str) -> Iterator[GroupCoordinator]:
-    """As own_group; over gloo a sender waits for its receiver, here for two seconds at most."""
+    """As own_group, but over gloo a sender waits at most two seconds for its receiver."""
     with pytest.MonkeyPatch.context() as patch:
         if over == "route":
             patch.setattr(test_objects, "DEADLINE_S", 7)
@@ -789,12 +774,12 @@ def meet_other_specs(over: str, cases: list[int]) -> None:
 
 @pytest.mark.parametrize(("over", "cases"), [("queue", list(range(7))), ("route", [0, 5])])
 def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -> None:
-    """Two tensors of one size that change places would else be taken for each other."""
+    """Otherwise two swapped tensors of equal size would go undetected."""
     pools(2).run(meet_other_specs, over, cases, tp=1, timeout_s=90)
 
 
 def meet_other_slices() -> str:
-    """Both except one tensor of one size from the slices, but not the same one. Returns what a receiver was told."""
+    """Both sides exempt a tensor from slicing, but not the same one."""
     tp = ps.get_tp_group()
     values = {"x": torch.arange(4.0), "y": torch.arange(4.0) + 4}
     spec = ps.TensorDictSpec.of(values)
@@ -809,7 +794,7 @@ def meet_other_slices() -> str:
 
 
 def test_other_slices_are_a_mismatch(pools: Pools) -> None:
-    """The receiver that finds it first ends the group: the other one may hear of that before it looks for itself."""
+    """The first receiver to detect it fails the group. The other may receive that failure first."""
     told = pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)[2:]
     assert any("cut other tensors into slices" in text for text in told), told
     assert all(re.search("cut other tensors into slices|met another call than its own", text) for text in told), told
@@ -857,7 +842,6 @@ def test_slices_with_a_spec(pools: Pools) -> None:
 
 
 def misfits() -> list[dict[str, Any]]:
-    """Dicts that are not of `flat_dict`'s spec, each by one thing."""
     wrong: list[tuple[str, Any]] = [
         ("hidden", torch.ones(4, 6)),
         ("hidden", torch.ones(6, 4, dtype=torch.float64)),
@@ -880,10 +864,7 @@ def misfits() -> list[dict[str, Any]]:
 
 
 def receive_into_buffers(over: str, how: str) -> None:
-    """Dicts of one form again and again, so that the first is decoded and later ones are expected; other ones between.
-
-    A buffer may be strided; whatever doesn't fit is refused, and the group goes on.
-    """
+    """The first dict of a form is decoded, later ones are expected. Buffers may be strided. Misfits are refused."""
 
     def buffers() -> dict[str, Tensor]:
         return {"hidden": torch.zeros(3, 4, dtype=torch.bfloat16), "residual": torch.zeros(4, 2).t()}
@@ -956,7 +937,6 @@ def test_receiving_into_buffers(pools: Pools, over: str, how: str) -> None:
 
 
 def refuse_misfits() -> None:
-    """The caller's own error: nothing is sent, and the others are not in the call."""
     group = ps.get_world_group()
     spec = ps.TensorDictSpec.of(flat_dict(0))
     none: Any = None
@@ -998,9 +978,6 @@ def test_spec_of_a_dict() -> None:
             ps.InvalidArgumentError, match="a TensorDictSpec holds tensors and constants under str keys"
         ):
             ps.TensorDictSpec.of(values)
-
-
-# Under torch.compile.
 
 
 def compiled_exchange() -> None:
@@ -1046,7 +1023,6 @@ def test_compiled_with_a_spec(pools: Pools) -> None:
 
 
 def compiled_on_one_side() -> None:
-    """Eager and compiled callers meet; and a spec may be made where it is used."""
     torch._dynamo.reset()
     group = ps.get_world_group()
     rank = group.rank_in_group
@@ -1070,7 +1046,7 @@ def test_eager_and_compiled_callers_meet(pools: Pools) -> None:
 
 
 def compiled_by_inductor() -> None:
-    """As little to compile as shows that nothing is dropped or reordered: the C++ compiler takes the time."""
+    """A small graph, because compiling C++ is slow. Nothing may be dropped or reordered."""
     assert torch._inductor.config.compile_threads == 1, "a fork would wait for threads that its fork server has"
     torch._dynamo.reset()
     group = ps.get_world_group()
@@ -1081,7 +1057,7 @@ def compiled_by_inductor() -> None:
         mine = {"x": x, "n": 3}
         if rank == 0:
             group.send_tensor_dict(mine, peer, spec=spec)
-            group.recv_tensor_dict(peer, spec=spec)  # nobody looks at it
+            group.recv_tensor_dict(peer, spec=spec)  # unused result
         else:
             group.recv_tensor_dict(peer, spec=spec)
             group.send_tensor_dict(mine, peer, spec=spec)
@@ -1102,7 +1078,7 @@ def compiled_by_inductor() -> None:
 
 @pytest.mark.slow
 def test_compiled_by_inductor_with_a_spec(pools: Pools) -> None:
-    pools(2).run(compiled_by_inductor, tp=1, timeout_s=300)  # the C++ compiler's time beside other work
+    pools(2).run(compiled_by_inductor, tp=1, timeout_s=300)  # compiles C++ on a busy machine
 
 
 def compiled_slices() -> None:

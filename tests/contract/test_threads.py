@@ -1,4 +1,4 @@
-"""Threads and signal handlers in the collectives of one group: row 44. Who comes second is told so at once."""
+"""Threads and signal handlers that call one group at the same time: row 44. The second call raises at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 90.0
 LIMIT_S = 10.0
 
-# In which this rank is while it tries the others: by an op of its own, by the Python route, and by messages.
+# This rank's call meanwhile: by its own op, by the Python route, by messages.
 UNDER_WAY: dict[str, Callable[[ps.GroupCoordinator], object]] = {
     "barrier": lambda group: group.barrier(),
     "gather": lambda group: group.gather(torch.ones(3)),
@@ -40,12 +40,11 @@ def _groups(route: str, count: int) -> list[ps.GroupCoordinator]:
 def _until(is_so: Callable[[], bool]) -> None:
     until = time.monotonic() + LIMIT_S
     while not is_so():
-        assert time.monotonic() < until, "it doesn't come to it"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.001)
 
 
 def _second(route: str, under_way: str) -> tuple[dict[str, Outcome], list[Any]]:
-    """What rank 0's other thread is told; and that both groups are as good as new."""
     group, other, signals = _groups(route, 3)
     told: dict[str, Outcome] = {}
     results: list[Any] = []
@@ -89,7 +88,6 @@ def test_a_collective_that_begins_while_another_thread_is_in_one(pools: Pools, r
 
 
 def _own_groups(route: str) -> list[bool]:
-    """Four threads, each in a group of its own of the same ranks."""
     groups = _groups(route, 4)
     right: list[bool] = []
 
@@ -116,7 +114,6 @@ def test_threads_with_groups_of_their_own(pools: Pools, route: str) -> None:
 
 
 def _in_a_handler(route: str) -> tuple[str, float]:
-    """A signal handler that makes a call while this thread is in one; the call that it interrupted goes on."""
     (group, signals) = _groups(route, 2)
     told: list[str] = []
 
@@ -149,7 +146,7 @@ def test_a_signal_handler_in_the_middle_of_a_call(pools: Pools, route: str) -> N
 
 LARGE = torch.ones(4 << 20)
 TRANSFERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], str]] = {
-    # What rank 0 is in as its handler comes, what that calls, what rank 1 does after a while, what the handler is told.
+    # Rank 0's call, its handler's call, rank 1's call 1 s later, the handler's outcome.
     "recv_object": (
         lambda g: g.recv_object(1), lambda g: g.recv_object(1), lambda g: g.send_object("x", 0), "UsageError"),
     "irecv_object": (
@@ -195,13 +192,13 @@ def _transfer_in_a_handler(what: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("what", TRANSFERS)
 def test_a_signal_handler_in_the_middle_of_a_transfer(pools: Pools, what: str) -> None:
-    """What would wait for the thread that it interrupts is refused; what it starts to send goes after that one's."""
+    """Calls that would wait for the interrupted thread are refused. Started sends are queued behind it."""
     told = pools(2).run(_transfer_in_a_handler, what, tp=2, timeout_s=DEADLINE_S)
     assert told == [(TRANSFERS[what][-1], 2.0), ("", 2.0)]
 
 
 def _sends_of_handlers(seconds: float) -> int:
-    """Rank 0 sends, and so does its handler, all the time. Returns how many of the latter's were sent, or came."""
+    """Rank 0 and its handler send all the time. Returns the number of the handler's messages."""
     (group,) = _groups("shared memory", 1)
     others, until = 0, time.monotonic() + seconds
     large, from_handler = b"x" * (1 << 20), "from the handler"
@@ -237,7 +234,6 @@ def test_a_signal_handler_sends_in_the_middle_of_sends(pools: Pools) -> None:
 
 
 def _interrupted_send() -> tuple[list[str], str]:
-    """Ctrl-C comes when the ring is full, in the middle of a message."""
     (group,) = _groups("shared memory", 1)
     told = []
 
@@ -270,7 +266,7 @@ def test_ctrl_c_in_the_middle_of_a_send_ends_the_group(pools: Pools) -> None:
 
 
 def _awaited_again(begun: bool) -> tuple[str, bool]:
-    """Ctrl-C breaks off the wait for a started receive, before its message begins or in the middle of it."""
+    """Ctrl-C ends the wait for a started receive, before or in the middle of its message."""
     (group,) = _groups("shared memory", 1)
     try:
         if group.rank_in_group:
@@ -281,7 +277,7 @@ def _awaited_again(begun: bool) -> tuple[str, bool]:
             work.wait()
             return "", True
         if begun:
-            time.sleep(0.2)  # the ring is full
+            time.sleep(0.2)  # the ring is full by then
         work = group.irecv(LARGE.shape, LARGE.dtype, 1)
 
         def interrupt(*_: object) -> None:
@@ -306,7 +302,7 @@ def _awaited_again(begun: bool) -> tuple[str, bool]:
 def test_a_wait_that_ctrl_c_broke_off_can_be_repeated(pools: Pools, begun: bool) -> None:
     told, is_right = pools(2).run(_awaited_again, begun, tp=2, timeout_s=DEADLINE_S)[0]
     assert is_right
-    assert told == "KeyboardInterrupt" or begun, "the message may have come before the signal"
+    assert told == "KeyboardInterrupt" or begun, "only a begun message can complete before the signal"
 
 
 SPEC = ps.TensorDictSpec.of({"x": torch.ones(3)})
@@ -317,7 +313,7 @@ def _list_op(group: ps.GroupCoordinator, name: str) -> None:
 
 
 PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    # What rank 0 receives by, which calls in C++ carry from the third message on, and what rank 1 sends by.
+    # Rank 0's receive, which runs in C++ from the third message on, and rank 1's send.
     "recv_object": (lambda g: g.recv_object(1), lambda g: g.send_object("x", 0)),
     "recv_tensor_dict": (lambda g: g.recv_tensor_dict(1), lambda g: g.send_tensor_dict({"x": torch.ones(3)}, 0)),
     "recv_tensor_dict with a spec": (
@@ -335,9 +331,9 @@ PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _interrupted_past_python(what: str, handle: Callable[[ps.GroupCoordinator], object]) -> tuple[list[Any], str]:
-    """Returns what `handle` returned in the middle of rank 0's third receive, and what became of that and of the next.
+    """Runs `handle` during rank 0's third receive. Returns its result, and the outcomes of this receive and the next.
 
-    An error of `handle` comes out of the receive.
+    The receive re-raises an error of `handle`.
     """
     (group,) = _groups("shared memory", 1)
     receive, send = PAST_PYTHON[what]
@@ -394,7 +390,7 @@ def test_a_signal_handler_in_a_receive_past_python(pools: Pools, what: str) -> N
 
 @pytest.mark.parametrize("what", PAST_PYTHON)
 def test_ctrl_c_in_a_receive_past_python(pools: Pools, what: str) -> None:
-    """Nothing has come yet: the next receive takes the message, unless others have been told of this one."""
+    """The next receive takes the message. A broadcast fails the group, because it was already announced."""
     told, after = pools(2).run(_interrupted_past_python, what, _ctrl_c, tp=2, timeout_s=DEADLINE_S)[0]
     assert told == [True, "KeyboardInterrupt"]
     if "broadcast" in what:
@@ -407,7 +403,6 @@ LARGE_SPEC = ps.TensorDictSpec.of({"x": LARGE})
 
 
 def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
-    """Ctrl-C comes when rank 0 has read the beginning of a message."""
     (group,) = _groups("shared memory", 1)
     told: list[str] = []
 
@@ -424,10 +419,10 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
     try:
         if group.rank_in_group:
             group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
-            group.barrier()  # the ring is empty: the beginning of the next message has room
+            group.barrier()  # an empty ring has room for the beginning of the next message
             stop_writing(group, 2.0)
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
-            time.sleep(1.0)  # the other rank's calls find this one in the group
+            time.sleep(1.0)  # the peer's calls must find this rank in the group
             return told, ""
         receive()
         group.barrier()
@@ -453,7 +448,6 @@ def test_ctrl_c_in_the_middle_of_a_message_past_python_ends_the_group(pools: Poo
 
 
 def _started(route: str) -> list[Any]:
-    """What was started is waited for by another thread, while this one makes the next call."""
     (group,) = _groups(route, 1)
     results: list[Any] = []
     try:
@@ -473,7 +467,7 @@ def test_waiting_for_what_was_started_is_no_call(pools: Pools, route: str) -> No
 
 
 def _in_a_handler_of_a_broadcast() -> list[str]:
-    """Rank 0 waits for a message to all, of which it has been told, when its handler calls another collective."""
+    """Rank 0 waits for an announced broadcast when its handler calls another collective."""
     (group,) = _groups("shared memory", 1)
     told: list[str] = []
     try:
@@ -482,7 +476,7 @@ def _in_a_handler_of_a_broadcast() -> list[str]:
         if group.rank_in_group:
             with pytest.MonkeyPatch.context() as patch:
                 encode_slowly(patch, 1.0)
-                group.broadcast_object({1, 2}, 1)  # which C++ leaves to Python
+                group.broadcast_object({1, 2}, 1)  # C++ leaves it to Python
         else:
             before = signal.signal(
                 signal.SIGALRM, lambda *_: told.append(attempt(group.all_reduce, torch.ones(1)).kind)
@@ -501,7 +495,7 @@ def test_a_signal_handlers_collective_is_no_part_of_the_broadcast_that_it_interr
 
 
 def _replaced_while_it_is_sent() -> None:
-    """Rank 0's other thread lets go of texts that are on their way to all, for which a ring has no room."""
+    """Another thread drops texts of rank 0's broadcast while they wait for room in a ring."""
     (group,) = _groups("shared memory", 1)
     sent, stop, size = {"text": "a" * (3 << 20)}, threading.Event(), 3 << 20
 

@@ -1,4 +1,4 @@
-"""torch's own parallelism on our groups: FSDP2 with tensor parallelism, pipelining and DTensor, against one process."""
+"""torch's FSDP2, tensor parallelism, pipelining and DTensor on our groups, compared with one process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 90.0
 TOLERANCE = 1e-12
-"""Everything is float64, and of the order of 1: the ranks add the same terms in another order, some hundred of them."""
+"""For float64 values near 1: ranks add some hundred terms in another order."""
 HIDDEN, HEADS, VOCABULARY, TOKENS, BATCH = 16, 4, 12, 5, 8
 STEPS = 2
-"""The second one starts from what the first one's gradients made."""
+"""The second step starts from the first one's gradients."""
 
 
 class Block(nn.Module):
-    """Attention and MLP. The number of heads follows from the weights, which tensor parallelism cuts."""
+    """Attention and MLP. The number of heads follows from the weights' sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,6 @@ def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _train(model: nn.Module, part: int = 0, parts: int = 1) -> list[float]:
-    """Steps of SGD on this part of each batch; the loss of each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -81,9 +80,6 @@ def _train(model: nn.Module, part: int = 0, parts: int = 1) -> list[float]:
 
 def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
-
-
-# FSDP2 and tensor parallelism.
 
 
 def _sharded(sizes: dict[str, Any], dims: tuple[str, ...], data: str) -> dict[str, Any]:
@@ -111,19 +107,18 @@ SHARDED: dict[str, tuple[dict[str, int], tuple[str, ...], str, int]] = {
     "hybrid, cp": ({"tp": 2, "dp_replicate": 2, "cp": 2}, ("dp_replicate", "fsdp"), "dp_cp", 2),
     "one dim": ({"tp": 2, "dp_replicate": 2, "dp_shard": 2}, ("dp",), "dp", 1),
 }
-"""Sizes, FSDP's dims, the group whose ranks have different data, and in how many copies the weights are."""
+"""Sizes, FSDP's dims, the group with different data, number of weight copies."""
 
 
 PARTS = ("hybrid", "hybrid, one copy", "one dim")
-"""Left to long runs: "hybrid, cp" shards and copies as well, and one of its dims is made of two. Meshes with dims of
-one rank are in test_device_mesh.py."""
+"""Only in long runs. "hybrid, cp" covers shards, copies and a dim of two axes; test_device_mesh dims of one rank."""
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long) if case in PARTS else case for case in SHARDED]
 )
 def test_fully_shard_with_tensor_parallelism(pools: Pools, case: str) -> None:
-    """The meshes of both must be joined by torch: their ranks are in one order, whatever their dims."""
+    """torch must join both meshes, so their ranks must be in one order."""
     sizes, dims, data, copies = SHARDED[case]
     reference = _transformer()
     losses, weights = _train(reference), reference.state_dict()
@@ -138,8 +133,6 @@ def test_fully_shard_with_tensor_parallelism(pools: Pools, case: str) -> None:
         for name, value in facts["weights"].items():
             _assert_close(value, weights[name], name)
 
-
-# Pipelines.
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
@@ -169,7 +162,7 @@ def _piped(pp: int, schedule_name: str, microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [4, 2])
 def test_pipelining(pools: Pools, pp: int, schedule: str) -> None:
-    """4 stages, and 2 stages beside 2 data-parallel ranks, whose stages are not neighbours in the world."""
+    """With 2 stages and 2 data-parallel ranks, adjacent stages are not adjacent ranks."""
     microbatches = 4
     reference, (tokens, target) = _transformer(blocks=4), _batch(0)
     _loss(reference(tokens), target).backward()
@@ -193,13 +186,10 @@ def test_pipelining(pools: Pools, pp: int, schedule: str) -> None:
     assert seen == {name for name, _ in reference.named_parameters()}
 
 
-# DTensor.
-
-
 def _distributed_tensors() -> dict[str, Any]:
     with world(2):
         mesh, dp, tp = ps.get_device_mesh("dp", "tp"), ps.get_dp_group(), ps.get_tp_group()
-        torch.manual_seed(ps.get_rank())  # what rank 0 has counts
+        torch.manual_seed(ps.get_rank())  # rank 0's values are distributed
         full = torch.randn(7, 6, dtype=torch.float64)
         x = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
         facts: dict[str, Any] = {"local": x.to_local(), "coordinates": (dp.rank_in_group, tp.rank_in_group)}
@@ -216,13 +206,12 @@ def _distributed_tensors() -> dict[str, Any]:
 
 
 def _shard(x: torch.Tensor, parts: int, at: int, dim: int) -> torch.Tensor:
-    """As DTensor cuts: chunks of equal size, rounded up, and nothing for the last ones."""
+    """As DTensor cuts: chunk sizes are rounded up, and the last chunks can be empty."""
     chunks = x.chunk(parts, dim)
     return chunks[at] if at < len(chunks) else x.narrow(dim, 0, 0)
 
 
 def test_distributed_tensors(pools: Pools) -> None:
-    """Sharded unevenly (7 rows and 6 columns on 4 ranks), moved between shards, copies and partial sums, multiplied."""
     found = pools(8).run(_distributed_tensors, timeout_s=DEADLINE_S)
     full = found[0]["replicated"]
     torch.manual_seed(0)

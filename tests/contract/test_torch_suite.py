@@ -1,4 +1,4 @@
-"""torch's own tests of torch.distributed: all that pass over gloo pass over `backend="parallel_state"`."""
+"""torch's own tests of torch.distributed that pass over gloo also pass over `backend="parallel_state"`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ SAMPLE = (
     "test_DistributedDataParallelCPU", "test_all_reduce_sum_async", "test_monitored_barrier_gloo",
     "test_scatter_object_list", "test_send_recv_any_source_torch_profiler", "test_sparse_all_reduce_sum",
 )  # fmt: skip
-"""Of each kind a few."""
 
 
 def _known() -> set[str]:
-    """Returns the tests that the page lists with the reason why they fail."""
+    """Returns the failing tests that the documentation lists with a reason."""
     return set(re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(), re.MULTILINE))
 
 
@@ -37,7 +36,7 @@ def _compare(size: int, log: Path, *, rpc: bool = False, debug: Sequence[str] = 
         ours = run("parallel_state", size, wanted, rpc=rpc, debug=level, log=log)
         failed = {name: found for name, found in ours.items() if found.outcome != "passed"}
         assert failed.keys() <= listed, _report({name: failed[name] for name in failed.keys() - listed}, log)
-        assert listed <= failed.keys(), f"the page lists tests that pass: {sorted(listed - failed.keys())}"
+        assert listed <= failed.keys(), f"the documentation lists tests that pass: {sorted(listed - failed.keys())}"
 
 
 def test_a_sample_of_torchs_tests(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""transformers' own tensor parallelism, on our mesh: its plan for Llama, its sharded loading, our groups."""
+"""transformers' tensor parallelism on our mesh: its plan and sharded loading for Llama."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 180.0
-"""Ranks that don't find transformers imported need 5 s of a core each for it."""
+"""A rank that must import transformers itself needs 5 s of a core."""
 
 
 def _on_our_mesh() -> Any:
-    """Llama, whose from_pretrained makes meshes of its own, with these dims; here they are over our groups."""
-    from transformers import LlamaForCausalLM  # takes seconds: the tests' own process goes without
+    """Llama with meshes over our groups. from_pretrained would make its own with these dims."""
+    from transformers import LlamaForCausalLM  # slow: the test process doesn't import it
     from transformers.distributed.utils import TransformersDeviceMesh
 
     class OnOurMesh(LlamaForCausalLM):
@@ -30,7 +30,7 @@ def _on_our_mesh() -> Any:
         def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
             dense = ps.get_device_mesh("pp", "dp_replicate", "fsdp", "tp")
             experts = ps.get_device_mesh("pp", "dp_replicate", "efsdp", "ep")
-            # No device_map: transformers wants accelerate for one, and the CPU is where it loads without.
+            # No device_map, which requires accelerate. The default is the CPU.
             return distributed_config, None, TransformersDeviceMesh(dense, experts)
 
     return OnOurMesh
@@ -47,7 +47,6 @@ def _tokens() -> torch.Tensor:
 
 
 def _saved(path: str) -> torch.Tensor:
-    """The logits of the model that it saves."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -85,12 +84,12 @@ def _version() -> tuple[int, ...]:
 @pytest.mark.skipif(_version() < (5, 23), reason="transformers 5.23 or later, whose mesh this is, is not installed")
 @pytest.mark.parametrize(("order", "apart"), [("tp-dp-pp", 1), ("dp-tp-pp", 2)])
 def test_llama_with_the_plan_of_transformers(pools: Pools, tmp_path: Path, order: str, apart: int) -> None:
-    """Two copies of the model, each on two ranks, which are neighbours or not."""
+    """Two copies of the model, each on two ranks, adjacent or not."""
     (expected,) = pools(1).run(_saved, str(tmp_path), timeout_s=DEADLINE_S)
     for rank, facts in enumerate(pools(4).run(_logits, str(tmp_path), order, timeout_s=DEADLINE_S)):
         assert facts["tp"][1] - facts["tp"][0] == apart
         assert rank in facts["tp"]
         assert facts["group"]
         assert facts["local"] == (16, 12)
-        # float64; the two halves of each row-parallel product are added after each was summed.
+        # float64. Each row-parallel product is the sum of two partial sums.
         torch.testing.assert_close(facts["logits"], expected, rtol=0, atol=1e-13)

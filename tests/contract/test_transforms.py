@@ -1,7 +1,4 @@
-"""torch.func over collectives and regions, and gradients of gradients: right, or refused in the library's words.
-
-The reference is one process that holds every rank's tensor and adds up all losses.
-"""
+"""torch.func and double gradients through collectives and regions: right, or refused with our error."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def _calls(member: Member) -> int:
 
 
 def _loss(member: Member, op: Op) -> Callable[[Tensor], Tensor]:
-    # In a simulated group every rank is this one.
+    # In a simulated group all ranks equal this one.
     weights = member.of_ranks(lambda rank: rank + 1)
     return lambda x: op.call(member.group, x).square().sum() * weights[member.rank]
 
@@ -44,7 +41,7 @@ def _weighted(member: Member, op: Op, xs: Sequence[Tensor]) -> Tensor:
 
 
 def _has_gradient(member: Member, op: Op) -> bool:
-    """A simulated group's other ranks have this rank's gradients, which isn't so where each has another slice."""
+    """False in a simulated group if slices differ: its other ranks have this rank's gradients."""
     return not member.simulated or op.name.startswith(("all_reduce", "all_gather"))
 
 
@@ -63,7 +60,7 @@ def _grad_body(member: Member) -> None:
             check_close(func.grad(loss)(x), firsts[member.rank].detach(), rtol=EPSILON)
             with torch.no_grad():
                 check_close(func.grad(loss)(x), firsts[member.rank].detach(), rtol=EPSILON)
-            if member.simulated:  # whose ranks don't hold the parts of what comes next
+            if member.simulated:  # its ranks lack the parts that the next call needs
                 continue
             check_close(func.grad(lambda x, loss=loss: func.grad(loss)(x).square().sum())(x), second, rtol=1e-12)
             leaf = x.clone().requires_grad_()
@@ -80,7 +77,7 @@ def _vmap_body(member: Member) -> None:
         with member.case(op.name):
             batches = member.of_ranks(
                 lambda rank, op=op: _positive((SAMPLES, *op.shape(member.size)), rank)
-            )  # the samples in front
+            )  # the samples are first
             samples = [[batch[i] for batch in batches] for i in range(SAMPLES)]
             expected = torch.stack([op.reference(xs, member.rank) for xs in samples])
             mine = batches[member.rank]
@@ -132,7 +129,7 @@ def test_jacrev_and_vjp(group_carrier: Carrier) -> None:
 
 
 def _uneven_and_in_place_body(member: Member) -> None:
-    """vmap of what OPS don't have: sizes per rank, calls in place, the fused norm."""
+    """vmap of calls outside OPS: sizes per rank, in place, the fused norm."""
     group, size = member.group, member.size
     with member.case("sizes"):
         lengths = [2, 1]
@@ -168,7 +165,7 @@ def test_vmap_of_other_forms(group_carrier: Carrier) -> None:
     group_carrier.run(_uneven_and_in_place_body)
 
 
-# What has no rule: a call, and the transforms that it is refused under.
+# Calls without a rule, and the transforms that must refuse them.
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], object]] = {
     "grad": lambda f, x: func.grad(lambda x: f(x).sum())(x),
@@ -217,17 +214,14 @@ def _refused_body(member: Member) -> None:
                 assert found.kind == "InvalidArgumentError", found
                 assert f"{name} on group {member.group.unique_name!r}" in found.text, found.text
                 assert x.tolist() == [1.0] * 4
-                if transform != "hessian":  # whose forward may have come before
-                    assert _calls(member) == before, "something was started"
+                if transform != "hessian":  # its forward may already have run
+                    assert _calls(member) == before, "a refused call was counted as an operation"
     assert member.group.all_reduce(torch.ones(1)).item() == member.size
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at the first dual tensor
 def test_what_has_no_rule_is_refused_on_every_rank(group_carrier: Carrier) -> None:
     group_carrier.run(_refused_body)
-
-
-# Regions.
 
 
 def _regions_body(member: Member) -> None:
@@ -257,7 +251,6 @@ def test_regions_under_func(group_carrier: Carrier) -> None:
 
 
 def _in_place_body(member: Member) -> None:
-    """The result of a region may be changed; its input stays, and the gradient is that of what was computed."""
     for region in REGIONS:
         call = getattr(ps, region.name)
         for recorded in (False, True):
@@ -282,7 +275,6 @@ def test_what_a_region_gives_may_be_changed_in_place(group_carrier: Carrier) -> 
 
 
 def _penalty_body() -> tuple[list[Tensor], list[Tensor]]:
-    """The gradient of the squared gradient of a tensor-parallel layer's input, and of the whole layer's."""
     group = ps.get_tp_group()
     up, down, x = _positive((12, 6), 1), _positive((6, 12), 2), _positive((8, 6), 3)
 
@@ -294,7 +286,6 @@ def _penalty_body() -> tuple[list[Tensor], list[Tensor]]:
         return ps.reduce_from_tensor_model_parallel_region(y).square().sum()
 
     def sequence(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """As the others; the tokens are in slices around the layer, and whole again for the loss."""
         x = ps.gather_from_sequence_parallel_region(ps.scatter_to_sequence_parallel_region(x))
         y = ps.reduce_scatter_to_sequence_parallel_region(torch.tanh(x @ up.t() / 20) @ down.t())
         return ps.gather_from_sequence_parallel_region(y, tensor_parallel_output_grad=False).square().sum()
@@ -322,7 +313,7 @@ def test_the_gradient_of_a_gradient_through_regions_is_that_of_the_whole_layer(p
 
 
 def _broadcast_body(member: Member) -> None:
-    """The receivers' gradient is zero, and its gradient is a collective, too: `src` must not be alone in it."""
+    """The receivers' zero gradient is differentiable, through a collective that all ranks must make."""
     src = member.rank if member.simulated else 1
     with member.case("broadcast twice differentiated"):
         x = _positive((3,), member.rank).requires_grad_()
@@ -330,9 +321,9 @@ def _broadcast_body(member: Member) -> None:
         (first,) = grad((member.group.broadcast(x, src) ** 3).sum() * weights[member.rank], x, create_graph=True)
         (second,) = grad(first.square().sum(), x)
         source = _positive((3,), src)
-        # The loss of all ranks is w x^3 with w the sum of the weights, of src's x.
+        # The loss of all ranks is w x^3: x is src's, w the sum of the weights.
         expected = 36 * sum(weights) ** 2 * source**3 if member.rank == src else torch.zeros(3, dtype=source.dtype)
-        if not member.simulated:  # whose other ranks would have the gradient of `src`, too
+        if not member.simulated:  # its other ranks would have `src`'s gradient too
             check_close(second, expected, rtol=1e-12)
 
 

@@ -1,6 +1,5 @@
-"""A wrong call raises before anything is sent, says what must hold, what was found, and where; the group goes on.
-
-The same calls are wrong on every rank, so every rank raises, and the all-reduce after each finds nothing left over.
+"""A wrong call raises before anything is sent. The error has the rule, the value, the group and rank; the group stays
+usable.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ Group = ps.GroupCoordinator
 
 
 class Wrong(NamedTuple):
-    """A wrong call; `must_say` is in its message, besides the group's name."""
-
     name: str
     call: Callable[[Group], object]
     must_say: Sequence[str]
@@ -35,7 +32,6 @@ class Wrong(NamedTuple):
 
 
 def _wrong_ranks() -> list[Wrong]:
-    """Ranks that are none of the group's, for every call that takes one."""
     ones = torch.ones(2, 4)
     calls: dict[str, tuple[str, Callable[[Group, Any], object]]] = {
         "gather": ("dst", lambda group, rank: group.gather(ones, rank)),
@@ -218,7 +214,7 @@ def _wrong_tensors() -> list[Wrong]:
     }
     eye = torch.eye(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # both are beta, says torch
+        warnings.simplefilter("ignore")  # torch calls both beta
         csr, nested = eye.to_sparse_csr(), torch.nested.nested_tensor([eye[0], eye[1, :1]])
         quantized = torch.quantize_per_tensor(eye, 0.5, 0, torch.qint8)
     values = [
@@ -280,7 +276,7 @@ def _body(member: Member) -> None:
     group = member.group
     for wrong in WRONG:
         if member.simulated and wrong.name.endswith("a meta tensor"):
-            continue  # shapes alone are what simulated groups are for
+            continue  # simulated groups support shapes without values
         with member.case(wrong.name):
             before = group.route.sequence
             with pytest.raises(wrong.error) as caught:
@@ -288,7 +284,7 @@ def _body(member: Member) -> None:
             assert type(caught.value) is wrong.error
             for text in (*wrong.must_say, repr(group.unique_name)):
                 assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
-            assert group.route.sequence == before, "something was started"
+            assert group.route.sequence == before, "a refused call was counted as an operation"
             assert group.all_reduce(torch.ones(1)).item() == member.size
 
 
@@ -299,7 +295,7 @@ def test_a_wrong_call_raises_and_the_group_goes_on(group_carrier: Carrier) -> No
 def _alone_body(member: Member) -> None:
     for wrong in (*_wrong_ranks(), *_wrong_dims(), *_wrong_ops(), *_wrong_tensors()):
         if wrong.name.endswith(("send_tensor_dict with itself", "recv_tensor_dict with itself")):
-            continue  # vLLM's way for one rank: the dict comes back, and None
+            continue  # as vLLM for one rank: returns the dict, and None
         if member.simulated and wrong.name.endswith("a meta tensor"):
             continue
         with member.case(wrong.name):
@@ -321,7 +317,7 @@ def test_a_global_rank_is_explained() -> None:
 
 
 def _global_rank_body(member: Member) -> None:
-    """In the group of global ranks 2 and 3, 2 is no rank, and it is told which one is meant."""
+    """In the group of global ranks 2 and 3, rank 2 is refused, and the error names the intended rank."""
     with member.case("a global rank"):
         first = member.group.first_global_rank
         with pytest.raises(InvalidArgumentError) as caught:
@@ -368,7 +364,7 @@ def test_what_no_communicator_carries(group_carrier: Carrier) -> None:
     group_carrier.run(_unsupported_body)
 
 
-# scatter: where only `src` can know that the call is wrong.
+# scatter: only `src` can detect these errors.
 
 
 def _scatter_body(member: Member) -> None:
@@ -405,9 +401,6 @@ def test_scatter_that_is_wrong_on_its_source(group_carrier: Carrier) -> None:
     group_carrier.run(_scatter_body)
 
 
-# Specs.
-
-
 def _spec_body(member: Member) -> None:
     spec = ps.TensorDictSpec.of({"hidden": torch.ones(2, 3), "step": 3})
     right: dict[str, Any] = {"hidden": torch.ones(2, 3), "step": 3}
@@ -425,7 +418,7 @@ def _spec_body(member: Member) -> None:
     ]
     for tensors, must_say in wrong:
         with member.case(must_say):
-            # Each rank is the one that sends: nobody waits for what is never sent.
+            # Each rank would send, so no rank waits for a message.
             for call in (
                 lambda tensors=tensors: member.group.broadcast_tensor_dict(tensors, member.rank, spec=spec),
                 lambda tensors=tensors: member.group.send_tensor_dict(tensors, spec=spec),
@@ -444,9 +437,6 @@ def test_a_spec_of_something_else() -> None:
     for value in ({1: 2}, {"x": [1]}, {"x": object()}):
         with pytest.raises(InvalidArgumentError, match="TensorDictSpec holds tensors and constants under str keys"):
             ps.TensorDictSpec.of(value)
-
-
-# Nothing is changed by a call that fails.
 
 
 def _untouched_body(member: Member) -> None:
@@ -470,7 +460,7 @@ def test_a_wrong_call_in_place_changes_nothing(group_carrier: Carrier) -> None:
 # A mistake of one rank, before it has sent anything.
 
 TOO_LARGE = (1 << 50,)
-"""Elements, of an expanded tensor: no machine has memory for them."""
+"""Elements of an expanded tensor: no machine has memory for them."""
 
 
 def _local_body(member: Member) -> None:

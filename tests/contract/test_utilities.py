@@ -1,4 +1,4 @@
-"""The helpers around the groups: files, "this rank first", seeds, unwrapping, and which ranks share a host."""
+"""Utilities: files, "this rank first", seeds, unwrapping, ranks of one host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallel_state.functions import utilities
 from parallel_state.groups import same_node
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 
-LOOK_S = 0.15  # how long a rank looks whether another one is where it must not be
+LOOK_S = 0.15  # time to detect a rank that is where it must not be
 
 
 @pytest.fixture
@@ -33,21 +33,18 @@ def no_groups() -> None:
     assert ps.try_get_world_group() is None
 
 
-# Files.
-
-
 def read_on_rank_zero_only(path: str, size: int) -> None:
     world = ps.get_world_group()
     with pytest.MonkeyPatch.context() as patch:
         if not world.is_first_rank:
-            patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read here, too"))
+            patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"rank 0 alone may read {self}"))
         for given in (path, Path(path)):
             content = ps.read_file_dist(given)
             assert content.tell() == 0
             data = content.read()
             assert len(data) == size
             assert data == bytes(range(256)) * (size // 256)
-            content.getbuffer()[:1] = b"x" if size else b""  # the caller's own
+            content.getbuffer()[:1] = b"x" if size else b""  # a caller's own change
     assert ps.read_file_dist(path).read(2) == bytes([0, 1])[: min(size, 2)]
     check_usable(world)
 
@@ -104,28 +101,24 @@ def test_read_file_dist_without_init(tmp_path: Path) -> None:
         ps.read_file_dist(tmp_path / "missing")
 
 
-# This rank first.
-
-
 class Log:
-    """What each rank has reached, for all ranks to see: keys in the world's store, of this test only."""
+    """Records each rank's progress in the world's store, under keys of this test."""
 
     def __init__(self, name: str) -> None:
         self.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
     def reached(self, what: str, rank: int) -> None:
         self.store.set(f"{what}/{rank}", b"1")
-        assert self.has(what, rank)  # a set is not answered: now the others see it, too
+        assert self.has(what, rank)  # stores don't confirm a set; now it is visible to all
 
     def has(self, what: str, rank: int) -> bool:
         return self.store.check([f"{what}/{rank}"])
 
     def never(self, what: str, ranks: list[int]) -> None:
-        """None of `ranks` reaches it for as long as one looks."""
         until = time.monotonic() + LOOK_S
         while ranks and time.monotonic() < until:
             for rank in ranks:
-                assert not self.has(what, rank), f"rank {rank} is there already: {what}"
+                assert not self.has(what, rank), f"rank {rank} must not have reached {what}"
 
 
 FirstContext = Callable[[], AbstractContextManager[None]]
@@ -134,7 +127,6 @@ BOTH = pytest.mark.parametrize("first", [ps.master_first, ps.local_master_first]
 
 @contextmanager
 def hosts(nodes: list[list[int]]) -> Iterator[None]:
-    """As if the ranks were spread over several hosts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utilities, "get_nodes", lambda: nodes)
         yield
@@ -150,7 +142,7 @@ def rank_zero_goes_first(first: FirstContext, name: str) -> None:
             log.reached("done", 0)
         else:
             assert log.has("done", 0)
-            if rank == others[-1]:  # all leave together, also if one takes its time
+            if rank == others[-1]:  # all leave together, even if one is slow
                 log.never("left", [0, *others])
             log.reached("done", rank)
     log.reached("left", rank)
@@ -166,7 +158,7 @@ def test_master_first(pools: Pools, first: FirstContext, world_size: int) -> Non
 
 
 def each_host_by_itself(name: str) -> None:
-    """Hosts [0, 3], [1], [2]: the others are done before rank 0 so much as begins."""
+    """Hosts [0, 3], [1], [2]: the others finish before rank 0 begins."""
     world, log = ps.get_world_group(), Log(name)
     rank = world.rank_in_group
     with hosts([[0, 3], [1], [2]]):
@@ -193,7 +185,7 @@ def test_local_master_first_on_several_hosts(pools: Pools) -> None:
 
 
 class Odd(Exception):
-    """Of the body's own."""
+    """A local type."""
 
 
 def body_fails(first: FirstContext, failing: list[int], error: type[BaseException], text: str) -> None:
@@ -205,7 +197,7 @@ def body_fails(first: FirstContext, failing: list[int], error: type[BaseExceptio
         entered = True
         if raising:
             raise error(text)
-    assert entered == (rank == 0 or 0 not in failing), "nobody else runs the body where the first one failed"
+    assert entered == (rank == 0 or 0 not in failing), "if the first rank fails, no other may run the body"
     if raising:
         assert raised.value.args == (text,)
     else:
@@ -289,7 +281,7 @@ def test_master_first_without_init(first: FirstContext) -> None:
 
 
 def simulated_beside_the_real(path: str) -> None:
-    """Each rank is another one of a simulated world, for which it stands alone: no rank waits for another."""
+    """Each rank simulates another rank of another world, and waits for none."""
     world, tp = ps.get_world_group(), ps.get_tp_group()
     for turn in range(1 + world.rank):
         with ps.simulate(turn + 3, 8, 2, 2).use(), ps.master_first(), ps.local_master_first():
@@ -304,9 +296,6 @@ def test_helpers_in_a_simulated_world_beside_a_real_one(pools: Pools, tmp_path: 
     path = tmp_path / "file"
     path.write_bytes(b"content")
     pools(4).run(simulated_beside_the_real, str(path), tp=2, pp=2, timeout_s=DEADLINE_S)
-
-
-# Seeds.
 
 
 def draws() -> list[float]:
@@ -356,11 +345,8 @@ def test_set_random_seed_without_init() -> None:
         numpy.random.set_state(before[2])
 
 
-# Unwrapping.
-
-
 class Holder(nn.Module):
-    """Has a `module`, but is no wrapper."""
+    """Has a `module` attribute, but is no wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +364,7 @@ def wrap_and_unwrap() -> None:
     assert ps.unwrap_dist(DistributedDataParallel(wrapped, process_group=group)) is model
     assert ps.unwrap_dist(model) is model
     wrapped(torch.full((1, 2), float(ps.get_world_group().rank))).sum().backward()
-    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 0.5))  # it is DDP: the mean of 0 and 1
+    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 0.5))  # DDP: the mean of 0 and 1
 
 
 def test_unwrap_dist(pools: Pools) -> None:
@@ -387,12 +373,8 @@ def test_unwrap_dist(pools: Pools) -> None:
     assert ps.unwrap_dist(model) is model
 
 
-# Hosts.
-
-
 @contextmanager
 def segments_made() -> Iterator[list[str]]:
-    """Paths of the segments made within it; afterwards none of them may be there."""
     made: list[str] = []
     real = segment.secrets.token_hex
 
@@ -451,7 +433,7 @@ def test_ranks_of_several_hosts(pools: Pools, tmp_path: Path) -> None:
 
 
 def source_has_no_memory() -> None:
-    """No segment can be made: nobody finds the source, and nobody waits for it."""
+    """No segment can be made, so no rank finds the source or waits for it."""
     world = ps.get_world_group()
     source = 2
     real_open = os.open
@@ -466,7 +448,7 @@ def source_has_no_memory() -> None:
             patch.setattr(os, "open", refuse)
         assert ps.in_the_same_node_as(world, source) == [rank == source for rank in range(4)]
         assert len(made) == (world.rank == source)
-        assert same_node.nodes_of(world) == [[0, 1, 2, 3]], "rank 0 still can"
+        assert same_node.nodes_of(world) == [[0, 1, 2, 3]], "rank 0, which has memory, must find all ranks"
     check_usable(world)
 
 

@@ -1,4 +1,4 @@
-"""The queue behind vLLM's interface: what is sent arrives, waits end by their deadline, and by who is gone."""
+"""The queue behind vLLM's interface. Waits end by their deadline or a peer's exit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(readers: int, **sizes: Any) -> Ends:
 def pair() -> Iterator[tuple[MessageQueue, MessageQueue]]:
     before = set(os.listdir(DIRECTORY))
     writer, (reader,) = made(1)
-    assert set(os.listdir(DIRECTORY)) <= before, "the name is gone when all have come"
+    assert set(os.listdir(DIRECTORY)) <= before, "the segment's name must be removed when all readers are connected"
     yield writer, reader
 
 
@@ -75,7 +75,7 @@ def test_objects_arrive_at_all_readers(readers: int) -> None:
     for result in results:
         assert equal(result, OBJECTS * 3)
     for result in results:
-        result[4] += 1  # what arrives may be written to
+        result[4] += 1  # received arrays are writable
 
 
 def test_a_timeout_sends_and_takes_nothing(pair: tuple[MessageQueue, MessageQueue]) -> None:
@@ -87,7 +87,7 @@ def test_a_timeout_sends_and_takes_nothing(pair: tuple[MessageQueue, MessageQueu
         while True:
             writer.enqueue(sent, timeout=0.1)
             sent += 1
-    assert sent >= 9  # max_chunks, but for what the handshake may hold
+    assert sent >= 9  # max_chunks, minus chunks that the handshake uses
     assert [reader.dequeue(timeout=1) for _ in range(sent)] == list(range(sent))
     writer.enqueue("after", timeout=1)
     assert reader.dequeue(timeout=1) == "after"

@@ -32,7 +32,7 @@ try:
     has_ops = native.load().has_ops
 except native.NativeUnavailableError:
     has_ops = False
-pytestmark = pytest.mark.skipif(not has_ops, reason="no compiled ops")
+pytestmark = pytest.mark.skipif(not has_ops, reason="the library has no ops")
 
 
 def _walks() -> dict[str, list[tuple[str, str]]]:
@@ -47,7 +47,6 @@ def _walks() -> dict[str, list[tuple[str, str]]]:
 
 
 def _files_of_package(names: Iterable[str]) -> list[str]:
-    """Returns the files of both packages among `names`, each once, as paths in the checkout."""
     found: dict[str, None] = {}
     for name in names:
         path = Path(name)
@@ -57,9 +56,9 @@ def _files_of_package(names: Iterable[str]) -> list[str]:
 
 
 def _way_into_the_library(call: Callable[[], Any], prefix: str) -> list[str]:
-    """Returns the packages' files on the Python stack when `call` first calls a library function, and its name.
+    """Returns the packages' files on the Python stack at the first call of a library function, and its name.
 
-    `prefix`: how that function's name begins.
+    `prefix`: of that function's name.
     """
     found: list[str] = []
 
@@ -101,13 +100,12 @@ def _recv_tensor_dict() -> list[str]:
 
 
 def _death() -> list[str]:
-    """Returns the files of the traceback of the error that a death raises."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(2)
     group, x = ps.get_tp_group(), torch.ones(2048)
     group.all_reduce(x)
     if group.rank_in_group == 1:
-        time.sleep(0.2)  # the other rank waits in its call
+        time.sleep(0.2)  # the peer waits in its call
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         group.all_reduce(x)
@@ -117,7 +115,7 @@ def _death() -> list[str]:
 
 
 def _python_stops(title: str) -> list[str]:
-    """Returns the Python files of a walk without the group's getter, which isn't on the call's stack."""
+    """Returns a walk's Python files without the getter, which has returned before the call."""
     return [file for file, _ in _walks()[title] if file.endswith(".py") and file != "parallel_state/state.py"]
 
 

@@ -1,6 +1,6 @@
-"""Each argument of each call of a group, one at a time, gets a wrong value: UsageError at once, or the call works.
+"""A wrong value for any single argument of any call raises UsageError at once, or the call works.
 
-Both ranks make the same calls with the same wrong argument. A call that takes the value after all must go on to work.
+Both ranks pass the same wrong argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AT_ONCE_S = 1.0
 
 
 class Odd:
-    """A value that nothing takes, and that doesn't travel."""
+    """A value that no call accepts or sends."""
 
 
 WRONG: dict[str, Callable[[], Any]] = {
@@ -41,18 +41,18 @@ ONLY_AT_THE_SOURCE = {
     "scatter": ("x",), "broadcast_tensor_dict": ("out",), "broadcast_object_list": ("obj_list",),
     "broadcast_tensor_dict, spec": ("tensor_dict",),
 }  # fmt: skip
-"""Arguments that one rank alone knows to be wrong: the other waits for it until its deadline, as documented."""
+"""Only one rank can detect these. The other waits until its deadline, as documented."""
 TOLD_TO_THE_RECEIVER = {
     "send_object": ("obj",), "isend_object": ("obj",),
     "send_tensor_dict": ("tensor_dict",), "isend_tensor_dict": ("tensor_dict",),
 }  # fmt: skip
-"""Arguments that can't travel: the receiver raises RemoteError in the place of the message."""
+"""They can't be sent, so the receiver raises RemoteError instead of receiving."""
 
 
 class Call(NamedTuple):
     """A call that is right with its `arguments`.
 
-    `before` sends what a receive needs, and `after` takes that where the call didn't; `taken` takes what a call sent.
+    `before` sends what a receive needs. `after` receives that if the call failed; `taken` receives what the call sent.
     """
 
     function: Callable[..., Any]
@@ -173,7 +173,7 @@ def _calls(group: ps.GroupCoordinator) -> dict[str, Call]:
 
 
 def _legal(name: str, parameter: str, value: str) -> bool:
-    """Returns True for values that are right by themselves, but not beside what the peer does."""
+    """True for values that are valid, but don't fit the peer's call."""
     if parameter in ONLY_AT_THE_SOURCE.get(name, ()):
         return True
     return (name, parameter, value) in {
@@ -191,7 +191,6 @@ def _tried(part: int, parts: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _outcome(group: ps.GroupCoordinator, name: str, parameter: str, value: str) -> str:
-    """What became of the call: "" if it is as it should be."""
     call = _calls(group)[name]
     call.before()
     started = time.monotonic()

@@ -1,1 +1,1 @@
-"""Real engines and trainers over this library; `make test-engines`, not a part of `make test`."""
+"""Tests with real engines and trainers: `make test-engines`."""

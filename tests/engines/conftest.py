@@ -1,4 +1,4 @@
-"""Fixtures of the tests with real engines: models, and this project's entry points. `make test-engines` runs them."""
+"""Fixtures: models, and this project's entry points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engines import running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves the engines' tests out where the engines aren't: their files import them within tests alone."""
+    """Skips these tests without the engines, which only test bodies import."""
     if find_spec("vllm") is None:
         for item in items:
             if item.path.is_relative_to(Path(__file__).parent):
@@ -36,5 +36,5 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for a program's PYTHONPATH: with it this project's entry points are found, installed or not."""
+    """A folder for PYTHONPATH that makes this project's entry points known, installed or not."""
     return running.entry_points(tmp_path_factory.mktemp("entry_points"))

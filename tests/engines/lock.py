@@ -1,10 +1,9 @@
-"""Writes the lock file of `make test-engines` after an environment in which its tests pass.
+"""Writes the lock file of `make test-engines` from an environment in which its tests pass.
 
-    python -m tests.engines.lock PYTHON      # of that environment
+    python -m tests.engines.lock PYTHON             # of that environment
 
-Versions and licences are the environment's; the digests are the index's, of every wheel of that version that fits Linux
-and the Pythons of `PYTHONS`, or of the source where there is none. pip's configuration says which index; the file names
-none.
+Versions and licenses are the environment's. Digests are from pip's index: of all wheels that fit Linux and `PYTHONS`,
+or else of the source.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LOCK = Path(__file__).with_name("requirements.txt")
 BUILT = Path(__file__).with_name("requirements-built.txt")
 PYTHONS = ("311", "312", "313")
 LEFT_OUT = {"torch", "pip", "parallel-state"}
-"""torch comes from where the machine's builds are, and pip with the environment."""
+"""torch depends on the machine, and pip is part of the environment."""
 FITS = re.compile(rf"-(py3|py2\.py3|cp({'|'.join(PYTHONS)})|cp3\d+-abi3)-.*(-any|manylinux\S*_(x86_64|aarch64))\.whl$")
 
 READ = """
@@ -39,7 +38,6 @@ print(json.dumps(sorted({name.lower(): (name, *rest) for name, *rest in found}.v
 
 
 def pins(python: str) -> Iterator[tuple[str, str, str]]:
-    """Yields the environment's projects, their versions and licences."""
     done = subprocess.run([python, "-c", READ], capture_output=True, text=True, check=True)
     for project, version, licence in json.loads(done.stdout):
         if re.sub(r"[-_.]+", "-", project).lower() not in LEFT_OUT:
@@ -47,7 +45,6 @@ def pins(python: str) -> Iterator[tuple[str, str, str]]:
 
 
 def files(projects: Iterable[str]) -> Iterator[list[Any]]:
-    """Yields the links that the index has for each project."""
     from pip._internal.commands import create_command
     from pip._internal.index.collector import parse_links
 
@@ -67,7 +64,7 @@ def files(projects: Iterable[str]) -> Iterator[list[Any]]:
 
 
 def of_version(links: Iterable[Any], project: str, version: str) -> tuple[bool, list[str]]:
-    """Returns whether there are wheels that fit, and the digests of these, or else of the source."""
+    """Returns True and the digests of wheels that fit, or False and the source's."""
     name = re.sub(r"[-_.]+", "[-_.]+", re.escape(project.lower()).replace(r"\-", "-").replace(r"\.", "."))
     start = re.compile(rf"{name}-{re.escape(version)}(?=-|\.tar|\.zip)", re.IGNORECASE)
     named = {link.filename: link.hash for link in links if start.match(link.filename) and link.hash_name == "sha256"}

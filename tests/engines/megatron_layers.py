@@ -1,10 +1,9 @@
-"""Megatron-core's layers, model, data parallelism, optimizer and pipeline in two ranks on the CPU; a program.
+"""Program: Megatron-core's layers, model, data parallelism, optimizer and pipeline in two ranks on the CPU.
 
     python megatron_layers.py stock|ours FOLDER [CASE …]
 
-Each rank writes FOLDER/CASE.RANK.pt, {what: tensor}, or CASE.RANK.txt, the error.
-
-What Megatron wants of CUDA without need (the current device, tensors on "cuda", a type's name) is answered for the CPU.
+Each rank writes FOLDER/CASE.RANK.pt, {what: tensor}, or CASE.RANK.txt, the error. Megatron's unnecessary uses of CUDA
+are redirected to the CPU.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ def main(which: str, folder: Path, names: list[str]) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import torch_norm
 
-    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # seeds of CUDA; nothing here drops out
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # CUDA's seeds; these layers have no dropout
     make = torch_norm.WrappedTorchNorm.__new__
 
     def norm(kind: type, config: Any, *sizes: Any, **options: Any) -> Any:
-        alone = copy.copy(config)  # it refuses sequence parallelism, whose part of these gradients DDP's end would do
+        alone = copy.copy(config)  # it refuses sequence parallelism, whose gradients DDP would complete
         alone.sequence_parallel = False
         return make(kind, alone, *sizes, **options)
 
@@ -253,7 +252,7 @@ def pipeline() -> Found:
 
 
 def collection() -> Found:
-    """The ranks of each group in Megatron's collection; over ours, of the one that we make as well."""
+    """Returns the ranks of each group in Megatron's collection; over ours, also of the one that we make."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

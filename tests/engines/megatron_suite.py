@@ -1,10 +1,9 @@
-"""Runs Megatron's own test of its parallel state in eight ranks, over its state and gloo or over ours; a program.
+"""Program: Megatron's own test of its parallel state in eight ranks, over its state and gloo, or over ours.
 
-    python megatron_suite.py SOURCE stock|ours FOLDER      FOLDER/RANK.json: [[test, outcome, what it said], …]
+    python megatron_suite.py SOURCE stock|ours FOLDER    FOLDER/RANK.json: [[test, outcome, what it said], …]
 
-The file is taken as it is. It asks for CUDA, NCCL and one GPU for each rank: those calls are answered as on such a
-machine, and what is made over NCCL is made over gloo, or over our backend. Megatron's `training`, which the file's
-helper imports and doesn't use, is left out.
+The test file is unchanged. Its calls for CUDA and NCCL are answered as on a machine with one GPU per rank; its NCCL
+groups use gloo or our backend. Megatron's `training`, an unused import, is replaced by an empty module.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main(source: Path, which: str, folder: Path) -> None:
         setattr(unused, name, None)
     sys.modules["megatron.training"] = types.ModuleType("megatron.training")
     sys.modules["megatron.training.argument_utils"] = unused
-    import megatron.core  # once, before the ranks are forked
+    import megatron.core  # once, before the fork
 
     assert (megatron.core.parallel_state.__name__ == "megatron.core.parallel_state") == (which == "stock")
     stand_in_for_cuda("gloo" if which == "stock" else "parallel_state")
@@ -60,7 +59,7 @@ def main(source: Path, which: str, folder: Path) -> None:
 
 
 def await_all(children: list[int], folder: Path) -> None:
-    """Returns when the ranks have ended; ends them where no test has for a while: over gloo one waits for ever."""
+    """Waits for the ranks. Kills them after a time without a finished test: gloo can wait forever."""
     left, progress = set(children), time.monotonic()
     seen: list[int] = []
     while left:
@@ -96,7 +95,7 @@ def stand_in_for_cuda(backend: str) -> None:
 
 
 class Outcomes:
-    """Writes how each test ended on this rank, as soon as it has; ends what stock's tests leave of groups."""
+    """Records each test's outcome on this rank at once, and destroys groups that stock's tests leave."""
 
     def __init__(self, which: str, path: Path) -> None:
         self._which, self._path, self._found = which, path, list[list[str]]()
@@ -107,7 +106,7 @@ class Outcomes:
             self._path.write_text(json.dumps(self._found))
 
     def pytest_runtest_teardown(self, item: Any) -> None:
-        """Megatron forgets its groups without destroying them: gloo's threads would be hundreds by the tenth test."""
+        """Megatron doesn't destroy its groups, so gloo would have hundreds of threads by the tenth test."""
         import torch.distributed as dist
 
         if self._which == "stock" and dist.is_initialized():

@@ -1,9 +1,8 @@
-"""mini-sglang's own embedding, linear layers and head on two ranks of a CPU, with whatever communicator it has.
+"""Program: mini-sglang's embedding, linear layers and head on two CPU ranks, over the communicator that it finds.
 
     python minisgl_program.py RESULTS
 
-Two shims: `minisgl.kernel.indexing` is a CUDA kernel, compiled at its first use, and here a look-up of torch's; NVTX's
-ranges, which torch's build for the CPU lacks, are none.
+Two shims: torch's look-up replaces the CUDA kernel `minisgl.kernel.indexing`, and NVTX ranges do nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def rank_of(rank: int, port: int, results: str) -> None:
         from parallel_state.compat.minisgl import install
 
         install()
-        from minisgl.distributed import destroy_distributed  # ours, which ends the group as well
+        from minisgl.distributed import destroy_distributed  # ours, which destroys the group too
     minisgl.kernel.indexing = lambda **given: indexing(torch, **given)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0  # type: ignore[assignment]
     set_tp_info(rank, SIZE)

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and a tokenizer of bytes, made by code: nothing is fetched."""
+"""Makes tiny models with random weights and a tokenizer of bytes. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": END_OF_TEXT,
 }  # fmt: skip
-"""What a CPU engine takes: heads of 32, layers and heads that two and two ranks share. Wide weights, so that the most
-likely token stands out by more than rounding."""
+"""Sizes that CPU engines accept: heads of 32; layers and heads divide by two. Wide weights keep the most likely token
+clear of rounding.
+"""
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
@@ -24,7 +25,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make(kind: str, folder: Path, seed: int = 0, **sizes: Any) -> Path:
-    """Writes a model of a kind and its tokenizer into a folder, as `from_pretrained` and the engines read it."""
     import torch
     import transformers
 
@@ -37,7 +37,7 @@ def make(kind: str, folder: Path, seed: int = 0, **sizes: Any) -> Path:
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer with a token for each byte, and one that ends a text."""
+    """Returns a tokenizer with one token per byte, and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

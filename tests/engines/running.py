@@ -1,4 +1,4 @@
-"""Programs under a deadline, which end with everything below them, and what tests of engines need to start one."""
+"""Runs programs of engines with a deadline, and kills all their descendants at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 20_000
 
 
 def source(engine: str) -> Path:
-    """Returns an engine's source checkout, as its variable (PARALLEL_STATE_MEGATRON_SOURCE) says; skips without."""
+    """Returns an engine's source checkout from its variable (PARALLEL_STATE_MEGATRON_SOURCE), or skips."""
     variable = f"PARALLEL_STATE_{engine.upper().replace('-', '_')}_SOURCE"
     path = os.environ.get(variable)
     if not path or not Path(path).is_dir():
@@ -38,7 +38,7 @@ def source(engine: str) -> Path:
 
 
 def environment(*paths: Path, **variables: str) -> dict[str, str]:
-    """Returns variables for a program: this project and `paths` are importable, no launcher's are set, no network."""
+    """Returns variables for a program: this project and `paths` are importable; no launcher, no network."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -49,7 +49,7 @@ def environment(*paths: Path, **variables: str) -> dict[str, str]:
 
 
 def entry_points(folder: Path) -> Path:
-    """Returns a folder for PYTHONPATH by which this project's entry points are found, if it isn't installed here."""
+    """Returns a folder for PYTHONPATH that makes this project's entry points known, if it isn't installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return Path(str(importlib.metadata.distribution("parallel-state").locate_file("")))
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
@@ -64,14 +64,14 @@ def free_port() -> int:
 
 
 class Started:
-    """A program whose whole tree ends with the block, whatever its processes do about signals and sessions.
+    """A program whose whole process tree is killed at the end of the block.
 
     with Started([sys.executable, "-m", "vllm…"], environment()) as server:
         server.wait_for("ready", timeout_s=60)
     """
 
     def __init__(self, command: Sequence[str | Path], variables: dict[str, str], cwd: Path | None = None) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to this process
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # this process adopts orphans
         self._before = descendants()
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log")  # noqa: SIM115
         self._command = list(map(str, command))
@@ -82,11 +82,10 @@ class Started:
 
     @property
     def output(self) -> str:
-        """Returns all it has written so far, to stdout and stderr."""
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float) -> str:
-        """Returns its output when it has ended well; AssertionError with its last lines if not, or if it is late."""
+        """Returns its output after success. Raises AssertionError with its last lines after failure or timeout."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         code = self.process.returncode
@@ -95,7 +94,7 @@ class Started:
         return self.output
 
     def wait_for(self, words: str, timeout_s: float) -> str:
-        """Returns its output once it holds the words; AssertionError if it ended, or is late."""
+        """Returns its output once that contains `words`. Raises AssertionError if it exited or is late."""
         until = time.monotonic() + timeout_s
         while words not in self.output:
             late, ended = time.monotonic() > until, self.process.poll() is not None
@@ -104,7 +103,6 @@ class Started:
         return self.output
 
     def end(self) -> None:
-        """Kills what runs of it, and of what it started."""
         while left := descendants() - self._before:
             for pid in left:
                 with suppress(ProcessLookupError):
@@ -125,16 +123,13 @@ class Started:
 
 
 def run(command: Sequence[str | Path], variables: dict[str, str], timeout_s: float, cwd: Path | None = None) -> str:
-    """Returns the output of a program that ends well by a deadline, with all that it started."""
     with Started(command, variables, cwd) as program:
         return program.wait(timeout_s)
 
 
 def python(*arguments: str | Path) -> list[str]:
-    """Returns a command of this environment's interpreter."""
     return [sys.executable, *map(str, arguments)]
 
 
 def torchrun(size: int, *arguments: str | Path) -> list[str]:
-    """Returns a command that runs a script in so many ranks."""
     return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments)

@@ -1,11 +1,9 @@
-"""One program in SGLang's own words, whose ranks run on SGLang's parallel state, on ours by name, or with the plug-in.
+"""Program: SGLang's own calls, over SGLang's parallel state, over ours by its names, or with the plug-in.
 
     python sglang_program.py stock|compat|plugin RESULTS
 
-In `compat` ours stand where SGLang's modules of the same names would be imported, and nothing else is changed.
-
-One shim: modules without contents stand for sgl_kernel, which has no build for a CPU, and for torchvision, whose wheels
-are built for torch with CUDA. SGLang imports both; what is called of them raises.
+In `compat` our modules replace SGLang's of the same names. One shim: empty modules replace sgl_kernel, which has no
+build for CPUs, and torchvision, whose wheels need CUDA. SGLang imports both; calls of their names raise.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ ROUNDS, CALLS = 5, 40
 
 
 class Nothing:
-    """Any name of a module that isn't there: an error when it is called."""
+    """Any name of an absent module. Calling it raises."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +47,7 @@ class Nothing:
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that aren't installed, all names of which are there and none of which works."""
+    """Finds absent modules. They have every name, and none works."""
 
     def __init__(self, *names: str) -> None:
         self.names = {name for name in names if importlib.util.find_spec(name) is None}
@@ -73,7 +71,7 @@ def groups_of(parallel: Any) -> dict[str, Any]:
 
 
 def calls(torch: Any, group: Any, rank: int) -> list[Any]:
-    """Returns the result of every call of SGLang's coordinator, on small integers: sums don't depend on order."""
+    """Returns the result of every call of SGLang's coordinator, on small integers: sums don't depend on the order."""
     size, at = group.world_size, group.rank_in_group
     random = torch.Generator().manual_seed(rank)
     x = torch.randint(-9, 9, (4 * size, 6), generator=random).to(torch.bfloat16)
@@ -116,7 +114,6 @@ def calls(torch: Any, group: Any, rank: int) -> list[Any]:
 
 
 def layers(torch: Any, parallel: Any) -> list[Any]:
-    """SGLang's own embedding and linear layers, with equal weights in every run."""
     from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -135,7 +132,7 @@ def layers(torch: Any, parallel: Any) -> list[Any]:
 
 
 def timed(torch: Any, group: Any) -> dict[str, float]:
-    """Microseconds of one call, by the fastest of some rounds: other programs run on the machine."""
+    """Returns microseconds per call, of the fastest round, because other programs run too."""
     found = {}
     for kib in (8, 64, 1024):
         x = torch.zeros(kib * 512, dtype=torch.bfloat16)
@@ -197,7 +194,7 @@ def main(mode: str, results: str) -> None:
     import transformers.models.auto.processing_auto  # noqa: F401
     from transformers.utils import is_torchvision_available
 
-    assert not is_torchvision_available()  # which it remembers; it would take the module below for one
+    assert not is_torchvision_available()  # SGLang caches the answer, which the module below would change
     sys.meta_path.append(Absent("sgl_kernel", "torchvision"))
     if mode == "compat":
         from parallel_state.compat.sglang import install

@@ -1,4 +1,4 @@
-"""DeepSpeed with our mpu: the names that it asks for, and ZeRO over tp × dp, against Megatron-core's groups."""
+"""DeepSpeed with our mpu: the names that it uses, and ZeRO over tp × dp, compared with Megatron-core's groups."""
 
 from __future__ import annotations
 
@@ -115,25 +115,24 @@ def _train(kind: str, size: int, folder: Path, stages: tuple[int, ...] = (1, 2))
 
 
 def test_zero_over_tensor_parallel_layers(tmp_path: Path) -> None:
-    """Two ranks have one order to add in, so nothing may differ by a bit: losses, norms, weights, sizes."""
+    """Two ranks have one order of additions, so losses, norms, weights and sizes are equal bit for bit."""
     ours, theirs = (_train(kind, 4, tmp_path) for kind in ("ours", "megatron"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_zero_3_over_tensor_parallel_layers(tmp_path: Path) -> None:
-    """Weights are cut over the data-parallel group of two, and gathered for each layer."""
     ours, theirs = (_train(kind, 4, tmp_path, (3,)) for kind in ("ours", "megatron"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_zero_without_sizes(tmp_path: Path) -> None:
-    """Nobody said any: data parallelism alone, as without an mpu."""
+    """Without sizes there is only data parallelism, as without an mpu."""
     ours, theirs = (_train(kind, 2, tmp_path) for kind in ("on demand", "none"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def _asked() -> set[str]:
-    """The names that DeepSpeed's files ask of an mpu: `mpu.x`, `self.mpu.x`, `groups.mpu.x`, and by hasattr."""
+    """Names that DeepSpeed's files use of an mpu: `mpu.x`, `self.mpu.x`, `groups.mpu.x`, and by hasattr."""
     spec = find_spec("deepspeed")
     assert spec is not None and spec.submodule_search_locations
     found = set()

@@ -1,4 +1,4 @@
-"""examples/ that need engines print what they say, each as a user starts it."""
+"""examples/ that need engines print what they say, started as by a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.examples import WITH_ENGINES, check
 
 DEADLINE_S = 600.0
 SOURCES = {"nano_vllm": "nano-vllm"}
-"""What an example needs the source of, as its variable says."""
+"""Example -> the engine whose source it needs."""
 
 
 @pytest.mark.parametrize("example", WITH_ENGINES, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Megatron-core over our parallel state in place of its own: its own test, layers, DDP, optimizer, schedule."""
+"""Megatron-core over our parallel state: its own test, layers, DDP, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ Outcomes = list[dict[str, tuple[str, str]]]
 
 
 def outcomes(source: Path, which: str, folder: Path) -> Outcomes:
-    """Returns how each test ended, with what it said, by rank."""
     folder.mkdir()
     program = ["nice", *running.python(HERE / "megatron_suite.py", source, which, folder)]
-    # Eight ranks' groups over gloo are thousands of connections, of which most are never used; ours make none of those.
+    # Gloo's groups of eight ranks have thousands of connections, mostly unused. Ours make none of those.
     lazily = {"TORCH_GLOO_LAZY_INIT": "1"} if which == "stock" else {}
     running.run(program, running.environment(**lazily), timeout_s=1800)
     return [
@@ -39,7 +38,7 @@ def outcomes(source: Path, which: str, folder: Path) -> Outcomes:
 
 
 def outcomes_over_its_own_state(source: Path, folder: Path) -> Outcomes:
-    """Returns `outcomes`, which follow from Megatron's source and torch, and take minutes: so they are kept."""
+    """Cached `outcomes`: they take minutes, and depend only on Megatron's source and torch."""
     digest = hashlib.sha256(f"gloo {torch.__version__}".encode())
     test = source / "tests" / "unit_tests" / "test_parallel_state.py"
     for path in (HERE / "megatron_suite.py", test, *sorted((source / "megatron" / "core").glob("*.py"))):
@@ -64,7 +63,7 @@ def test_its_own_test_passes_as_far_as_over_its_own_state(tmp_path: Path) -> Non
     ]
     assert not worse
     passed = [sum(outcome == "passed" for outcome, _ in each.values()) for each in found]
-    assert min(passed) >= 70  # of 82, in 22 functions; main of August 2026 refuses three of them itself
+    assert min(passed) >= 70  # of 82, in 22 functions; main of August 2026 itself refuses three
 
 
 def test_nothing_that_its_own_tree_imports_is_missing() -> None:
@@ -74,13 +73,12 @@ def test_nothing_that_its_own_tree_imports_is_missing() -> None:
     assert specification is not None and specification.origin is not None
     tree, state = Path(specification.origin).parent, "megatron.core.parallel_state"
     missing = compat_names.missing_names(megatron, tree, state, "megatron.core.mpu")
-    assert missing.keys() <= {"get_data_and_context_parallel_group"}, "that one Megatron's own module hasn't, either"
+    assert missing.keys() <= {"get_data_and_context_parallel_group"}, "Megatron's own module lacks that name too"
     assert len(compat_names.imported_names(tree, state)) > 40
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Path]]:
-    """Runs both programs once; gives the files of a case's ranks."""
     folders = {which: tmp_path_factory.mktemp(which) for which in ("stock", "ours")}
     for which, folder in folders.items():
         running.run(running.python(HERE / "megatron_layers.py", which, folder), running.environment(), timeout_s=600)
@@ -94,5 +92,5 @@ def test_gives_what_it_gives_over_its_own_state_and_gloo(case: str, results: Cal
             assert path.exists(), path.with_suffix(".txt").read_text()
         expected, found = torch.load(stock), torch.load(ours)
         assert expected.keys() == found.keys() and expected
-        for what, tensor in expected.items():  # two ranks: a sum of two is the same in any order
+        for what, tensor in expected.items():  # a sum of two is equal in any order
             assert torch.equal(found[what], tensor), (what, (found[what] - tensor).abs().max())

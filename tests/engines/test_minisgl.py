@@ -1,6 +1,6 @@
-"""mini-sglang's own layers on two ranks over torch.distributed and over ours: equal results.
+"""mini-sglang's own layers on two ranks give equal results over torch.distributed and over ours.
 
-Its engine takes CUDA for granted (streams, graphs, FlashInfer, kernels compiled by nvcc); its layers run on a CPU.
+Its engine requires CUDA; its layers run on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The programs that the other tests are about are there, and what those tests rest on holds."""
+"""Assumptions of the other tests about models and programs hold."""
 
 from __future__ import annotations
 

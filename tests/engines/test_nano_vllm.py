@@ -1,5 +1,5 @@
-"""nano-vllm's own engine and layers with tensor parallelism, by the stand-ins of examples/nano_vllm.py: over this
-backend two ranks have the logits that gloo gives them to the bit, and the tokens of one rank.
+"""nano-vllm's engine and layers with tensor parallelism, by examples/nano_vllm.py's stand-ins. Two ranks over this
+backend give gloo's logits bit for bit, and the tokens of one rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_two_ranks_have_the_tokens_of_one_and_the_logits_of_gloo(models: Callabl
     (one, one_logits), (gloo, gloo_logits), (ours, ours_logits) = torch.load(tmp_path / "found.pt", weights_only=True)
     assert [len(tokens) for tokens in one] == [24] * 4 and len({token for tokens in one for token in tokens}) > 8
     assert ours == gloo == one
-    assert len(ours_logits) == len(one_logits) > 24, "the prompts of a warm-up and of a batch, then token by token"
+    assert len(ours_logits) == len(one_logits) > 24, "logits of a warm-up, of the prompts, and of each token"
     torch.testing.assert_close(ours_logits, gloo_logits, rtol=0, atol=0)
-    # float32, in which the halves of each row-parallel product are added after each was summed.
+    # float32: each row-parallel product is the sum of two partial sums.
     torch.testing.assert_close(ours_logits[1:], one_logits[1:], rtol=1e-3, atol=1e-3)

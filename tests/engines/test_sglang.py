@@ -1,6 +1,6 @@
-"""SGLang 0.5.23 itself, over its own parallel state, over ours by its names, and with the plug-in: equal results.
+"""SGLang 0.5.23 gives equal results over its parallel state, over ours by its names, and with the plug-in.
 
-Its engine doesn't run here: sgl_kernel, without which models can't be imported, has no build for a CPU on the index.
+Its engine can't run here: its models import sgl_kernel, which has no build for CPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="make test-e
 
 @pytest.fixture(scope="module")
 def found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Returns each rank's findings, by the way in which it ran."""
     import torch
 
     folder = tmp_path_factory.mktemp("sglang")
@@ -42,7 +41,6 @@ def found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def differences(ours: Any, theirs: Any, at: str) -> list[str]:
-    """Names the places in which two results differ, bit for bit."""
     import torch
 
     if isinstance(theirs, torch.Tensor):
@@ -78,7 +76,7 @@ def test_the_plug_in_changes_the_backend(
 
 
 def test_nothing_that_its_own_tree_imports_is_missing() -> None:
-    """But what `MISSING` says: the buffers of a batch, and ranks that join."""
+    """`MISSING` lists exceptions: the buffers of a batch, and ranks that join."""
     from parallel_state.compat import sglang
 
     specification = find_spec("sglang")
@@ -94,7 +92,7 @@ def test_nothing_that_its_own_tree_imports_is_missing() -> None:
 
 
 def test_the_entry_point_stands_back(plugins: Path) -> None:
-    """SGLang stays as it was where the plug-in isn't asked, off its CPU engine, and in another version."""
+    """SGLang is unchanged if the plug-in isn't requested, on other devices, or in another version."""
     code = (
         "import sys, os; os.environ['SGLANG_PLUGINS'] = 'parallel_state'\n"
         "from sglang.srt.plugins import load_plugins\n"

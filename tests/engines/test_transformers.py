@@ -1,4 +1,4 @@
-"""transformers over `backend="parallel_state"`: its tensor-parallel plans, and its Trainer, as over gloo."""
+"""transformers' tensor-parallel plans and Trainer give the same over `backend="parallel_state"` as over gloo."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def run(backend):
 
 
 def _run(code: str, model: Path, folder: Path, size: int = 2) -> list[list[object]]:
-    """Returns what the ranks found over this backend and over gloo."""
     (folder / "program.py").write_text(code + BOTH)
     run(torchrun(size, folder / "program.py", model, folder), environment(), DEADLINE_S, cwd=folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
@@ -91,7 +90,7 @@ def test_a_tensor_parallel_plan(kind: str, models: Callable[..., Path], tmp_path
     logits, told, _ = torch.load(tmp_path / "one.pt", weights_only=True)
     for ours, gloo in found:
         torch.testing.assert_close(ours, gloo, rtol=0, atol=0)
-        assert ours[2], "no weight was divided"
+        assert ours[2], "no weight was sharded"
         assert torch.equal(ours[1], told) and told.shape[1] == 8 + 24
         torch.testing.assert_close(ours[0], logits, rtol=1e-3, atol=1e-3)
 

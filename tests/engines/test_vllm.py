@@ -1,4 +1,4 @@
-"""vLLM's CPU engine as it is, and on this project by its plug-in: the same tokens, and an end that names who is gone.
+"""vLLM's CPU engine, stock and with our plug-in: the same tokens, and errors that name the dead rank.
 
 `python -m tests.engines.test_vllm --report` prints tokens per second, start-up and first-token times of both, in turns.
 """
@@ -26,7 +26,7 @@ TIMEOUT_S = float(os.environ.get("ENGINE_TIMEOUT_S", "600"))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "tp2-compiled": {"tensor_parallel_size": 2, "enforce_eager": False},
-    # Compiled alone: eagerly a later stage of vLLM 0.32's own CPU runner has no buffer for what the one before sends.
+    # Only compiled: eagerly, the second stage of vLLM 0.32's CPU runner lacks a receive buffer.
     "pp2": {"pipeline_parallel_size": 2, "enforce_eager": False},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enforce_eager": False},
 }
@@ -38,10 +38,9 @@ Run = Callable[..., tuple[dict[str, Any], str]]
 def run_engine(
     model: Path, options: dict[str, Any], plugins: Path, *arguments: str, ours: bool = True, **variables: str
 ) -> tuple[dict[str, Any], str]:
-    """Returns the program's result and its log."""
     given = {"PARALLEL_STATE_PLUGIN": "vllm"} if ours else {"PARALLEL_STATE_PLUGIN": ""}
-    # Workers aren't bound to cores: machines of a few cores have fewer than vLLM would take.
-    given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of the program run in its workers
+    # Workers aren't bound to cores: vLLM would take more than small machines have.
+    given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the workers run functions of the program
     environment = running.environment(plugins, VLLM_CPU_OMP_THREADS_BIND="nobind", **given, **variables)
     command = running.python(PROGRAM, model, json.dumps(options), *arguments)
     output = running.run(command, environment, TIMEOUT_S)
@@ -58,7 +57,7 @@ def run(plugins: Path) -> Run:
 
 
 def test_nothing_that_its_own_tree_imports_is_missing() -> None:
-    """But what `MISSING` says: two names of its elastic expert parallelism."""
+    """`MISSING` lists exceptions: two names of elastic expert parallelism."""
     from parallel_state.compat import vllm
 
     specification = find_spec("vllm")
@@ -83,9 +82,9 @@ def test_the_same_tokens(layout: str, models: Callable[..., Path], run: Run) -> 
 
 
 def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
-    """A mixture of experts, TP2 × EP2, has the tokens of vLLM's own TP2, where each expert is cut instead.
+    """A mixture of experts with TP2 × EP2 gives the tokens of vLLM's TP2, which cuts each expert.
 
-    vLLM 0.32's own EP2 ends with a segmentation fault: its kernel for CPUs reads behind a rank's experts.
+    vLLM 0.32's own EP2 crashes: its CPU kernel reads past a rank's experts.
     """
     model, split = models("qwen3_moe"), {"tensor_parallel_size": 2}
     stock, _ = run(model, split, ours=False)
@@ -96,7 +95,7 @@ def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
 
 
 def test_experts_of_two_replicas(models: Callable[..., Path], run: Run) -> None:
-    """DP2 × EP2: each layer's tokens go to both replicas and back, by dispatch and combine over our groups."""
+    """DP2 × EP2: dispatch and combine over our groups exchange each layer's tokens between replicas."""
     model = models("qwen3_moe")
     stock, _ = run(model, {"tensor_parallel_size": 2}, ours=False)
     ours, _ = run(model, {"enable_expert_parallel": True}, "--replicas", "2")
@@ -113,7 +112,7 @@ def test_a_killed_worker_is_named(models: Callable[..., Path], run: Run) -> None
 
 
 def test_each_survivor_of_another_stage_says_who_died(models: Callable[..., Path], run: Run, tmp_path: Path) -> None:
-    """TP2 × PP2: the last worker ends; one waits for it, one for that one, and one for nobody, in a third's group."""
+    """TP2 × PP2. The last worker is killed. Rank 2 waits for it, rank 0 for rank 2, and rank 1 for rank 0."""
     result, _ = run(models("llama"), LAYOUTS["tp2pp2"], "--survivors", str(tmp_path))
     (died, _), *found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (3, 0, 1, 2)]
     for at, error in found:
@@ -147,7 +146,7 @@ def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plug
 
 
 def installed(folder: Path) -> None:
-    """Writes another project into a folder for PYTHONPATH: a platform of vLLM's, and the entry point that names it."""
+    """Writes another project with a vLLM platform and its entry point into a folder for PYTHONPATH."""
     (folder / "some_accelerator.py").write_text("def register():\n    return 'some_platform.SomePlatform'\n")
     (folder / "some_platform.py").write_text(
         "from vllm.platforms.cpu import CpuPlatform\n\n\nclass SomePlatform(CpuPlatform):\n    pass\n"
@@ -168,10 +167,7 @@ print("PLATFORM", type(platforms.current_platform).__name__)
 
 @pytest.mark.parametrize("other", ["none", "CUDA", "a plug-in"])
 def test_vllm_chooses_the_other_platform(other: str, plugins: Path, tmp_path: Path) -> None:
-    """vLLM's own choice among platforms, where CUDA is there, another plug-in is, or nothing else.
-
-    The builtin plug-ins, which look for a driver and at vLLM's build, answer as those of a build for CUDA do.
-    """
+    """vLLM prefers CUDA or another plug-in's platform to ours. Its builtin plug-ins answer as in a build for CUDA."""
     installed(tmp_path)
     more = {"VLLM_PLUGINS": "parallel_state" if other != "a plug-in" else "parallel_state,some_accelerator"}
     variables = running.environment(tmp_path, plugins, PARALLEL_STATE_PLUGIN="vllm", **more)
@@ -179,9 +175,6 @@ def test_vllm_chooses_the_other_platform(other: str, plugins: Path, tmp_path: Pa
     expected = "ParallelStateCpuPlatform" if other == "none" else "SomePlatform"
     assert f"PLATFORM {expected}" in log
     assert log.count(STANDS_BACK) == (other != "none")
-
-
-# The figures.
 
 
 def report(layouts: list[str], turns: int) -> None:

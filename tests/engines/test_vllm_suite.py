@@ -1,8 +1,7 @@
-"""vLLM's own tests of what it has in `parallel_state`, `utils` and `shm_broadcast`, with our names in their place.
+"""vLLM's own tests of `parallel_state`, `utils` and `shm_broadcast`, with our names instead.
 
-Their files are read from a source tree (PARALLEL_STATE_VLLM_SOURCE: an unpacked sdist, or a checkout). `cuda` in them
-is `cpu`, and Ray, which starts their workers, is left out: the workers are ranks of ours. What tests vLLM's inner parts
-(its ring, its spin condition, mocks of torch.distributed under a coordinator) has no counterpart, and isn't among them.
+The files come from a source tree (PARALLEL_STATE_VLLM_SOURCE: an unpacked sdist or a checkout). `cuda` becomes `cpu`,
+and our ranks replace Ray's workers. Tests of vLLM's internals are omitted.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WORKERS = {
     "send_recv_tensor_dict_test_worker": (1, 2),
     "send_recv_test_worker": (1, 2),
 }
-"""Those of test_comm_ops, with the sizes that vLLM gives them."""
+"""The workers of test_comm_ops -> sizes, as in vLLM."""
 STATELESS = ("cpu_worker", "broadcast_worker", "allgather_worker")
 
 
@@ -51,7 +50,7 @@ def init_environment(tp: int, pp: int, rank: int, port: str) -> None:
 
 
 class _Names(types.ModuleType):
-    """Stands for one of vLLM's modules: our names, and a few that say where a process is."""
+    """Replaces one of vLLM's modules: our names, and a few that describe a process."""
 
     def __getattr__(self, name: str) -> Any:
         own = {"get_open_port": free_port, "get_ip": lambda: "127.0.0.1"}
@@ -78,7 +77,7 @@ def in_place() -> Iterator[None]:
 
 
 def functions(file: Path, *names: str) -> dict[str, Any]:
-    """Returns functions of a test file, without their decorators, on the CPU and on our names."""
+    """Returns functions of a test file, without decorators, for the CPU and our names."""
     tree = ast.parse(file.read_text(encoding="utf-8").replace('"cuda"', '"cpu"').replace('f"cuda:{rank}"', '"cpu"'))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and (not names or node.name in names)]
     for node in found:
@@ -126,7 +125,7 @@ def test_utils(name: str, pools: Any) -> None:
 
 
 def _cpu_all_reduce(file: Path, name: str, ports: list[int]) -> None:
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the file's first rank serves a store of its own
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the file's first rank serves its own store
     try:
         functions(file, "_make_input", name)[name](_rank(), int(os.environ["WORLD_SIZE"]), *ports)
     finally:
@@ -137,7 +136,7 @@ def _cpu_all_reduce(file: Path, name: str, ports: list[int]) -> None:
 def test_cpu_all_reduce(name: str, size: int, pools: Any) -> None:
     file = source("vllm") / "tests/distributed/test_cpu_all_reduce.py"
     if not file.exists():
-        pytest.skip("vLLM has it from 0.33 on")
+        pytest.skip("vLLM has this test from 0.33 on")
     ports = [free_port() for _ in range(1 if name == "_timeout_worker" else 2)]
     pools(size).run(_cpu_all_reduce, file, name, ports)
 
@@ -148,7 +147,7 @@ def _script(file: Path, port: int) -> None:
     with in_place():
         try:
             script = runpy.run_path(str(file), run_name="__main__")
-            dist.barrier()  # the script's store is served by a rank that ends first
+            dist.barrier()  # the rank that serves the script's store exits first
             del script
         finally:
             dist.destroy_process_group()
@@ -178,7 +177,7 @@ def _broadcast(file: Path, port: int, messages: int) -> None:
 
 
 def test_shm_broadcast(pools: Any) -> None:
-    """Of its ten thousand arrays the first thousand."""
+    """The first thousand of its ten thousand arrays."""
     pools(4).run(_broadcast, source("vllm") / "tests/distributed/test_shm_broadcast.py", free_port(), 1000)
 
 

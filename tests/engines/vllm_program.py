@@ -1,10 +1,9 @@
-"""A run of vLLM's CPU engine, in a process of its own: its tokens and times as one line of JSON, after `RESULT `.
+"""Program: runs vLLM's CPU engine. Prints its tokens and times as a JSON line after `RESULT `.
 
     python tests/engines/vllm_program.py FOLDER '{"tensor_parallel_size": 2}' [--rounds N] [--kill | --survivors FOLDER]
 
-The engine is stock, or on this project where PARALLEL_STATE_PLUGIN=vllm; but for `traffic`, which stock's groups don't
-count, nothing here tells the two apart. `--replicas 2`: so many engines side by side, data-parallel, each with its own
-part of the prompts; the tokens are those of all, in their order.
+With PARALLEL_STATE_PLUGIN=vllm the engine uses this project, else it is stock. `--replicas 2` runs data-parallel
+engines, each with its part of the prompts; the tokens are in the prompts' order.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def generate(llm: Any, prompts: int, tokens: int) -> list[list[int]]:
 
 
 def traffic(worker: Any) -> dict[str, dict[str, int]]:
-    """Returns the calls of each group of a worker by operation, of those that count them; runs in the worker."""
+    """Returns a worker's calls by group and operation, for groups that count. Runs in the worker."""
     from vllm.distributed import parallel_state
 
     groups = {name: getattr(parallel_state, f"_{name.upper()}") for name in ("tp", "pp", "dp", "ep")}
@@ -62,9 +61,9 @@ def traffic(worker: Any) -> dict[str, dict[str, int]]:
 
 
 def wait_for_the_dead(worker: Any, folder: str) -> None:
-    """Ends the last rank while the others wait: one for it, one for that one, one for nobody; runs in the workers.
+    """Kills the last rank while others wait for it or for each other. Runs in the workers.
 
-    FOLDER/RANK.json has when a wait ended, and with which error; of the last rank when it ended.
+    FOLDER/RANK.json has the time and error of a wait, or the time of the exit.
     """
     import json
     import os
@@ -77,7 +76,7 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
 
     rank = get_world_group().rank
     if rank == get_world_group().world_size - 1:
-        time.sleep(0.5)  # the others wait
+        time.sleep(0.5)  # until the others wait
         Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), ""]), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -92,7 +91,7 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
 
 
 def workers() -> list[int]:
-    """Returns the pids of the engine's workers, in the order of their ranks: they come one after the other."""
+    """Returns the PIDs of the engine's workers in the order of ranks, in which they are started."""
     import psutil
 
     found = psutil.Process().children(recursive=True)

@@ -1,4 +1,4 @@
-"""Every call that one can make on a group, for tests that ask what becomes of each."""
+"""Every call that a group has, for tests that try each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import parallel_state as ps
 
 
 def calls_on(group: ps.GroupCoordinator) -> dict[str, Callable[[], Any]]:
-    """A call of each kind, with peers or a buffer that exist."""
     x, peer = torch.ones(4), (group.rank_in_group + 1) % group.world_size
     return {
         "all_reduce": lambda: group.all_reduce(x),

@@ -1,8 +1,7 @@
-"""Fixtures of the failure tests: nothing may be left two seconds after any of them.
+"""Fixtures of the failure tests. Two seconds after a test nothing may be left.
 
-Those marked `side_by_side` mostly wait. They run in threads, before the first test of their module, and nothing may be
-left after all of them; each is reported at its turn. Of fixtures they may have `tmp_path`, `ranks` and what the session
-has.
+Tests marked `side_by_side` mostly wait. They run in threads before their module's first test. Each is reported at its
+turn, and nothing may be left after all of them. They can use the fixtures `tmp_path`, `ranks` and those of the session.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ OF_THE_SESSION = ("record_testsuite_property",)
 
 @pytest.fixture(scope="module", autouse=True)
 def _side_by_side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs those tests of the module that are marked so."""
     items = [each for each in request.session.items if each.path == request.path and isinstance(each, pytest.Function)]
     items = [item for item in items if item.get_closest_marker("side_by_side")]
     if not items:
@@ -49,7 +47,7 @@ def _side_by_side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Reports a test that has run side by side with others; leaves all others to pytest."""
+    """Reports a test that has already run; leaves all others to pytest."""
     if RUN not in pyfuncitem.stash:
         return None
     pyfuncitem.stash[RUN].result()
@@ -58,14 +56,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No process, no name in /dev/shm, no listening socket."""
+    """Checks processes, names in /dev/shm and listening sockets."""
     with nothing_left_after(LEFT_S):
         yield
 
 
 @pytest.fixture
 def ranks(nothing_left: None) -> Iterator[Ranks]:
-    """Four ranks of this test alone, which are killed at its end."""
     pool = Ranks(4)
     yield pool
     pool.kill()
@@ -73,7 +70,7 @@ def ranks(nothing_left: None) -> Iterator[Ranks]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[bytes]:
-    """The job's, from a file, so that the tests know it; without one, launch makes up one that nobody knows."""
+    """The job's secret, from a file so that the test knows it."""
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(secrets.token_bytes(32))

@@ -1,9 +1,8 @@
-"""Row 39: random layouts, random kills of one or two ranks, and survivors that stay alive whatever they are told.
+"""Row 39: random layouts and random kills of one or two ranks.
 
-A trial follows from its seed and its transport. Each rank runs the same random program over all groups that it has,
-and now and then sleeps or computes, so that others wait for a live rank. When a call fails, the rank calls each of its
-groups once, and lives on until all survivors have told, or until `STAY_S` after the kill: one that left at once would
-tell its neighbours by leaving.
+Seed and transport determine a trial. All ranks run the same random program over all their groups. Some sleep or
+compute, so that others wait for a live rank. When a call fails, the rank calls each of its groups once. Then it lives
+on until all survivors have reported, or until `STAY_S` after the kill: exiting at once would inform its peers.
 """
 
 from __future__ import annotations
@@ -41,46 +40,40 @@ LAYOUTS = tuple(
 _START_S = 60.0
 _STEPS = 100_000
 _BEFORE_S = 0.3
-"""The kill comes so long after all have begun, at most."""
+"""Latest time of the kill after all ranks have begun."""
 
 
 class Told(NamedTuple):
-    """What became of one call of a survivor after the kill."""
+    """A survivor's call after the kill."""
 
     group: str
     outcome: Outcome
     at_s: float
-    """On this machine's monotonic clock."""
     slept: bool
-    """Whether this rank slept or computed right before: then only the length of the call counts."""
+    """True if this rank slept or computed just before: then only the call's own duration counts."""
 
 
 @dataclass
 class Trial:
-    """What one seed comes to, and what was found."""
-
     transport: str
     seed: int
     layout: tuple[int, int, int] = (0, 0, 0)
     victims: tuple[int, ...] = ()
     store_on_rank_0: bool = False
     late_s: dict[int, float] = field(default_factory=dict)
-    """By survivor: how long after the kill its first call failed."""
+    """Seconds from the kill to each survivor's first failed call."""
     latest_s: list[float] = field(default_factory=list)
-    """How late the last survivor was told, in each repetition."""
     began: bool = True
-    """False where the ranks did not come to their first calls in time, so that nobody was killed: it proves nothing."""
+    """False if the ranks didn't begin in time, so nobody was killed. Such a trial proves nothing."""
     wrong: list[str] = field(default_factory=list)
-    """What broke the promise, each in words; empty where all was well."""
 
     @property
     def last_s(self) -> float:
-        """How late the last survivor was told; for ever where one wasn't."""
+        """The last survivor's seconds; infinite if something is wrong."""
         return math.inf if self.wrong or not self.late_s else max(self.late_s.values())
 
 
 def run_trial(transport: str, seed: int, folder: Path, most_ranks: int = 8) -> Trial:
-    """Runs one trial in an empty `folder`."""
     chance = random.Random(f"{transport} {seed}")
     layout = chance.choice([sizes for sizes in LAYOUTS if math.prod(sizes) <= most_ranks])
     size = math.prod(layout)
@@ -120,7 +113,7 @@ def _ranks(transport: str, size: int, store_on_rank_0: bool) -> Iterator[WorkerP
 
 
 class _PoolWithStore(WorkerPool):
-    """Ranks of which rank 0 serves the store, on a port that was free a moment ago."""
+    """Rank 0 serves the store, on a port that was free a moment ago."""
 
     def _serve_store(self) -> None:
         with socket.socket() as holder:
@@ -134,7 +127,7 @@ class _PoolWithStore(WorkerPool):
 def _kill(
     pool: WorkerPool, size: int, victims: Sequence[int], delay_s: float, gap_s: float, folder: Path, killed: list[float]
 ) -> None:
-    """Kills the victims once all ranks have begun, and ends the trial when all survivors have told, or at its end."""
+    """Kills the victims once all ranks have begun. Ends the trial once all survivors have reported."""
     if not _until(lambda: len(list(folder.glob("begun-*"))) == size, _START_S):
         return
     time.sleep(delay_s)
@@ -153,9 +146,6 @@ def _until(true: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-# In the ranks.
 
 
 def _live(transport: str, layout: tuple[int, int, int], seed: int, folder: str) -> list[Told]:
@@ -182,7 +172,7 @@ def _work(seed: int, folder: Path, groups: dict[str, Any], calls: Sequence[str])
     (folder / f"begun-{world.rank}").touch()
     told: list[Told] = []
     for _ in range(_STEPS):
-        # What all ranks draw alike: the next call. A pipeline's goes from stage to stage, so ranks wait in a chain.
+        # All ranks draw the same call. A pipeline's goes from stage to stage, so ranks wait in a chain.
         name, kind = shared.choice([*groups]), shared.choice(calls)
         name = name if name in groups and not (name == "world" and shared.random() < 0.7) else next(iter(groups))
         slept = own.random() < 0.02
@@ -193,7 +183,7 @@ def _work(seed: int, folder: Path, groups: dict[str, Any], calls: Sequence[str])
         if outcome.kind != "ok":
             told.append(Told(name, outcome, time.monotonic(), slept))
             break
-    if own.random() < 0.3:  # it serves requests, and comes to its other groups later
+    if own.random() < 0.3:  # it calls its other groups later, like a rank that serves requests
         time.sleep(own.uniform(0.0, 1.5))
     for name, group in groups.items():
         told.append(Told(name, attempt(_call, name, group, "all_reduce"), time.monotonic(), True))
@@ -222,7 +212,7 @@ _CALLS_OVER_TORCH = (
 
 
 def _start_in_all(groups: dict[str, Any], order: Sequence[str]) -> None:
-    """Two calls of each group, started in this rank's own order of groups, and waited for in another."""
+    """Starts two calls per group, and waits for them in reverse."""
     started = [(groups[name], groups[name].all_reduce_async(torch.full((5,), 1.0))) for name in (*order, *order)]
     for group, work in started[::-1]:
         if not torch.equal(work.wait(), torch.full((5,), float(group.world_size))):
@@ -230,7 +220,6 @@ def _start_in_all(groups: dict[str, Any], order: Sequence[str]) -> None:
 
 
 def _call(name: str, group: Any, kind: str) -> None:
-    """One call of all ranks of a group, its answer checked."""
     if kind not in _CALLS:
         calls_of_all(group)[kind]()
         return
@@ -278,9 +267,6 @@ def _pass_time(own: random.Random) -> None:
         torch.ones(100, 100).exp()
 
 
-# The verdict.
-
-
 def _judge(trial: Trial, results: dict[int, list[Told]], killed: list[float]) -> None:
     size = math.prod(trial.layout)
     survivors = [rank for rank in range(size) if rank not in trial.victims]
@@ -301,11 +287,8 @@ def _judge(trial: Trial, results: dict[int, list[Told]], killed: list[float]) ->
             wrong.append(f"rank {rank}, first: {first.outcome.kind} {first.outcome.text[:300]}")
 
 
-# Many trials.
-
-
 def run_to_the_bound(transport: str, seed: int, folder: Path, most_ranks: int = 8) -> Trial:
-    """Runs a trial; one in which a survivor was late is repeated, and the median of its repetitions counts."""
+    """Runs a trial. If a survivor was late, repeats it and takes the median."""
     numbers = itertools.count()
 
     def run() -> Trial:
@@ -325,17 +308,16 @@ def run_to_the_bound(transport: str, seed: int, folder: Path, most_ranks: int = 
 
 
 def run_trials(transport: str, seeds: Sequence[int], folder: Path) -> None:
-    """Runs those that no process has run, or is running, of those that share `folder`."""
+    """Runs the trials that no other process with the same `folder` has run or is running."""
     for seed in seeds:
 
         def run(seed: int = seed) -> dict[str, Any] | None:
             with tempfile.TemporaryDirectory() as scratch:
                 trial = run_to_the_bound(transport, seed, Path(scratch))
-            return asdict(trial) if trial.began else None  # on a machine that is too busy; the next run tries again
+            return asdict(trial) if trial.began else None  # the machine was too busy: the next run tries again
 
         keep(folder, f"{transport.replace(' ', '-')}-{seed}", run)
 
 
 def results_in(folder: Path, transport: str) -> list[Trial]:
-    """Returns what all runs in `folder` have found."""
     return [Trial(**each) for each in kept(folder, transport.replace(" ", "-"))]

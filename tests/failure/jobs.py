@@ -1,4 +1,4 @@
-"""A job of four ranks that goes on computing while strangers come to its ports, and what those strangers do."""
+"""A job of four ranks that computes while strangers connect to its ports, and those strangers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from device_communicators.base.torch_internals import default_store
 DEADLINE_S = 60.0
 SLACK_S = 5.0
 PAUSE_S = 0.015
-"""Between two steps: whoever is near it needs the cores, too."""
+"""Pause between steps: tests beside it need the cores, too."""
 STEPS_AFTER = 30
-"""How far a job goes on after the strangers came."""
+"""Steps that a job makes after the strangers came."""
 
 
 def compute(folder: str, own_init: bool) -> int:
-    """Reduces, makes groups and counts in the store until told to stop, and on; how many steps were right."""
+    """Computes until told to stop. Returns the number of correct steps."""
     if own_init:
         ps.init_distributed_environment(timeout=DEADLINE_S)
         ps.initialize_model_parallel(4)
@@ -59,7 +59,7 @@ def compute(folder: str, own_init: bool) -> int:
 
 @contextmanager
 def running_job(folder: Path, start: Callable[[], list[int]]) -> Iterator[int]:
-    """Its port, while it computes; afterwards all ranks must have come to the same, right end."""
+    """Yields the job's port. Afterwards all ranks must have finished the same correct steps."""
     results: list[Any] = []
 
     def run() -> None:
@@ -93,7 +93,7 @@ def connected(port: int) -> socket.socket:
 
 
 def until_closed(stranger: socket.socket, limit_s: float) -> bytes:
-    """What it is sent until the other side closes it. Fails where that doesn't close it."""
+    """Fails if the peer doesn't close the connection."""
     stranger.settimeout(limit_s)
     received = bytearray()
     try:
@@ -107,5 +107,5 @@ def until_closed(stranger: socket.socket, limit_s: float) -> bytes:
 
 
 def send_all(stranger: socket.socket, data: bytes) -> None:
-    with suppress(ConnectionError):  # closed before it had sent all
+    with suppress(ConnectionError):  # closed before it had sent everything
         stranger.sendall(data)

@@ -1,8 +1,7 @@
-"""Programs that call `launch`, without the seconds that an import of torch takes: forks of the tests' fork server.
+"""Programs that call `launch`, as forks of the tests' fork server, which saves importing torch.
 
-A program has a session, an environment, an output and an end of its own, as one that Python has started. The fork
-server that `launch` starts in it is a fork of it rather than a new interpreter; its socket, its watch over its owner,
-and its end are those of any. Programs that Python starts are in the contract tests of `launch`.
+A program has its own session, environment, output and exit code. The contract tests of `launch` start programs with
+Python.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _STEP_S = 0.01
 
 
 class Program:
-    """A function in a process of its own; `printed` and `said` are what it and its ranks write to stdout and stderr."""
+    """A function in its own process. `printed` and `said` are stdout and stderr, also of its ranks."""
 
     def __init__(self, function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> None:
         context = fork_context()
@@ -46,7 +45,7 @@ class Program:
         self.pid: int = self._process.pid
 
     def wait(self, timeout_s: float) -> int:
-        """Returns the exit code, or minus the signal that ended it. Raises TimeoutError where it doesn't end."""
+        """Returns the exit code, or minus the signal that ended it. Raises TimeoutError."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             raise TimeoutError(f"the program runs after {timeout_s} s: {self.said}")
@@ -56,7 +55,7 @@ class Program:
         return code
 
     def lines(self, count: int, timeout_s: float) -> list[str]:
-        """Returns the first lines that it prints, once they are there."""
+        """Waits for the first `count` lines and returns them."""
         until = time.monotonic() + timeout_s
         while self.printed.count("\n") < count:
             assert time.monotonic() < until and self._process.is_alive(), f"{count} lines weren't printed: {self.said}"
@@ -72,7 +71,6 @@ class Program:
         return self._output[1][0].decode()
 
     def kill(self) -> None:
-        """Ends it and all that it has started, at once."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
@@ -87,15 +85,11 @@ def _read(end: Connection, text: bytearray) -> None:
 
 @contextmanager
 def program(function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> Iterator[Program]:
-    """Runs a program until the end of the block, at most."""
     started = Program(function, *args, env=env)
     try:
         yield started
     finally:
         started.kill()
-
-
-# In the program.
 
 
 def _run(
@@ -109,7 +103,7 @@ def _run(
     util.spawnv_passfds = _started_by(util.spawnv_passfds)  # type: ignore[attr-defined]
     try:
         function(*args)
-    except KeyboardInterrupt:  # as an interpreter ends that isn't one of multiprocessing's
+    except KeyboardInterrupt:  # exit like an ordinary interpreter
         traceback.print_exc()
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -117,7 +111,7 @@ def _run(
 
 
 def _started_by(spawn: Callable[..., int]) -> Callable[..., int]:
-    """Starts the fork server as a fork, and all other helpers of multiprocessing as it does."""
+    """Starts the fork server as a fork. Other helpers of multiprocessing start as usual."""
 
     def start(path: Any, args: list[Any], passed: list[int]) -> int:
         code = args[-1]
@@ -129,7 +123,7 @@ def _started_by(spawn: Callable[..., int]) -> Callable[..., int]:
             try:
                 for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
                     if descriptor > 2 and descriptor not in kept:
-                        with suppress(OSError):  # the one that listed them
+                        with suppress(OSError):  # the descriptor of the listing
                             os.close(descriptor)
                 exec(code, {})
             except SystemExit:

@@ -1,7 +1,7 @@
-"""What a test has left behind: processes, names in /dev/shm, listening sockets.
+"""Finds leftovers of tests: processes, names in /dev/shm, listening sockets.
 
-Found by who descends from this process, not by a name: while a test runs, orphans become children of this process. A
-name in /dev/shm that a process beside this run has open is that one's.
+While a test runs, orphans become children of this process. Names in /dev/shm that an unrelated process has open are
+ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEP_S = 0.05
 
 @contextmanager
 def nothing_left_after(limit_s: float) -> Iterator[None]:
-    """Fails where something that wasn't there before is still there `limit_s` after the block; ends such processes."""
+    """Fails if something new is still there `limit_s` after the block. Kills such processes."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     processes, names, sockets = descendants(), segments(), listening()
@@ -31,7 +31,7 @@ def nothing_left_after(limit_s: float) -> Iterator[None]:
         left = _new(processes), segments() - names, listening() - sockets
         while any(left) and time.monotonic() < until:
             time.sleep(_STEP_S)
-            # What is new each time is another job's on this machine.
+            # Names that change at each poll are other jobs'.
             left = _new(processes), left[1] & segments(), left[2] & listening()
         if left[1]:
             left = left[0], left[1] - names_of_others(), left[2]
@@ -45,7 +45,6 @@ def nothing_left_after(limit_s: float) -> Iterator[None]:
 
 
 def descendants(of: int = 0) -> set[int]:
-    """The processes below this one, or another, that run."""
     children: dict[int, list[int]] = {}
     running = set()
     for pid, parent, state in _processes():
@@ -61,17 +60,16 @@ def descendants(of: int = 0) -> set[int]:
 
 
 def segments() -> set[str]:
-    """The library's names in /dev/shm."""
     return {path.name for path in Path("/dev/shm").glob("parallel_state-*")}
 
 
 def names_of_others() -> set[str]:
-    """Names in /dev/shm that a process has open, or mapped, which doesn't descend from this one."""
+    """Returns the names in /dev/shm that unrelated processes use."""
     ours, found = {os.getpid(), *descendants()}, set()
     for pid, _, _ in _processes():
         if pid in ours:
             continue
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has exited, or is another user's
             lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
             links = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
             found |= {line.rpartition("/dev/shm/")[2] for line in (*lines, *links) if "/dev/shm/" in line}
@@ -79,7 +77,7 @@ def names_of_others() -> set[str]:
 
 
 def listening() -> set[str]:
-    """This process' listening sockets, by inode: those of others end with them."""
+    """Returns the inodes of this process's listening sockets: those of others end with them."""
     rows = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -94,20 +92,20 @@ def listening() -> set[str]:
 
 
 def _new(before: set[int]) -> set[int]:
-    """This run's fork server, and what tracks its semaphores, stay for later tests."""
+    """This run's fork server and resource tracker stay for later tests."""
     lasting = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     return descendants() - before - lasting
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has exited
             state, parent = (process / "stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()[:2]
             yield int(process.name), int(parent), state
 
 
 def reap(before: set[int]) -> None:
-    """The orphans that ended as children of this process; those of `multiprocessing` it has waited for itself."""
+    """Reaps orphans; `multiprocessing` reaps its own children."""
     known = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     for pid, parent, state in list(_processes()):
         if parent == os.getpid() and state == "Z" and pid not in before | known:

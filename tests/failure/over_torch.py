@@ -1,4 +1,4 @@
-"""A group of torch.distributed with the calls of a GroupCoordinator, for bodies that ranks run over either."""
+"""A torch.distributed group with a GroupCoordinator's calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import parallel_state  # noqa: F401 - registers the backend
 
 T = TypeVar("T")
 OVER_TORCH = "torch.distributed"
-"""The route of `worlds.world_over` that gives such a group, of our backend."""
+"""The route of `worlds.world_over` for such a group over our backend."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORLDS = itertools.count()
 
@@ -26,9 +26,9 @@ _WORLDS = itertools.count()
 def torch_world(
     port: int | None = None, timeout_s: float = 60.0, backend: str = "parallel_state"
 ) -> Iterator[OverTorch]:
-    """The default group, of all ranks; rank 0 serves the store where there is a `port`, else the test's process does.
+    """Yields the default group. Rank 0 serves the store if `port` is given, else the test's process does.
 
-    The pool's store has a part for each world. Rank 0 goes on once all others have reached its store.
+    The pool's store has a part for each world. Rank 0 continues once all others have reached its store.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_own = port is not None or not os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
@@ -45,7 +45,7 @@ def torch_world(
 
 
 def groups_of(layout: tuple[int, int, int]) -> dict[str, OverTorch]:
-    """This rank's groups of a division by (tp, pp, dp), of more than one rank; every rank calls it."""
+    """Returns this rank's groups of several ranks. Every rank must call it."""
     tp, pp, dp = layout
     grid = torch.arange(tp * pp * dp).view(pp, dp, tp)
     found = {}
@@ -59,7 +59,7 @@ def groups_of(layout: tuple[int, int, int]) -> dict[str, OverTorch]:
 
 
 class OverTorch:
-    """`first_failure`, as of a route, is the first error that a call of this group raised."""
+    """`first_failure` is the first error of this group's calls, as for a route."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -71,13 +71,13 @@ class OverTorch:
         self.route = self
 
     def make_sub_group(self, ranks: Iterable[int]) -> OverTorch:
-        """Every rank of this group is in it."""
+        """All ranks of this group must be in it."""
         return OverTorch(dist.new_group([self.ranks[rank] for rank in ranks]))
 
     def _run(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        except dist.DistBackendError as error:  # as a program of torch's catches it
+        except dist.DistBackendError as error:
             self.first_failure = self.first_failure or error
             raise
 
@@ -182,8 +182,6 @@ class OverTorch:
 
 
 class Started:
-    """A call's work, and the tensor that it fills."""
-
     def __init__(self, group: OverTorch, work: Any, out: Tensor) -> None:
         self._group = group
         self._work = work

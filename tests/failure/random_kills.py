@@ -1,4 +1,4 @@
-"""A rank is killed from outside, at a random moment of what all are doing; when, and what the others tell."""
+"""Kills a rank at a random moment and checks what the others report."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ LATEST_S = 0.25
 
 
 class End(NamedTuple):
-    """How a rank came to the end of its loop."""
+    """How a rank's loop ended."""
 
     outcome: Outcome
     at_s: float
-    """On this machine's monotonic clock."""
     calls: int
-    """That went well before."""
+    """Successful calls before that."""
 
 
 def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any]]) -> End:
-    """Makes call 0, tells that it has begun, and goes on with calls 1, 2, … until one fails.
+    """Makes calls 0, 1, 2, ... until one fails.
 
-    Then it lives on until all survivors have come to that, or for `STAY_S`: who leaves at once tells others by leaving.
+    Then it lives on until all survivors' calls have failed, or for `STAY_S`: exiting at once would inform its peers.
     """
     calls(0)()
     Path(folder, f"begun-{rank}").touch()
@@ -48,7 +47,7 @@ def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any
 
 
 def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
-    """Of ranks that are in `until_killed`: which, and when."""
+    """Kills one of the ranks in `until_killed`. Returns the rank and the time."""
     chance = random.Random(seed)
     victim, delay_s = chance.randrange(4), chance.uniform(0.0, LATEST_S)
     until = time.monotonic() + DEADLINE_S / 2
@@ -60,7 +59,7 @@ def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
 
 
 def check_ends(ranks: Ranks, results: dict[int, tuple[End, float]], victim: int, killed_s: float) -> float:
-    """Every other rank was right until it was told; how long after the kill the last was, or took to leave."""
+    """Checks that the others were right until their error. Returns the longest time to it or to leave."""
     assert ranks.exit_code(victim) == KILLED
     assert sorted(results) == [rank for rank in range(4) if rank != victim]
     for rank, (end, _) in results.items():

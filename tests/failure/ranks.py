@@ -1,4 +1,4 @@
-"""Four ranks for tests in which some of them end: what became of each, and what those tell that go on."""
+"""Pools of ranks some of which die, and the survivors' results."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from tests.workers import WorkerPool, WorkersFailedError
 
 
 class Ranks(WorkerPool):
-    """A pool whose ranks may end, on purpose of the test."""
-
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[int, Any]:
-        """The results of those that return; a rank that ends is missing. Raises where one raises or is late."""
+        """Returns the survivors' results by rank. Raises if one raises or is late."""
         self.begin(function, *args)
         return self.finish(timeout_s)
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Has all ranks start with it, and doesn't wait."""
+        """Starts the function on all ranks without waiting."""
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((function, args, None)))
 
     def finish(self, timeout_s: float) -> dict[int, Any]:
-        """The results of what was begun, as of `survivors`."""
         results: dict[int, Any] = {}
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         errors: dict[int, str] = {}
@@ -53,15 +50,15 @@ class Ranks(WorkerPool):
         return [process.pid for process in self._processes]
 
     def exit_code(self, rank: int, timeout_s: float = 2.0) -> int | None:
-        """Of one that ends; None where it still runs after that time."""
+        """Returns None if the rank still runs after the timeout."""
         self._processes[rank].join(timeout_s)
         return self._processes[rank].exitcode
 
 
 def start_again() -> None:
-    """Starts a world, which takes away the names in /dev/shm of ranks that were killed while they had one.
+    """Starts a world, which removes the names that killed ranks left in /dev/shm.
 
-    The check for what is left after each test fails where it doesn't.
+    Otherwise the check for leftovers fails.
     """
     pool = Ranks(2)
     try:

@@ -1,6 +1,6 @@
-"""Row 31, and half-made groups: worlds that follow each other in the same processes, after whatever became of the last.
+"""Row 31, and half-made groups: worlds follow each other in the same processes, however the last one ended.
 
-Row 31 makes 14 worlds by default, 100 with FAILURE_TESTS=long.
+Row 31 makes 14 worlds, 100 with FAILURE_TESTS=long.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ WORLDS, SETTLED = (100, 15) if LONG else (14, 8)
 DEADLINE_S = 120.0
 TIMEOUT_S = 3.0
 SLACK_S = 2.0
-AGAIN_S = 10.0  # a few tenths of a second, when the machine is free and all come at once
+AGAIN_S = 10.0  # 0.3 s on an idle machine
 MOST_KIB = 8192
-"""Half of it is one step, whenever torch prints its first backtrace of a lost connection; torch keeps 5 KiB a world."""
+"""Half of it is one step, when torch prints its first backtrace. torch also leaks 5 KiB a world."""
 
 
 class Footprint(NamedTuple):
-    """Of one process."""
-
     descriptors: int
     threads: int
     rss_kib: int
@@ -42,7 +40,7 @@ class Footprint(NamedTuple):
 
 
 def _set_aside() -> None:
-    """Takes what is there so far, all of torch, out of later collections, of which each would look at it for 0.5 s."""
+    """Freezes all objects so far, torch's included, which cost each collection 0.5 s."""
     gc.collect()
     gc.freeze()
 
@@ -82,7 +80,7 @@ def test_row_31_worlds_on_one_port(ranks: Ranks) -> None:
 
 
 def _again(port: int, world_size: int, rank: int) -> list[Any]:
-    """A world of those that are left, in the same processes."""
+    """Makes a world of the remaining ranks."""
     began = time.monotonic()
     ps.init_distributed_environment(world_size, rank, f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S / 4)
     ps.initialize_model_parallel(world_size)
@@ -137,13 +135,13 @@ def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[s
 
 @pytest.mark.parametrize("place", STARTS)
 def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
-    """The others are told within their deadline, have nothing left, and make a smaller world."""
+    """The others get an error by their deadline, keep nothing, and make a smaller world."""
     with held_port() as port:
         results = ranks.survivors(_half_way, place, "killed", port, timeout_s=DEADLINE_S)
     assert ranks.exit_code(3) == KILLED
     assert sorted(results) == [0, 1, 2]
     for told, after, clean, again in results.values():
-        # Who has met nobody yet is missing at the deadline; the end of the others is seen.
+        # A rank that hasn't been met counts as missing at the deadline.
         assert told.kind == ("RendezvousError" if place == "in the rendezvous" else "PeerDiedError"), told
         assert told.suspect_ranks == (3,), told
         assert not any(word in told.text for word in GLOOS), told
@@ -170,7 +168,7 @@ def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
         assert again[3] < AGAIN_S
 
 
-# Ends that are broken off.
+# Interrupted destruction.
 
 
 def _close_badly(owner: Any, name: str) -> None:
@@ -205,7 +203,7 @@ def _ended_badly(port: int) -> list[tuple[Outcome, Outcome, bool, dict[str, Any]
 
 
 def test_what_raises_at_the_end_leaves_nothing_open(ranks: Ranks) -> None:
-    """All the rest is ended, the error is told, a second call is fine, and worlds can follow."""
+    """The rest is closed, the error is raised, a second call succeeds, and worlds can follow."""
     with held_port() as port:
         for found in ranks.run(_ended_badly, port, timeout_s=DEADLINE_S):
             (good, *_, settled), *bad = found

@@ -1,6 +1,6 @@
-"""Row 46: what the failure table promises, through plain torch.distributed calls on the backend "parallel_state".
+"""Row 46: the failure table's promises for plain torch.distributed calls on backend "parallel_state".
 
-The bodies are those of the other rows, run over a group of torch's.
+The bodies are those of the other rows.
 """
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ from tests.failure.worlds import (
 
 HERE = tuple(name for name in OPERATIONS if name not in ("all_reduce_add_rms_norm", "send_tensor_dict"))
 DEFAULT = "0"
-"""torch's name of the default group."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """Nobody ends in the tests that use it: one pool for all."""
+    """One pool for all tests in which no rank dies."""
     pool = Ranks(4)
     pool.run(int, timeout_s=DEADLINE_S)
     yield pool
@@ -72,8 +71,6 @@ def four() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("victim", [3, 0])
 def test_row_46_as_rows_01_and_02_a_rank_is_killed(ranks: Ranks, tmp_path: Path, victim: int) -> None:
-    """Rank 0 serves the store where it is the one."""
-
     def trial(folder: Path) -> float:
         with held_port() as port:
             store = port if victim == 0 else None
@@ -112,9 +109,9 @@ def test_row_46_as_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: 
 
 
 def _in_a_chain(joined: bool, folder: str) -> tuple[Told, float] | None:
-    """Rank 0 waits in one group for rank 1, which waits in another for rank 2, which waits for rank 3: that one dies.
+    """Each rank waits for the next one in another group; rank 3 dies.
 
-    Where `joined`, our own groups are there, too, and rank 2 waits in one of them.
+    If `joined`, rank 2 waits in one of our own groups.
     """
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         pairs = [dist.new_group([first, first + 1]) for first in range(3)]
@@ -155,7 +152,6 @@ def test_a_death_ends_waits_of_groups_that_it_is_not_in(ranks: Ranks, tmp_path: 
 
 @pytest.fixture(scope="module")
 def rows_that_differ(four: Ranks) -> Any:
-    """Returns what the ranks tell of rows 6 to 10, in one world."""
     return calls_over(four, OVER_TORCH)
 
 
@@ -166,7 +162,6 @@ def test_row_46_as_rows_06_to_10_calls_that_differ(rows_that_differ: Any, name: 
 
 @pytest.fixture(scope="module")
 def transfers_that_differ(four: Ranks) -> Any:
-    """Returns what the ranks tell of row 11, in one world."""
     return pairs_over(four, OVER_TORCH)
 
 
@@ -185,7 +180,7 @@ def test_row_46_as_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, o
 
 
 def _after_a_failure() -> dict[str, float]:
-    """The fastest of some calls of each kind: the machine may be busy with something else for once."""
+    """Returns the fastest of several calls of each kind, because the machine may be busy."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         pair, other = OverTorch(dist.new_group([0, 1])), OverTorch(dist.new_group([2, 3]))
         world.all_reduce(torch.ones(1))
@@ -193,11 +188,11 @@ def _after_a_failure() -> dict[str, float]:
             kill_me()
         told = until_it_fails(world, lambda: world.all_reduce(torch.ones(1)))
         assert told.outcome.kind == "PeerDiedError", told
-        first = attempt((pair if world.rank < 2 else other).barrier)  # which no call has met yet
+        first = attempt((pair if world.rank < 2 else other).barrier)  # its first call
         assert (first.kind, first.suspect_ranks) == ("PeerDiedError", (3,)), first
         found = {}
         for name, again in calls_of_all(world).items():
-            if name not in HERE or "MiB" in name:  # whose tensors alone take as long
+            if name not in HERE or "MiB" in name:  # their tensors alone take as long
                 continue
             outcomes = [attempt(again) for _ in range(5)]
             assert {outcome.kind for outcome in outcomes} == {"GroupFailedError"}, (name, outcomes)
@@ -242,10 +237,7 @@ def test_row_46_as_row_40_arguments_that_differ(four: Ranks) -> None:
 
 
 def test_row_46_as_rows_05_and_39_random_programs_and_kills(tmp_path: Path) -> None:
-    """Random programs of all calls, waited for or started, over the groups of random layouts.
-
-    10 seeds; with FAILURE_TESTS=long 200 of up to 8 ranks.
-    """
+    """10 seeds; with FAILURE_TESTS=long 200 of up to 8 ranks."""
     if LONG:
         folder = folder_of_results(tmp_path)
         run_trials(OVER_TORCH, range(200), folder)

@@ -1,4 +1,4 @@
-"""The backend "parallel_state" of torch.distributed over several hosts: what gloo gives, and who died, by name."""
+"""Backend "parallel_state" of torch.distributed over several hosts: gloo's results, and dead ranks by name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no hosts can be mad
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 
 def _average_and_repeat(rank: int, size: int) -> None:
-    """Averages of integers, of which sums wrap; a tensor twice in one call; several tensors of each rank."""
+    """Averages of integers that wrap, a repeated tensor, and several tensors per rank."""
     numbers = torch.tensor([127, -128, 3, -7, 100])
     for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
         xs = [(numbers + other).to(dtype) for other in range(size)]
@@ -56,7 +56,7 @@ def _average_and_repeat(rank: int, size: int) -> None:
 
 
 def _without_descriptors() -> bool:
-    """Rank 2 has none left, so only the first ranks of the hosts are connected."""
+    """Rank 2 has no descriptors left, so only each host's first rank is connected."""
     with as_without_descriptors(os.environ["RANK"] == "2"), torch_world() as world:
         rank, size = world.rank, world.world_size
         outs = [torch.empty(3) for _ in range(size)]
@@ -77,7 +77,6 @@ def test_hosts_whose_first_ranks_alone_are_connected() -> None:
 
 
 def _compare_with_gloo() -> int:
-    """How many calls gave what gloo's give."""
     with torch_world() as world:
         gloo = dist.new_group(backend="gloo")
         found = []
@@ -86,11 +85,11 @@ def _compare_with_gloo() -> int:
             found.append(list(_collectives(group, world.rank, world.world_size)))
         for (name, ours), (_, theirs) in zip(*found, strict=True):
             for mine, reference in zip(ours, theirs, strict=True):
-                # torch.testing would import a second's worth of modules in each rank.
+                # torch.testing would import modules for 1 s in each rank.
                 same = (mine.shape, mine.dtype) == (reference.shape, reference.dtype)
                 rtol, atol = (1e-7, 1e-7) if mine.dtype == torch.float64 else (1.3e-6, 1e-5)
                 assert same and torch.allclose(mine, reference, rtol, atol), f"{name}: {mine} is not {reference}"
-        # Where each rank is alone on its host gloo carries all, which takes one size only.
+        # With one rank a host gloo carries all calls, and takes one size only.
         uneven = [torch.empty(rank + 1 if world.world_size > 2 else 1) for rank in range(world.world_size)]
         dist.all_gather(uneven, torch.full((len(uneven[world.rank]),), float(world.rank)))
         assert [out.tolist() for out in uneven] == [[float(rank)] * len(uneven[rank]) for rank in world.ranks]
@@ -119,7 +118,7 @@ def _sum_of_ranks() -> list[float]:
 
 
 def test_the_address_is_that_on_the_way_to_the_store() -> None:
-    """Without GLOO_SOCKET_IFNAME, where a host's own name leads to its loopback."""
+    """Without GLOO_SOCKET_IFNAME, a host's own name may resolve to loopback."""
     with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1), GLOO_SOCKET_IFNAME="") as ranks:
         assert ranks.run(_sum_of_ranks, timeout_s=DEADLINE_S) == [[10.0] * 4] * 4
 
@@ -131,7 +130,7 @@ def test_collectives_and_transfers_give_what_gloo_gives(placement: Sequence[int]
 
 
 def _receives_before_sends(folder: str) -> bool:
-    """Each rank starts to receive from the next one, which sends once all ranks have started to receive."""
+    """Each rank starts a receive from the next, which sends once all ranks have done so."""
     with torch_world() as world:
         work = dist.irecv(x := torch.empty(3), (world.rank + 1) % world.world_size)
         Path(folder, str(world.rank)).touch()
@@ -146,7 +145,7 @@ def _receives_before_sends(folder: str) -> bool:
 
 
 def test_a_receive_starts_before_its_sender_does(tmp_path: Path) -> None:
-    """gloo connects two ranks at their first transfer, from one side. So neighbours are connected with their group."""
+    """gloo connects two ranks at their first transfer, so our groups connect neighbors."""
     with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
         assert ranks.run(_receives_before_sends, str(tmp_path), timeout_s=3 * DEADLINE_S) == [True] * 4
 
@@ -181,7 +180,7 @@ LIMIT_S = 1.5
 
 
 def _with_its_own_timeout() -> tuple[str, float] | None:
-    """Rank 3, on the second host, comes later than one call is given, and much sooner than those of the group."""
+    """Rank 3 comes after one call's own timeout, long before the group's."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         world.barrier()
         if world.rank == 3:

@@ -1,4 +1,4 @@
-"""The control plane over hosts with networks, PIDs and clocks of their own: cuts, and what other hosts can't see."""
+"""The control plane over hosts with their own networks, PIDs and clocks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ ALL = list(range(6))
 
 
 class HostParty(Party):
-    """Ranks on hosts, each rank in the PID namespace of its host."""
-
     def __init__(self, hosts: Hosts, placement: Sequence[int]) -> None:
         self.made = hosts
         super().__init__(HostRanks(hosts, placement, {}), placement, [hosts.addresses[host] for host in placement])
 
     def signal(self, number: int, *ranks: int) -> float:
         for rank in ranks:
-            for pid in _children(self.pool._processes[rank].pid):  # the process outside waits for it
+            for pid in _children(self.pool._processes[rank].pid):  # the outer process only waits for it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
         return time.time()
@@ -39,7 +37,7 @@ class HostParty(Party):
 
 @contextlib.contextmanager
 def _party(placement: Sequence[int], *, agreed: bool = True, **options: float) -> Iterator[HostParty]:
-    """Yields ranks that have joined a world over hosts and, if `agreed`, agreed on something once."""
+    """Yields ranks that have joined a world and, if `agreed`, agreed once."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -91,15 +89,15 @@ def test_a_cut_network_is_told_on_both_sides() -> None:
 
 @pytest.mark.parametrize("deaf", [0, 1], ids=["to the lower host", "to the higher host"])
 def test_a_dead_direction_is_unreachable_and_not_stopped(deaf: int) -> None:
-    """What reaches the other side still carries acknowledgements, of bytes that were received before the cut."""
+    """The other direction still carries acknowledgments of bytes received before the cut."""
     with _party(TWO) as party:
-        # The smallest bucket takes no packet in.
+        # The smallest bucket accepts no packet.
         party.made.run_on(1 - deaf, f"tc qdisc add dev {INTERFACE} root tbf rate 8bit burst 1 latency 1ms")
         since_s = time.time()
         sides = [[0, 1, 2], [3, 4, 5]]
         found = []
         for here, there in (sides, sides[::-1]):
-            # A host that still receives learns that the other one takes it for unreachable, if that comes first.
+            # A host that still receives may first learn that the other one reports it as unreachable.
             until_s = since_s + LIMIT_S + 2.5
             while any(len(party.changes(rank)) < len(there) for rank in here) and time.time() < until_s:
                 time.sleep(0.05)
@@ -157,7 +155,7 @@ def test_ranks_of_all_hosts_leave() -> None:
 
 
 def test_an_idle_world_and_its_end_take_few_packets() -> None:
-    """Each lead sends a beat a second to each other lead, and TCP acknowledges it."""
+    """Each lead sends a beat per second to each other lead, and TCP acknowledges it."""
     with _party(TWO, limit_s=20.0, beat_s=1.0) as party:
         time.sleep(0.5)
         before = party.made.sent(0)[1]
@@ -183,7 +181,6 @@ def test_threads_and_descriptors_are_gone_after_a_cut() -> None:
 
 
 def _tcp_counts() -> dict[str, int]:
-    """Of this host's network."""
     counts: dict[str, int] = {}
     for name in ("snmp", "netstat"):
         lines = [line.split() for line in Path("/proc/net", name).read_text(encoding="ascii").splitlines()]
@@ -193,10 +190,10 @@ def _tcp_counts() -> dict[str, int]:
 
 
 def test_the_end_of_a_job_takes_two_frames_a_rank_and_no_dials() -> None:
-    """Four hosts of four ranks. A frame here is a segment with data; no beats are sent in that time."""
+    """Segments with data count as frames; no beats are sent meanwhile."""
     everyone, leads = range(16), range(0, 16, 4)
     with _party([rank // 4 for rank in everyone], agreed=False, limit_s=60.0, beat_s=15.0) as party:
-        time.sleep(1.0)  # the leads have dialed each other
+        time.sleep(1.0)
         before = party.each(leads, _tcp_counts)
         party.each(everyone, leave)
         after = party.each(leads, _tcp_counts)

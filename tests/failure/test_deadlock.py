@@ -1,4 +1,4 @@
-"""Row 42: ranks wait in different groups for each other, or one has left the loop: the log and the error say who."""
+"""Row 42: ranks wait for each other in different groups, or one has left the loop. Log and error name them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Lines(logging.Handler):
 
 
 def _in_a_loop(route: str, folder: str, body: Callable[[], Outcome]) -> Told:
-    """Runs `body` in a world of TP2 x PP2; this rank stays until all have told."""
+    """Runs `body` in a world of TP2 x PP2. Stays until all ranks have reported."""
     lines = _Lines()
     logging.getLogger("parallel_state").addHandler(lines)
     with environment(PARALLEL_STATE_SLOW_S=str(SOFT_S), **settings_of(route)):
@@ -61,12 +61,12 @@ SPEC = ps.TensorDictSpec.of(DICT)
 
 
 def _across_groups(route: str, folder: str, call: str) -> Told:
-    """Rank 0 waits for 1, which waits for 3, which waits for 2, which waits for 0."""
+    """Rank 0 waits for 1, 1 for 3, 3 for 2, and 2 for 0."""
 
     def body() -> Outcome:
         group = ps.get_tp_group() if ps.get_rank() in (0, 3) else ps.get_pp_group()
         other = 1 - group.rank_in_group
-        for one in (ps.get_tp_group(), ps.get_pp_group()):  # opens the queues: the next dict goes past Python
+        for one in (ps.get_tp_group(), ps.get_pp_group()):  # opens the queues, so that C++ carries the next dict
             for src in (0, 1):
                 if one.rank_in_group == src:
                     one.send_tensor_dict(DICT, spec=SPEC)
@@ -83,7 +83,6 @@ def _across_groups(route: str, folder: str, call: str) -> Told:
 
 
 def _evaluate(seconds: float) -> Outcome:
-    """Rank 3 believes that the epoch is over."""
     time.sleep(seconds)
     return Outcome("ok", "", 0.0)
 
@@ -99,7 +98,7 @@ def _one_leaves_the_loop(route: str, folder: str) -> Told:
 
 
 WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
-"""By rank: the group in which it waits, for whom, and the group in which that one waits."""
+"""Each rank's group, the rank it waits for, and that rank's group."""
 
 
 def _latest(told: list[Told]) -> float:
@@ -112,7 +111,7 @@ def _latest(told: list[Told]) -> float:
 def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, route: str, call: str) -> None:
     def trial(folder: Path) -> float:
         told = ranks.run(_across_groups, route, str(folder), call, timeout_s=DEADLINE_S)
-        if _latest(told) >= WITHIN_S:  # another trial tells, when the machine has time for what they say
+        if _latest(told) >= WITHIN_S:  # too busy to gather the states
             return _latest(told)
         for rank, (outcome, log) in enumerate(told):
             group, awaited, other = WAITS_FOR[rank]
@@ -134,7 +133,7 @@ def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) 
     def trial(folder: Path) -> float:
         *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), timeout_s=DEADLINE_S)
         does = r"global rank 3 is in no call of a group, at test_deadlock\.py:\d+ in _evaluate, called by test_deadlock"
-        if _latest(told) >= WITHIN_S:  # another trial tells, when the machine has time for what they say
+        if _latest(told) >= WITHIN_S:  # too busy to gather the states
             return _latest(told)
         for rank, (outcome, log) in enumerate(told):
             assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)

@@ -1,7 +1,7 @@
-"""Hangs that users of engines and trainers reported, played again: every error says who it is, in what, and where.
+"""Hangs that users of engines and trainers reported: every error names rank, call and line.
 
-Each is a loop in which one rank, or some, took another branch, as the report tells it; the engine itself isn't started.
-The ranks have no debug mode. Reports whose cause is a port, an interface, or /dev/shm are met in tests/clusters.
+In each, some ranks take another branch, without the engine itself and without debug mode. tests/clusters has reports
+about ports, interfaces and /dev/shm.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ class Parts(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A reported hang: `run` makes this rank's calls in groups that were made for it."""
+    """`run` makes this rank's calls in its own groups."""
 
     run: Callable[[Group, Parts], Outcome | None]
     says: tuple[str, ...]
-    """In the error of every rank that has one."""
+    """In every error."""
     raising: tuple[int, ...] = (0, 1, 2, 3)
-    """The ranks that raise."""
 
 
 def compile_model(wait: Callable[[float], None]) -> None:
-    """Is on the stack as torch's compiler is."""
+    """Adds a frame of torch's compiler to the stack."""
     names: dict[str, Any] = {}
     exec(compile("def load(wait, seconds):\n    wait(seconds)\n", "torch/_inductor/codecache.py", "exec"), names)
     names["load"](wait, AWAY_S)
@@ -94,7 +93,7 @@ def unshard(group: Group) -> Outcome:
 
 
 def _away(rank: int, do: Callable[[], object]) -> Callable[[Group, Parts], Outcome | None]:
-    """Returns a loop that `rank` leaves to do something else."""
+    """Returns a loop that `rank` leaves for something else."""
 
     def run(world: Group, parts: Parts) -> Outcome | None:
         if world.rank != rank:
@@ -179,7 +178,6 @@ REPORTS = {
 
 @contextmanager
 def _world(route: str) -> Iterator[Group]:
-    """A world of TP2 x PP2."""
     with environment(PARALLEL_STATE_SLOW_S="1.2", **settings_of(route)):
         ps.init_distributed_environment(timeout=T_S)
         ps.initialize_model_parallel(2, 2)
@@ -192,7 +190,7 @@ def _world(route: str) -> Iterator[Group]:
 
 
 def play(route: str, folder: str, names: list[str]) -> dict[str, Outcome | None]:
-    """Each in a world of its own, in which all stay until all have told."""
+    """All ranks stay until all have reported."""
     found = {}
     for at, name in enumerate(names):
         with _world(route) as world:
@@ -210,7 +208,7 @@ def _read_until(path: Path) -> None:
 
 
 def _names_of(route: str) -> list[str]:
-    """All with FAILURE_TESTS=long; else each on one of the routes."""
+    """Returns all reports with FAILURE_TESTS=long, else half of them."""
     return [name for at, name in enumerate(REPORTS) if LONG or ROUTES[at % 2] == route]
 
 

@@ -1,4 +1,4 @@
-"""The reported hangs over two hosts, whose ranks ask each other over the control plane; and traces on one clock."""
+"""The reported hangs over two hosts, and traces on one clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_error_says_who_is_where(ranks: HostRanks, tmp_path: Path) -> None
 
 
 def _asked_live() -> dict[str, str]:
-    """Rank 0 returns what `debug --live` prints of the ranks, once all others wait for it."""
+    """Rank 0 returns what `debug --live` prints once all others wait for it."""
     with world(4):
         group, states = ps.get_tp_group(), dict[str, str]()
         group.barrier()

@@ -1,7 +1,7 @@
-"""Rows 39 and 50: a death fails every group of each root that holds the dead rank, on all ranks, and no other.
+"""Rows 39 and 50: a death fails all groups of each root with the dead rank, on all ranks, and no others.
 
-4 trials of row 39 a transport by default, of 4 ranks at most. With FAILURE_TESTS=long 200 of up to 8, whose results lie
-in FAILURE_TRIALS=folder: a run that was ended goes on there, and several may run side by side.
+Row 39 has 4 trials a transport of up to 4 ranks, with FAILURE_TESTS=long 200 of up to 8. The folder FAILURE_TRIALS
+keeps their results: an interrupted run continues, and several can run at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _new(folder: Path) -> Path:
 
 
 def _live_in(route: str, tp: int, pp: int, folder: str, victims: tuple[int, ...], options: dict[str, Any]) -> Any:
-    """Divides the world, sees the victims die, and tells what then becomes of a call on each group."""
+    """Calls each group after the deaths."""
     with environment(**settings_of(route)):
         ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
         ps.initialize_model_parallel(tp, pp, **options)
@@ -62,9 +62,9 @@ def _live_in(route: str, tp: int, pp: int, folder: str, victims: tuple[int, ...]
 
 
 def _after_deaths(groups: dict[str, ps.GroupCoordinator], folder: str, victims: tuple[int, ...]) -> Any:
-    """Three calls on each group; a rank stays until all survivors have made theirs."""
+    """Calls each group three times. Stays until all survivors have done so."""
     world = ps.get_world_group()
-    time.sleep(0.5)  # all links are there
+    time.sleep(0.5)  # all control connections are made
     world.barrier()
     if world.rank in victims:
         kill_me()
@@ -105,7 +105,6 @@ def test_other_replicas_go_on(route: str, tmp_path: Path) -> None:
 
 
 def _two_roots(route: str, folder: str) -> Any:
-    """Two models, each on half of the ranks; the world's groups beside them."""
     os.environ.update({name: value for name, value in settings_of(route).items() if value is not None})
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     world = ps.get_world_group()
@@ -135,7 +134,7 @@ def test_other_roots_go_on(route: str, tmp_path: Path) -> None:
 
 
 def _make_a_group_without_rank_0() -> list[float] | None:
-    """Rank 0, which served the store of the world, is killed; the other replica makes a further group."""
+    """The other replica makes a group after rank 0, which served the store, is killed."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(2, 1, failure_domain="replica")
     tp, world = ps.get_tp_group(), ps.get_world_group()
@@ -169,14 +168,14 @@ def _pool(size: int) -> Iterator[WorkerPool]:
 
 
 def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Outcome, float, list[int]]:
-    """TP4 over two hosts in a loop; all of `dying` are killed, behind a link that is down if `silently`.
+    """Loops over TP4 on two hosts. All of `dying` are killed, with their link down if `silently`.
 
-    Returns how the loop ended, after how long, and which ranks are taken for dead when the heartbeats' limit is over.
+    Returns the outcome, its time, and the ranks taken for dead after the heartbeat limit.
     """
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(4)
     group = ps.get_tp_group()
-    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
     group.barrier()
     started = time.monotonic()
     if group.rank in dying:
@@ -185,7 +184,7 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
         while group.rank == dying[0] and len(pids := list(Path(folder).glob("pid-*"))) < len(dying):
             time.sleep(0.001)
         while group.rank != dying[0]:
-            time.sleep(1.0)  # the first one kills all, at once
+            time.sleep(1.0)  # the first one kills all at once
         if silently:
             subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
         for pid in sorted((int(path.read_text()) for path in pids), key=lambda pid: pid == os.getpid()):
@@ -206,7 +205,7 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
     ("dying", "silently"), [((2, 3), False), ((0, 1), False), ((3,), False), ((0,), False), ((0, 1), True)], ids=str
 )
 def test_row_50_a_host_or_a_rank_of_it_dies(tmp_path: Path, dying: tuple[int, ...], silently: bool) -> None:
-    """Of 2 hosts with 2 ranks each; rank 0 serves the store."""
+    """2 hosts of 2 ranks; rank 0 serves the store."""
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}
@@ -218,7 +217,7 @@ def test_row_50_a_host_or_a_rank_of_it_dies(tmp_path: Path, dying: tuple[int, ..
             told = ranks.survivors(_one_group, str(folder), dying, silently, timeout_s=2 * DEADLINE_S)
         assert sorted(told) == [rank for rank in range(4) if rank not in dying]
         for rank, (outcome, _, dead) in told.items():
-            # Silence may be a host's death, or its link's: what a survivor catches is both.
+            # A silent host may be dead or only cut off.
             assert outcome.kind == ("HostUnreachableError" if silently else "PeerDiedError"), (rank, outcome)
             assert sorted(outcome.suspect_ranks) == list(dying), (rank, outcome)
             assert dead == list(dying), (rank, dead)

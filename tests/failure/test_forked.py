@@ -1,4 +1,4 @@
-"""Row 32: a process that a rank has forked calls the rank's groups: told at once, and the rank is not disturbed."""
+"""Row 32: calls in a forked child of a rank fail at once, and don't disturb the rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from tests.failure.ranks import Ranks
 DEADLINE_S = 60.0
 AT_ONCE_S = 0.01
 LARGE = 100_000
-"""Elements whose sum lies in memory that all ranks map."""
+"""Elements of a sum in memory that all ranks map."""
 
 
 def _in_child(function: Callable[[], Any]) -> Any:
-    """What it returns in a process forked from this one."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -66,7 +65,7 @@ def _use_in_child() -> dict[str, Any]:
         nonlocal large
         tried = _tries(group, pending)
         sums = large.sum().item()
-        del large  # memory of the parent's
+        del large  # the parent's memory
         numbers = ps.get_tp_group().rank_in_group, ps.get_world_size(), ps.get_tensor_model_parallel_rank()
         grandchild = _in_child(lambda: attempt(group.barrier))
         return {"tried": tried, "sum": sums, "numbers": numbers, "grandchild": grandchild, "pid": os.getpid()}
@@ -86,7 +85,7 @@ def _use_in_child() -> dict[str, Any]:
 
 
 def _alone() -> float:
-    """Forked when all groups had ended, a process may have its own."""
+    """A process forked after all groups are gone can have its own."""
     os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     ps.init_distributed_environment()
     ps.initialize_model_parallel()

@@ -1,4 +1,4 @@
-"""Row 56: rank 0, which serves the store, is killed during init, at each stage; alone, and with another rank."""
+"""Row 56: rank 0, which serves the store, is killed at each stage of init, alone or with another rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_WATCHED_YET = "the ranks are not watched before they have met, so only one o
 
 
 def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
-    """Has rank 0 kill the victims, itself the last, when it comes to a stage."""
+    """Makes rank 0 kill the victims, itself last."""
     rank = int(os.environ["RANK"])
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank != 0:
@@ -49,10 +49,10 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
     def kill_once_others_meet() -> None:
         while not all(Path(folder, f"entered-{other}").exists() for other in (1, 2)):
             time.sleep(0.01)
-        later(MEETING_S, kill)  # a rank that comes later than that can't learn who served the store
+        later(MEETING_S, kill)  # ranks that come later can't learn who served the store
 
     def and_kill(*args: Any, **kwargs: Any) -> Any:
-        if stage == "meeting":  # which goes on meanwhile, as one rank is missing
+        if stage == "meeting":  # continues meanwhile, because one rank is missing
             later(0.0, kill_once_others_meet)
         else:
             kill()
@@ -62,7 +62,7 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
 
 
 def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) -> tuple[Outcome, float] | None:
-    """Returns a survivor's error and its time after the kill; None for the rank that doesn't come to the meeting."""
+    """Returns a survivor's error and its time after the kill. None for the absent rank."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if stage == "meeting" and rank == 3:
         return None
@@ -100,7 +100,7 @@ def _trial(make: Callable[[], WorkerPool], stage: str, victims: tuple[int, ...],
                 results = ranks.survivors(_start, stage, victims, port, str(folder), timeout_s=DEADLINE_S)
     finally:
         ranks.kill()
-    if len(victims) > 1 and not isinstance(ranks, HostRanks):  # the second is killed wherever it is
+    if len(victims) > 1 and not isinstance(ranks, HostRanks):  # the second one may be killed anywhere
         start_again()
     return _check(results, victims)
 
@@ -149,7 +149,7 @@ def test_row_56_rank_0_of_two_hosts_is_killed_during_init(tmp_path: Path, stage:
 
 
 def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] | None:
-    """Rank 2 is killed in the meeting, where rank 3 comes only then."""
+    """Rank 2 is killed in the rendezvous, before rank 3 comes."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if rank == 2:
 
@@ -190,7 +190,7 @@ CONNECT_S = 4.0
 
 
 def _linger(port: int) -> tuple[Outcome, Outcome]:
-    """Rank 2 doesn't come to gloo's connecting until the others have given up; then all start again."""
+    """Rank 2 connects gloo late. Then all start again."""
     rank = int(os.environ["RANK"])
     with environment(PARALLEL_STATE_START_TIMEOUT_S=str(CONNECT_S)), pytest.MonkeyPatch.context() as patch:
         if rank == 2:

@@ -1,6 +1,6 @@
-"""Rows 51 to 54 and 60: hosts whose ranks can't run for a while, leads that exit, a large rank that dies, a pause.
+"""Rows 51 to 54 and 60: ranks that can't run for a while, leads that exit, and a large rank that dies.
 
-Hosts are of two ranks; the first of each is its lead, which beats for it.
+The first of a host's two ranks is its lead and sends its beats.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _world() -> ps.GroupCoordinator:
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     group = ps.get_world_group()
     group.barrier()
-    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
     return group
 
 
 def _hold_the_interpreter(who: tuple[int, ...]) -> Outcome:
-    """These ranks hold the interpreter's lock, as a C extension does; all meet in a sum after it."""
+    """These ranks hold the interpreter lock, as a C extension does. Then all sum."""
     group = _world()
     if group.rank in who:
         ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
@@ -69,14 +69,14 @@ def test_row_51_all_ranks_of_a_host_hold_the_interpreter_lock() -> None:
 
 @pytest.mark.side_by_side
 def test_row_51_one_rank_of_a_host_holds_the_interpreter_lock() -> None:
-    """Its neighbour beats in its place."""
+    """The other rank sends the beats."""
     with _hosts() as two, _ranks(two) as ranks:
         found = ranks.survivors(_hold_the_interpreter, (2,), timeout_s=DEADLINE_S)
     assert {rank: told.text for rank, told in found.items()} == dict.fromkeys(range(4), "[4.0, 4.0, 4.0]")
 
 
 def _stop_and_go_on(who: tuple[int, ...], pause_s: float) -> tuple[Outcome, list[int]]:
-    """Stops these ranks and resumes them. Returns what a call did meanwhile, and the ranks taken for dead."""
+    """Returns a call's outcome during the stop, and the ranks taken for dead."""
     group = _world()
     if group.rank in who:
         with subprocess.Popen(["sh", "-c", f"sleep {pause_s}; kill -CONT {os.getpid()}"]):
@@ -108,21 +108,21 @@ def test_row_52_all_ranks_of_a_host_are_stopped(tmp_path: Path) -> None:
 
 
 def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcome, float]:
-    """Sums until that fails, while `how` ends the victims. Returns a survivor's error and its time after the kill."""
+    """Sums until the victims' end makes that fail. Returns the error and its time after the kill."""
     group = _world()
     attempt(group.all_reduce, torch.ones(3))
     Path(folder, f"pid-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
     group.barrier()
     if group.rank == 1:
         pids = {victim: int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")) for victim in (*victims, 2, 3)}
-        time.sleep(0.3)  # the others have come through the barrier
+        time.sleep(0.3)  # the others have left the barrier
         if how == "lead stopped":
             os.kill(pids[2], signal.SIGSTOP)
             time.sleep(0.3)
         Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
         for victim in victims:
             os.kill(pids[victim], signal.SIGKILL)
-            if how == "one after the other":  # the lead as it tells of its neighbour
+            if how == "one after the other":  # while the lead reports the other
                 time.sleep(BEAT_S / 4)
     told = attempt(group.all_reduce, torch.ones(3))
     until = time.monotonic() + DEADLINE_S / 2
@@ -146,7 +146,7 @@ def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcom
     ids=str,
 )
 def test_row_53_the_lead_of_a_host_goes(tmp_path: Path, victims: tuple[int, ...], how: str) -> None:
-    """Each rank has connections of its own to all others, so no lead is needed for this."""
+    """Each rank is connected to all others, so this needs no lead."""
 
     def trial(folder: Path) -> float:
         with _hosts() as two, _ranks(two) as ranks:
@@ -189,7 +189,7 @@ def _free_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("over_hosts", [False, True], ids=["one host", "two hosts"])
 def test_row_54_a_large_rank_is_killed(tmp_path: Path, over_hosts: bool) -> None:
-    """Its kernel frees 4 GiB before its sockets close and its pidfd tells."""
+    """The kernel frees 4 GiB before it closes the sockets and signals the pidfd."""
     if _free_bytes() < 2 * LARGE_BYTES:
         pytest.skip(f"needs {2 * LARGE_BYTES >> 30} GiB of free memory")
 
@@ -207,7 +207,7 @@ def test_row_54_a_large_rank_is_killed(tmp_path: Path, over_hosts: bool) -> None
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("who", [(1,), (3,), (1, 3)], ids=str)
 def test_row_60_a_rank_that_was_stopped_judges_nobody(who: tuple[int, ...]) -> None:
-    """For longer than the limit: it heard nobody in that time, and goes on."""
+    """It was stopped beyond the limit."""
     with _hosts() as two, _ranks(two) as ranks:
         found = ranks.survivors(_stop_and_go_on, who, 2 * LIMIT_S, timeout_s=DEADLINE_S)
     assert sorted(found) == [0, 1, 2, 3]

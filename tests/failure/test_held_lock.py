@@ -1,4 +1,4 @@
-"""Waits in shared memory end in time although another thread of their process holds the interpreter lock."""
+"""Waits in shared memory end in time while another thread holds the interpreter lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T_S, BEGIN_S, HELD_S = 2.0, 0.3, 4.0
 
 
 def _hold_the_lock_soon() -> None:
-    """Has another thread hold the lock, as a C extension does, while this one is in its next call."""
+    """Another thread holds the lock, as a C extension does, during the next call."""
 
     def hold() -> None:
         time.sleep(BEGIN_S)
@@ -33,7 +33,6 @@ def _hold_the_lock_soon() -> None:
 
 
 def _waited_s(group: ps.GroupCoordinator) -> float:
-    """How long the call took that failed, until C++ ended it."""
     collectives = group.context.host_memory.collectives
     words = (ctypes.c_int64 * 256)()
     collectives.library.ps_group_failure(collectives.number, words)
@@ -41,7 +40,7 @@ def _waited_s(group: ps.GroupCoordinator) -> float:
 
 
 def _until_the_deadline() -> tuple[Outcome, float]:
-    """The others wait for rank 3, which comes after the deadline of rank 0 while that one's lock is held still."""
+    """Rank 3 comes after rank 0's deadline, while rank 0's lock is still held."""
     with world_over("shared memory", timeout_s=T_S) as group:
         group.barrier()
         if group.rank == 0:
@@ -53,7 +52,7 @@ def _until_the_deadline() -> tuple[Outcome, float]:
         told = attempt(group.all_reduce, torch.ones(3))
         waited_s = _waited_s(group)
         if group.rank == 3:
-            time.sleep(HELD_S)  # rank 0 isn't left meanwhile
+            time.sleep(HELD_S)  # keeps rank 0's group alive
         return told, waited_s
 
 
@@ -69,7 +68,7 @@ def test_a_wait_ends_at_its_deadline(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _until_a_death(folder: str, how: str) -> tuple[Outcome, float] | None:
-    """Rank 0 waits for the others, which make no call; rank 2 is killed."""
+    """Rank 2 is killed while rank 0 waits for all others."""
     with pytest.MonkeyPatch.context() as patch:
         if how == "told by neighbours" and os.environ["RANK"] == "0":
             patch.setattr(Watcher, "end_waits_of", lambda *_: None)
@@ -92,7 +91,7 @@ def _until_a_death(folder: str, how: str) -> tuple[Outcome, float] | None:
 
 @pytest.mark.parametrize("how", ["lock held", "told by neighbours"])
 def test_a_wait_ends_at_a_death(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    """Also where the control plane's own thread of the waiting rank is late, as it is if it doesn't write at all."""
+    """Also if the waiting rank's own control thread never reports."""
 
     def trial(folder: Path) -> float:
         found = ranks.survivors(_until_a_death, str(folder), how, timeout_s=DEADLINE_S)

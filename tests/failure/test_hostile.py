@@ -1,7 +1,7 @@
-"""Row 37: strangers at the ports of a job that is running.
+"""Row 37: strangers at the ports of a running job.
 
-They come to the store of `launch`, which asks for the job's secret, to torch's TCPStore, which has none, and to gloo:
-these withstand junk and silence, but not a stranger who speaks their language.
+`launch`'s store requires the job's secret. torch's TCPStore and gloo have none: they withstand junk and silence, but
+not a stranger that speaks their protocol.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.internals.control_store import (
     opening,
     read_secret,
 )
-from tests.internals.control_store import store_of as open_store
+from tests.internals.control_store import store_of as open_tcp_store
 
 OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
 
@@ -64,7 +64,6 @@ JUNK = {
 
 @pytest.fixture(scope="module")
 def secret(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The secret of the job at `port`, so that the tests know it."""
     path = tmp_path_factory.getbasetemp() / "secret of a job"
     path.touch(0o600)
     path.write_bytes(secrets.token_bytes(32))
@@ -73,7 +72,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory, secret: bytes) -> Iterator[int]:
-    """The port of a job of four ranks that `launch` has started: one for all strangers, whom it outlives."""
+    """The port of one job of four ranks for all strangers."""
     folder = tmp_path_factory.mktemp("job")
     file = str(tmp_path_factory.getbasetemp() / "secret of a job")
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": 4 * DEADLINE_S, "secret_file": file}
@@ -83,13 +82,12 @@ def port(tmp_path_factory: pytest.TempPathFactory, secret: bytes) -> Iterator[in
 
 @pytest.fixture
 def torch_port(tmp_path: Path, ranks: Ranks) -> Iterator[int]:
-    """The port of a job of four ranks that meet at torch's store."""
     with running_job(tmp_path, lambda: ranks.run(compute, str(tmp_path), True, timeout_s=DEADLINE_S)) as port:
         yield port
 
 
 def store_of(port: int, secret: bytes) -> Any:
-    return open_store(port, secret, DEADLINE_S)
+    return open_tcp_store(port, secret, DEADLINE_S)
 
 
 def test_row_37_junk(port: int) -> None:
@@ -113,7 +111,7 @@ def test_row_37_a_wrong_secret(port: int, secret: bytes) -> None:
 
 
 def test_row_37_a_stranger_that_shows_the_servers_own_proof(port: int) -> None:
-    """It sends back what it was sent: the nonce, and the proof, which is one in the server's role."""
+    """It echoes the server's nonce and proof; the proof is for the server's role."""
     with connected(port) as stranger:
         greeting = stranger.recv(GREETING_BYTES, socket.MSG_WAITALL)
         assert greeting.startswith(MAGIC)
@@ -128,7 +126,7 @@ def test_row_37_a_stranger_that_shows_the_servers_own_proof(port: int) -> None:
 
 
 class Tap:
-    """Stands between one client and the server, keeps what the client sends, and can send more in its name."""
+    """A proxy that records what a client sends, and can send more."""
 
     def __init__(self, port: int, stack: ExitStack) -> None:
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -136,7 +134,7 @@ class Tap:
         self.server = stack.enter_context(connected(port))
         self.sent: list[bytes] = []
         self.closed = threading.Event()
-        """Set once the server has closed its connection."""
+        """The server has closed the connection."""
         thread = threading.Thread(target=self._forward, daemon=True)
         thread.start()
         stack.callback(thread.join, SLACK_S)
@@ -170,7 +168,7 @@ class Tap:
 
 
 def test_row_37_a_replay(port: int, secret: bytes) -> None:
-    """Of a whole connection, and of one frame within its connection; of which each counts once."""
+    """Of a whole connection, and of one frame in its connection."""
     with ExitStack() as stack:
         tap = Tap(port, stack)
         client = store_of(tap.port, secret)
@@ -181,7 +179,7 @@ def test_row_37_a_replay(port: int, secret: bytes) -> None:
             with connected(port) as stranger:
                 send_all(stranger, recorded[:end])
                 assert len(until_closed(stranger, SLACK_S)) <= GREETING_BYTES + IDENTITY_BYTES
-        tap.server.sendall(recorded[ANSWER_BYTES:])  # the frame again, where the first one was right
+        tap.server.sendall(recorded[ANSWER_BYTES:])  # the frame a second time
         assert tap.closed.wait(SLACK_S)
     other = store_of(port, secret)
     assert other.get("replayed") == b"1"
@@ -200,7 +198,7 @@ def test_row_37_bytes_into_an_open_connection(port: int, secret: bytes) -> None:
 
 
 def _drip(port: int) -> float:
-    """One byte after the other; after how long it is turned away."""
+    """Sends byte by byte. Returns the seconds until it is rejected."""
     with connected(port) as stranger:
         began = time.monotonic()
         greeting = stranger.recv(GREETING_BYTES, socket.MSG_WAITALL)
@@ -212,7 +210,7 @@ def _drip(port: int) -> float:
 
 
 def test_row_37_a_silent_hold(port: int, secret: bytes) -> None:
-    """They are turned away when their time is up, also those that send a little; who knows the secret comes in."""
+    """Senders of a few bytes are closed at the timeout, too. The job's clients still get in."""
     with ExitStack() as stack:
         dripping = stack.enter_context(ThreadPoolExecutor(1)).submit(_drip, port)
         began = time.monotonic()
@@ -233,7 +231,7 @@ def test_row_37_a_silent_hold(port: int, secret: bytes) -> None:
 
 
 def test_row_37_many_at_once(port: int, secret: bytes) -> None:
-    """More than the store's process keeps: the oldest are closed long before their time is up, the job's come in."""
+    """The store closes its oldest connections early."""
     kept, more = 1024, 300
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 4 * (kept + more)
@@ -265,7 +263,7 @@ def _launch_and_log(folder: str, secret_file: str) -> None:
 
 
 def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
-    """A few lines, however many come; never the secret."""
+    """A few lines for any number of strangers, and never the secret."""
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(secrets.token_hex(32).encode())
@@ -290,7 +288,7 @@ def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
 
 
 def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
-    """It closes what isn't its protocol. Silence it bears for ever; a crowd of it delays newcomers, by 10 s."""
+    """It closes other protocols' connections, but never silent ones. Many of these delay new clients by 10 s."""
     with ExitStack() as stack:
         for junk in [junk for kind, junk in JUNK.items() if kind != "a ping of TCPStore"] * 5:
             with connected(torch_port) as stranger:
@@ -305,7 +303,6 @@ def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
 
 
 def _listening(pid: int) -> list[int]:
-    """The TCP ports where a process listens."""
     sockets = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
@@ -315,7 +312,7 @@ def _listening(pid: int) -> list[int]:
 
 
 def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path) -> None:
-    """Each rank has one, for the group in which it waits for connections; gloo drops those that it doesn't expect."""
+    """Each rank listens for one group. gloo drops unexpected connections."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
     job = (tmp_path, lambda: ps.launch(pids_then_compute, 4, args=(str(tmp_path),), env=OVER_GLOO, **options))
     came = dict.fromkeys(("silence", "a word", "zeros", "noise"), 0)
@@ -323,7 +320,7 @@ def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path) -> None:
         pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(4)]
         for kind, sent in zip(came, (b"", b"abc", bytes(1000), JUNK["noise"]), strict=True):
             for port in [port for pid in pids for port in _listening(pid)] * 3:
-                with suppress(ConnectionRefusedError):  # that of a group that has come together meanwhile
+                with suppress(ConnectionRefusedError):  # of a group that has connected meanwhile
                     stranger = stack.enter_context(connected(port))
                     send_all(stranger, sent)
                     came[kind] += 1

@@ -1,4 +1,4 @@
-"""Rows 1 to 4, 16 and 17: ranks are killed, and all others are told which, in whatever call they are."""
+"""Rows 1 to 4, 16 and 17: after a death all others get an error that names the rank, in any call."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tests.failure.worlds import (
 POISONED_WITHIN_S = 0.010
 LOOPS_S = 0.05
 WAITED_S = 1.6
-"""Longer than `attempt` lets an error's `elapsed_s` be wrong."""
+"""Exceeds the tolerance of `attempt` for an error's `elapsed_s`."""
 
 
 def killed_in(
     operation: str, route: str, victims: list[int], folder: str, port: int | None = None
 ) -> tuple[Told, float]:
-    """Calls it until a victim is gone; also how long it takes to let go of everything."""
+    """Repeats the call until a victim dies. Also returns how long destruction takes."""
     with world_over(route, port, LONG_TIMEOUT_S) as group:
         call = calls_of_all(group)[operation]
         if group.rank in victims:  # the others may still be in their first call when it dies
@@ -60,7 +60,7 @@ def killed_in(
 def latest(
     ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[int], folder: Path, group: str = "tp:0"
 ) -> float:
-    """Checks what the survivors tell of `group`; returns the longest time that one of them took."""
+    """Checks the survivors' errors. Returns the longest time of one."""
     latest_s = 0.0
     assert sorted(results) == [rank for rank in range(4) if rank not in victims]
     for victim in victims:
@@ -112,7 +112,7 @@ def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str,
 
 
 def wait_in_every_call(operations: tuple[str, ...], route: str, folder: str) -> dict[str, Outcome]:
-    """Waits for rank 1 in each operation at once, in groups and threads of their own, until that rank is killed."""
+    """Waits for rank 1 in each operation at once until it is killed."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as world:
         groups = {name: world.make_sub_group(range(world.world_size)) for name in operations}
         for group in groups.values():
@@ -132,10 +132,10 @@ def test_row_03_errors_count_from_the_begin_of_their_calls(ranks: Ranks, tmp_pat
 
 
 def check_elapsed_in(ranks: Ranks, operations: tuple[str, ...], route: str, folder: Path) -> None:
-    """Asserts that ranks waited in each operation; `attempt` has compared each error's `elapsed_s`."""
+    """`attempt` checks `elapsed_s`; this checks that ranks did wait."""
     results = ranks.survivors(wait_in_every_call, operations, route, str(folder), timeout_s=DEADLINE_S)
     assert sorted(results) == [0, 2, 3]
-    for name in set(operations) - {"scatter"}:  # whose source is rank 0, which waits for nobody
+    for name in set(operations) - {"scatter"}:  # its source, rank 0, waits for nobody
         outcomes = [found[name] for found in results.values()]
         assert {outcome.kind for outcome in outcomes} <= {"ok", "PeerDiedError"}, (name, outcomes)
         assert max(outcome.seconds for outcome in outcomes) > WAITED_S / 2, (name, outcomes)
@@ -151,10 +151,10 @@ SPEC = ps.TensorDictSpec.of(DICT)
 
 
 def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, float] | None:
-    """Rank 0 waits for rank 1, which lives and never comes; rank 3 is killed; rank 2 does nothing."""
+    """Rank 0 waits for the live rank 1, and rank 3 is killed."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         rank = group.rank
-        if "spec" in waits:  # opens queues: the next of these goes past Python
+        if "spec" in waits:  # opens the queues, so that C++ carries the next calls
             group.broadcast_tensor_dict(DICT if rank == 1 else None, 1, spec=SPEC)
             if rank == 1:
                 group.send_tensor_dict(DICT, 0, spec=SPEC)
@@ -211,7 +211,7 @@ def check_row_04(ranks: Ranks, tmp_path: Path, waits: str, route: str) -> None:
 
 
 def until_two_are_gone(operation: str, route: str, folder: str) -> Told:
-    """Ranks 1 and 3 are a process group: one signal for both, whatever else the machine has to do."""
+    """Ranks 1 and 3 are a process group, so that one signal kills both."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         leader = group.all_gather_object(os.getpid())[1]
         for member in (1, 3):
@@ -250,7 +250,7 @@ def check_row_16(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> No
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:
-    """The fastest of some calls of each kind: the machine may be busy with something else for once."""
+    """Returns the fastest of several calls of each kind, because the machine may be busy."""
     with world_over(route) as group:
         other = ps.get_world_group().make_sub_group([0, 1])
         call = calls_of_all(group)["all_reduce"]
@@ -269,7 +269,7 @@ def _after_a_failure(route: str, path: str) -> dict[str, float]:
                 assert "has ended" in outcomes[0].text
         cause = cause_of(group)
         assert cause is group.route.first_failure
-        if other is not None:  # it shares no dead rank
+        if other is not None:  # it has no dead rank
             assert other.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
             Path(path, str(group.rank)).touch()
     return found

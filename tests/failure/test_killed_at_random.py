@@ -1,6 +1,6 @@
-"""Row 5: SIGKILL at a random time, amid all kinds of calls: right answers, then a typed error, never wrong data.
+"""Row 5: after SIGKILL at a random time, amid all kinds of calls, no rank gets wrong data.
 
-6 seeds by default, 200 with FAILURE_TESTS=long. How long it took is in the JUnit file (--junitxml).
+6 seeds by default, 200 with FAILURE_TESTS=long. The JUnit file (--junitxml) has the times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEEDS = range(200 if LONG else 6)
 
 
 def _mixed_calls(route: str, seed: int, folder: str) -> tuple[End, float]:
-    """In an order that all ranks share; also how long leaving takes."""
+    """All ranks share the order of calls."""
     order = random.Random(seed).choices(OPERATIONS, k=1000)
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         calls = calls_of_all(group)

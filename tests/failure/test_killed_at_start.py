@@ -1,8 +1,8 @@
 """Row 41: SIGKILL at a random time of init_distributed_environment and initialize_model_parallel.
 
-3 seeds on each transport by default. With FAILURE_TESTS=long 100, whose results lie in FAILURE_TRIALS=folder: a run
-that was ended goes on there, and several may run side by side. Who is killed before he has told anybody his process is
-missing at the start's deadline; the end of all others is seen at once.
+3 seeds a transport by default, 100 with FAILURE_TESTS=long. The folder FAILURE_TRIALS keeps their results: an
+interrupted run continues, and several can run at once. A rank killed before it published its process is missing at the
+start's deadline. Other deaths are detected at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEADLINE_S = 60.0
 
 
 def _start(shared_memory: str) -> float:
-    """A start that nobody disturbs: how long it takes, once everything is imported and compiled."""
+    """Returns the seconds of an undisturbed start."""
     began = time.monotonic()
     with environment(PARALLEL_STATE_SHARED_MEMORY=shared_memory):
         ps.init_distributed_environment(timeout=TIMEOUT_S)
@@ -47,7 +47,7 @@ def _start(shared_memory: str) -> float:
 
 
 def _until_killed(folder: str, shared_memory: str) -> tuple[bool, Outcome, float, float]:
-    """Whether a survivor had started, what it is told, when, and how long it takes to leave."""
+    """Returns whether the survivor had started, its error and time, and the time to leave."""
     started = False
     variables = {"PARALLEL_STATE_SHARED_MEMORY": shared_memory, "PARALLEL_STATE_START_TIMEOUT_S": str(START_S)}
 
@@ -65,7 +65,7 @@ def _until_killed(folder: str, shared_memory: str) -> tuple[bool, Outcome, float
 
 
 def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memory: str) -> float:
-    """Kills a rank at a random time of a start; how long after that the last one was told."""
+    """Kills a rank at a random time of a start. Returns the longest time to an error."""
     longest_s = max(pool.run(_start, shared_memory, timeout_s=DEADLINE_S))
     victim, delay_s = chance.randrange(4), chance.uniform(0.0, 1.1 * longest_s)
     pool._begin(_until_killed, (str(folder), shared_memory), None)
@@ -88,7 +88,7 @@ def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memo
         assert set(told.suspect_ranks) == {victim}, where
         assert not any(word in told.text for word in ("gloo/transport", ".cc:", "🔺")), where
         assert leaving_s < SOON_S + SLACK_S, f"{leaving_s:.1f} s to leave; {where}"
-        if told.kind == "RendezvousError":  # nobody knew its process
+        if told.kind == "RendezvousError":  # its process wasn't published yet
             assert "did not" in told.text or "refused" in told.text or "gave no verdict" in told.text, where
             assert told.seconds < START_S + SOON_S, where
         else:
@@ -103,7 +103,6 @@ def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memo
 def test_row_41_killed_while_it_starts(
     transport: str, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
-    """The others name it: at once where its process was known, else at the start's deadline."""
     problem = hosts.problem() if transport == "two hosts" else None
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")

@@ -1,8 +1,8 @@
-"""The soak of random kills: a rank of tensor- and pipeline-parallel inference is killed at a random time.
+"""A soak: a rank of tensor- and pipeline-parallel inference is killed at a random time.
 
-Every step's answer is compared with that of the same model on one process. No rank may get a wrong answer, and every
-one that is left gets a typed error soon, those as well whose groups lack the dead rank, and lives on. 4 seeds
-by default, 200 with FAILURE_TESTS=long. How long it took is in the JUnit file (--junitxml).
+Every step's result is compared with the same model on one process. Every survivor gets a typed error soon, even in
+groups without the dead rank, and never a wrong result. 4 seeds by default, 200 with FAILURE_TESTS=long. The JUnit file
+(--junitxml) has the times.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ LAYERS, HIDDEN, INNER, TOKENS = 4, 32, 64, 6
 
 
 class Model:
-    """Residual layers of a column- and a row-parallel matrix; those of one stage, and this rank's part of each."""
-
     def __init__(self) -> None:
         chance = torch.Generator().manual_seed(7)
         self.up = torch.randn(LAYERS, HIDDEN, INNER, generator=chance, dtype=torch.float64) / HIDDEN**0.5
         self.down = torch.randn(LAYERS, INNER, HIDDEN, generator=chance, dtype=torch.float64) / INNER**0.5
 
     def whole(self, x: Tensor) -> Tensor:
-        """`x` [tokens, hidden] through all layers, on one process."""
+        """Returns `x` [tokens, hidden] through all layers on one process."""
         for up, down in zip(self.up, self.down, strict=True):
             x = x + torch.relu(x @ up) @ down
         return x
 
     def stage(self, x: Tensor) -> Tensor:
-        """`x` [tokens, hidden] through the layers of this rank's stage, with the ranks of its tp group."""
+        """Returns `x` [tokens, hidden] through this rank's stage, with its tp group."""
         tp, pp = ps.get_tp_group(), ps.get_pp_group()
         layers = LAYERS // pp.world_size
         part = slice(tp.rank_in_group * INNER // tp.world_size, (tp.rank_in_group + 1) * INNER // tp.world_size)
@@ -53,7 +51,7 @@ class Model:
 
 
 class Engine:
-    """One step: from rank 0 to the first stage, through the stages, back from the last one, and to everybody."""
+    """A step goes from rank 0 through the stages, back from the last one, and to all ranks."""
 
     def __init__(self) -> None:
         self.model = Model()
@@ -78,7 +76,7 @@ class Engine:
         best = self.world.broadcast_object(int(hidden.sum(dim=1).argmax()) if self.world.rank == 0 else None)
         expected = self.model.whole(asked)
         for found in (hidden, answer):
-            # Another order of summing; torch.testing would import a second's worth of modules in each rank.
+            # The sums have another order. torch.testing would import modules for 1 s in each rank.
             assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9), f"step {number}: {found} is not {expected}"
         assert best == int(hidden.sum(dim=1).argmax()), f"step {number} has best {best}"
 

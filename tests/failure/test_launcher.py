@@ -1,7 +1,6 @@
-"""Rows 25, 26, 27: a launcher that is told to stop, or killed; a worker that fails; one that doesn't want to end.
+"""Rows 25 to 27: a launcher that is interrupted or killed, a worker that fails, and one that ignores SIGTERM.
 
-The ranks are in the middle of collectives over shared memory. Bare workers, and what they may do about a signal, are in
-the contract tests of `launch`.
+The ranks are in collectives over shared memory. The contract tests of `launch` have bare workers.
 """
 
 from __future__ import annotations
@@ -73,17 +72,15 @@ def _fail_amid(how: str, noted: Path) -> None:
 
 
 def _timed_launch(function: Callable[..., None], *args: Any) -> tuple[ps.LaunchError, float]:
-    """Returns the error of a launch whose ranks fail, and how long after the failure it came.
-
-    The last of `args` is the file in which the failing rank notes when.
-    """
+    """Returns the error of a launch and its seconds after the failure. The failing rank writes its time to the last of
+    `args`."""
     with pytest.raises(ps.LaunchError) as caught:
         ps.launch(function, 4, args=args, tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S)
     return caught.value, time.monotonic() - float(args[-1].read_text())
 
 
 def assert_median(run: Callable[[], float], first_s: float, within_s: float) -> None:
-    """A launch of a busy machine may be late; half of five are not."""
+    """A busy machine may delay single launches: the median of five counts."""
     took_s = median_of(run, first_s, within_s)
     assert statistics.median(took_s) < within_s, took_s
 
@@ -97,7 +94,7 @@ def assert_median(run: Callable[[], float], first_s: float, within_s: float) -> 
     ],
 )
 def test_row_26_a_worker_exits_or_segfaults(how: str, exit_code: int, words: str, tmp_path: Path) -> None:
-    """It is the one that is reported, although the others have noticed, and raise, before the launcher does."""
+    """It is the rank that is reported, although the others raise first."""
     before = descendants()
     error, took_s = _timed_launch(_fail_amid, how, tmp_path / "at")
     assert_median(lambda: _timed_launch(_fail_amid, how, tmp_path / "at")[1], took_s, GONE_S)
@@ -119,7 +116,7 @@ def _refuse_to_end(noted: Path) -> None:
         raise ValueError("the reason")
     while True:
         if group.rank == 1:
-            time.sleep(DEADLINE_S)  # not even an error of the others makes it end
+            time.sleep(DEADLINE_S)  # ignores errors of the others, too
         group.all_reduce(torch.ones(1000))
 
 

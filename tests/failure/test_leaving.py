@@ -1,4 +1,4 @@
-"""Who leaves on purpose is no death; who is missing or has ended is named also where nobody can watch its process."""
+"""Leaving on purpose is no death. Missing and dead ranks are named even if no process can watch theirs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T_S = 2.0
 
 
 def _one_leaves(route: str) -> list[str]:
-    """Rank 3 destroys its world and ends; the others, which know that, go on with what doesn't need it."""
+    """Rank 3 destroys its world and exits. The others, which know that, continue without it."""
     found: list[str] = []
     with world_over(route) as group:
         group.barrier()
@@ -56,7 +56,7 @@ def test_who_leaves_on_purpose_is_no_death(ranks: Ranks, route: str) -> None:
 
 
 def _one_leaves_and_lives(route: str, folder: str) -> Outcome | None:
-    """Rank 1 leaves its group and lives on, while the others wait for it."""
+    """Rank 1 leaves its group and lives on while the others wait for it."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         group.barrier()
         if group.rank == 1:
@@ -92,7 +92,7 @@ LATE_S = 2.0
 
 
 def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tuple[object, float]:
-    """Rank 0 waits for the others when its handler of a signal ends its world, and exits, as those of SIGTERM do."""
+    """While rank 0 waits, its signal handler destroys the world and exits, as SIGTERM handlers do."""
     wait, send = PAST_PYTHON[call] if past_python else (WAITING[call], lambda group: None)
 
     def end(*_: object) -> None:
@@ -100,8 +100,8 @@ def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tup
         sys.exit(3)
 
     told, started = object(), time.monotonic()
-    with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:  # torch's has ended already
-        for _ in range(2 if past_python else 0):  # then all is open that calls in C++ need
+    with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:  # torch's is destroyed already
+        for _ in range(2 if past_python else 0):  # opens what calls in C++ need
             if group.rank == 1:
                 send(group)
             elif group.rank == 0 or "broadcast" in call:
@@ -127,7 +127,7 @@ def test_a_handler_that_ends_the_world_and_exits(route: str, call: str, over_hos
     if over_hosts and problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     if route == OVER_TORCH:
-        creation.load()  # compiled before any deadline starts
+        creation.load()  # before any deadline starts
     with Hosts(2) if over_hosts else nullcontext() as hosts:
         ranks = Ranks(4) if hosts is None else hosts.ranks((0, 0, 1, 1))
         try:
@@ -135,7 +135,7 @@ def test_a_handler_that_ends_the_world_and_exits(route: str, call: str, over_hos
         finally:
             ranks.kill()
     assert told[0] == 3, told
-    # torch's destroy lets what is under way come to its end for 2 s.
+    # torch's destroy waits up to 2 s for pending calls.
     assert told[1] < LATE_S + (1.5 if route == OVER_TORCH else 0.0), told
 
 
@@ -157,7 +157,7 @@ def _late(operation: str) -> Outcome:
 
 @pytest.mark.parametrize("operation", ["barrier", "recv"])
 def test_the_other_one_of_two_is_named(tmp_path: Path, operation: str) -> None:
-    """Who comes too late hears that the other one gave up, and not that it has ended."""
+    """The late rank's error says that the other one gave up, not that it exited."""
 
     def trial(_: Path) -> float:
         pair = Ranks(2)
@@ -219,7 +219,7 @@ def test_a_rank_that_is_alone_on_its_host_is_named(tmp_path: Path) -> None:
 
 
 def _leave_one_by_one() -> Outcome:
-    """Ranks 2 and 3 share a host; 2 goes, and 3 goes on with the other host for longer than the heartbeats' limit."""
+    """Rank 2 leaves. Rank 3 on its host continues beyond the heartbeat limit."""
     ps.init_distributed_environment(timeout=20.0)
     ps.initialize_model_parallel(4)
     world = ps.get_world_group()

@@ -1,4 +1,4 @@
-"""Limits of the process, the user and the machine: what runs out while ranks start is named, and no rank hangs."""
+"""Limits of process, user and machine: a start names what ran out, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLONE_NEWNS = 0x20000
 
 
 def _limit_with(which: int, spare: int) -> int:
-    """A soft limit that leaves this process so much: descriptors, MiB, or bytes of a file."""
+    """Returns a soft limit that leaves `spare` descriptors, MiB, or bytes of a file."""
     if which == resource.RLIMIT_NOFILE:
         used = {int(name) for name in os.listdir("/proc/self/fd")}
         free = (descriptor for descriptor in range(1 << 16) if descriptor not in used)
@@ -51,7 +51,7 @@ def _calls() -> tuple[Any, ...]:
 
 def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outcome:
     soft, hard = resource.getrlimit(which)
-    limits.raise_descriptor_limit = lambda: None  # as where the hard limit is as low; few may raise that again
+    limits.raise_descriptor_limit = lambda: None  # as with a hard limit as low, which few users may raise
     with environment(PARALLEL_STATE_START_TIMEOUT_S=str(START_S), PARALLEL_STATE_BARRIER_TIMEOUT_S=str(START_S)):
         if int(os.environ["RANK"]) in ranks:
             resource.setrlimit(which, (_limit_with(which, spare), hard))
@@ -69,7 +69,7 @@ def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outco
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("who", [EVERYONE, (0,), (3,)], ids=["all", "the first", "the last"])
 def test_descriptors_run_out_while_ranks_start(ranks: Ranks, tmp_path: Path, who: tuple[int, ...]) -> None:
-    """In the meeting, before the default group, amid the groups: no rank is aborted, none waits beyond the deadline."""
+    """In the rendezvous, before the default group, and amid the groups."""
     for spare in (6, 25, 33):
 
         def trial(_: Path, spare: int = spare) -> float:
@@ -92,7 +92,7 @@ def test_descriptors_run_out_while_ranks_start(ranks: Ranks, tmp_path: Path, who
 
 @pytest.mark.side_by_side
 def test_files_may_not_grow(ranks: Ranks) -> None:
-    """There is no shared memory then, and there is gloo."""
+    """Then gloo replaces shared memory."""
     with held_port() as port:
         told = ranks.run(_limited, resource.RLIMIT_FSIZE, 256, (3,), port, timeout_s=DEADLINE_S)
     assert {each.kind for each in told} == {"ok"}, told
@@ -108,7 +108,7 @@ def _body() -> tuple[float, str, object]:
 
 
 def _launch_two(*limited: tuple[int, int]) -> None:
-    """Tells what comes of a launch, with each of these limits in turn, or with none."""
+    """Prints the outcome of a launch with each of these limits in turn, or with none."""
     for which, value in limited or [(resource.RLIMIT_CORE, 0)]:
         soft, hard = resource.getrlimit(which)
         resource.setrlimit(which, (value, hard))
@@ -125,12 +125,12 @@ def _launch_two_in_own_mounts(script: str) -> None:
     if library.unshare(CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["sh", "-c", f"mount --make-rprivate / && {script}"], check=True)
-    tempfile.tempdir = None  # the one that the tests have found
+    tempfile.tempdir = None  # forget the folder that the tests found
     _launch_two()
 
 
 def _told_by(function: Callable[..., None], *args: Any, **env: str) -> tuple[str, str]:
-    """Returns what a program printed, and what it and its ranks wrote to stderr."""
+    """Returns stdout and stderr of a program and its ranks."""
     with program(function, *args, env={"PARALLEL_STATE_START_TIMEOUT_S": "30", **env}) as launcher:
         assert launcher.wait(DEADLINE_S) == 0, launcher.said
         assert "Traceback" not in launcher.said, launcher.said
@@ -153,7 +153,7 @@ def test_launch_at_limits_that_let_it_start_nothing() -> None:
     for number, line in zip(numbers, lines, strict=False):
         assert line.startswith("told ") and f"this process may have {number} descriptors" in line, line
         assert "raise the limit (`ulimit -n" in line
-    # A kernel that counts files in memory, too, lets no rank report.
+    # If the kernel also counts files in memory, no rank can report.
     assert "may write files of 0 bytes" in lines[-1] or lines[-1].startswith("found [(2.0, 'hierarchical', 1)"), lines
 
 
@@ -190,7 +190,7 @@ for name, start in starts.items():
 
 @pytest.fixture(scope="module")
 def imports() -> list[str]:
-    """The lines that `IMPORTS` prints."""
+    """Returns the lines that `IMPORTS` prints."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=DEADLINE_S,
@@ -200,7 +200,7 @@ def imports() -> list[str]:
 
 
 def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
-    """A start imports what the package leaves out: a module that can't be opened is named as any other shortage."""
+    """A start imports more than the package does. A module that can't be opened is a named shortage, too."""
     lines = imports[1:]
     assert all("this process may have 3 descriptors" in line for line in lines), lines
     kinds = [line.partition(" may have")[0].partition(": ")[2].split()[0] for line in lines]
@@ -208,7 +208,7 @@ def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
 
 
 def test_a_start_imports_what_groups_need(imports: list[str]) -> None:
-    """Groups may be made when no descriptor is left, as those that are shared need none."""
+    """Groups can be made without descriptors if their modules are imported."""
     modules = imports[0].split()
     for name in ("host_memory", "native_group"):
         assert f"device_communicators.cpu.{name}" in modules
@@ -226,7 +226,7 @@ if __name__ == "__main__":
 
 
 def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> None:
-    """Root has no such limit; without the capability of the mode bits another user couldn't read this Python."""
+    """Root has no such limit. Without these capabilities another user couldn't read this Python."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root, and setpriv (util-linux)")
     capabilities = "+dac_override,+dac_read_search"
@@ -248,7 +248,7 @@ def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> Non
 
 @needs_mounts
 def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
-    """The ranks go over connections, and the first says why."""
+    """The ranks use connections, and the first one logs the reason."""
     fill = "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 65536 /dev/zero > /dev/shm/full 2>/dev/null"
     tmp = "mkdir full; mount -t tmpfs -o size=16k tmpfs full; head -c 65536 /dev/zero > full/full 2>/dev/null; true"
     printed, said = _told_by(_launch_two_in_own_mounts, f"cd {tmp_path}; {fill}; {tmp}", TMPDIR=str(tmp_path / "full"))
@@ -259,7 +259,7 @@ def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
 @needs_mounts
 @pytest.mark.parametrize("cache", ["full", "read-only", "missing"])
 def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
-    """What can't be compiled is told with the cache's folder and variable."""
+    """The error of the compile names the cache's folder and variable."""
     folder = tmp_path / "cache"
     folder.mkdir()
     mount = f"mount -t tmpfs -o size=16k{',ro' if cache == 'read-only' else ''} tmpfs {folder}"
@@ -269,7 +269,7 @@ def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
         "missing": "true",
     }[cache]
     where = {"XDG_CACHE_HOME": "", "HOME": "/proc/nowhere"} if cache == "missing" else {"XDG_CACHE_HOME": str(folder)}
-    # An interpreter of its own: a fork of one that has failed to load the library closes descriptors of others.
+    # Not a fork: one that failed to load the library closes descriptors of others.
     code = f"from tests.failure import test_limits\ntest_limits._launch_two_in_own_mounts({script!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -284,7 +284,7 @@ def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
         assert f"space ran out: {folder} has 0 of 16 KiB free" in said, said
 
 
-# Which limit an error ran into.
+# Which limit an error met.
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,6 @@ def test_the_limit_that_an_error_ran_into(error: Exception, said: str | None) ->
     outer = ps.RendezvousError("the ranks did not meet")
     outer.__cause__ = error
     assert limits.name_shortage(limits.name_shortage(outer, "this"), "that") is outer
-    # What the machine has available changes between the two.
+    # The available memory changes between the two.
     told, expected = (re.sub(r"\d+ MiB", "MiB", text) for text in (str(outer), f". {found}" if found else ""))
     assert told == f"the ranks did not meet{expected}"

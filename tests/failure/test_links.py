@@ -1,4 +1,4 @@
-"""Rows 18 to 21: two hosts whose network fails, in whole or in part, for good or for a while."""
+"""Rows 18 to 21: the network between two hosts fails, in whole or in part, for good or for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.internals.host_faults import when_connecting
 pytestmark = pytest.mark.side_by_side
 BEAT_S, LIMIT_S = 0.2, 2.0
 SLOW_LIMIT_S = 4.0
-"""Above what a beat may take there and back through two full queues of 96 KiB at 1 Mbit/s."""
+"""Exceeds a beat's round trip through two full queues of 96 KiB at 1 Mbit/s."""
 TWO_EACH, ONE_EACH = (0, 0, 1, 1), (0, 1)
 TIMEOUT_S = "30"
 
@@ -53,10 +53,10 @@ def _shell(command: str) -> None:
 
 
 def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
-    """Good calls, then the cut on one host, then a call that can't succeed; how long leaving takes."""
+    """Makes good calls, cuts one host, and calls until an error. Also returns how long destruction takes."""
     ps.init_distributed_environment()
     group = ps.get_world_group()
-    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
     outcomes = [attempt(group.all_reduce, torch.ones(10)) for _ in range(3)]
     if group.rank == who:
         _shell(command)
@@ -67,7 +67,7 @@ def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
     }
     started = time.monotonic()
     outcome = attempt(calls[kind])
-    while outcome.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:  # what is only sent doesn't wait
+    while outcome.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:  # a sender alone doesn't wait
         outcome = attempt(calls[kind])
     outcomes.append(outcome._replace(seconds=time.monotonic() - started))
     outcomes.append(attempt(group.all_reduce, torch.ones(10)))
@@ -77,7 +77,7 @@ def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
 
 
 def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int, ...]) -> float:
-    """Returns how long the last rank took to be told."""
+    """Returns the last rank's seconds to its error."""
     assert sorted(results) == list(range(len(placement)))
     for rank, (outcomes, _) in results.items():
         *good, bad, again = outcomes
@@ -108,7 +108,7 @@ def test_row_18_the_link_goes_down(tmp_path: Path, placement: tuple[int, ...], k
         for rank, (outcomes, _) in results.items():
             bad = outcomes[3]
             assert issubclass(getattr(errors, bad.kind), ps.CollectiveTimeoutError), f"rank {rank}: {bad}"
-            if rank == placement.index(placement[rank]):  # who leads its host knows by whose silence
+            if rank == placement.index(placement[rank]):  # a lead knows which host is silent
                 assert f"parallel-state-host-{1 - placement[rank]}" in bad.text or "its host" in bad.text, bad
         return _check(results, placement)
 
@@ -116,10 +116,10 @@ def test_row_18_the_link_goes_down(tmp_path: Path, placement: tuple[int, ...], k
 
 
 def _one_interface_goes_down(command: str) -> tuple[Outcome, Outcome]:
-    """Large sums over two interfaces of each host, one of which fails."""
+    """Large sums over two interfaces a host, one of which fails."""
     ps.init_distributed_environment()
     group = ps.get_world_group()
-    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
     x = torch.ones(1 << 20)
     good = attempt(lambda: group.all_reduce(x).sum().item())
     if group.rank == 2:
@@ -134,7 +134,7 @@ def _one_interface_goes_down(command: str) -> tuple[Outcome, Outcome]:
 
 
 def test_one_of_two_interfaces_goes_down(tmp_path: Path) -> None:
-    """The store is reached by the other one, so heartbeats go on: the data's own acknowledgements tell."""
+    """The store uses the other interface, so heartbeats continue. TCP's acknowledgments of the data stop."""
     names = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "PARALLEL_STATE_CONNECTIONS": "2"}
 
     def trial(_: Path) -> float:
@@ -162,7 +162,7 @@ def test_one_of_two_interfaces_goes_down(tmp_path: Path) -> None:
     ("placement", "deaf"), some([(TWO_EACH, 0), (ONE_EACH, 1), (TWO_EACH, 1), (ONE_EACH, 0)], 2), ids=str
 )
 def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...], deaf: int) -> None:
-    # Of the host that the other one can't hear any more: the smallest bucket takes no packet in.
+    # The smallest bucket accepts no packet from the host that becomes inaudible.
     command = f"tc qdisc add dev {INTERFACE} root tbf rate 8bit burst 1 latency 1ms"
 
     def trial(_: Path) -> float:
@@ -174,18 +174,18 @@ def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...]
 
 
 def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool) -> tuple[Outcome, float]:
-    """A start in which one rank runs `command` once its group have said where they listen; when others are told."""
+    """A start in which one rank runs `command` after its group exchanged addresses. Returns the error and its time."""
 
     def vanish() -> None:
         if int(os.environ["RANK"]) == who:
             Path(folder, "vanished").write_text(
                 str(time.time()), encoding="utf-8"
-            )  # hosts have monotonic clocks of their own
+            )  # hosts have their own monotonic clocks
             _shell(command.format(pid=os.getpid()))
 
     if not of_world:
         ps.init_distributed_environment()
-        time.sleep(3 * BEAT_S)  # all hosts have been heard
+        time.sleep(3 * BEAT_S)  # all hosts have sent beats
     try:
         with when_connecting(vanish):
             told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
@@ -207,7 +207,7 @@ def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool
 def test_who_vanishes_while_a_group_is_connected(
     tmp_path: Path, who: int, command: str, of_world: bool, bound_s: float
 ) -> None:
-    """Row 41: those that connect to it, and those that wait for its connection, needn't wait until the deadline."""
+    """Row 41: ranks that connect to it, or wait for its connection, don't wait until the deadline."""
     is_kill = command.startswith("kill")
 
     def trial(folder: Path) -> float:
@@ -230,7 +230,7 @@ def test_who_vanishes_while_a_group_is_connected(
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_only_rank_of_a_host_is_killed_in_the_start(tmp_path: Path, who: int) -> None:
-    """Row 41: nobody can watch its process, so nobody tells of its end."""
+    """Row 41: no process can watch it."""
 
     def trial(folder: Path) -> float:
         if problem() is not None:
@@ -253,7 +253,7 @@ def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:
     if group.rank == first_on_host_1:
         _shell(f"ip link set {INTERFACE} down; sleep {seconds}; ip link set {INTERFACE} up")
     found.append(group.all_reduce(torch.ones(10)).sum().item())
-    time.sleep(LIMIT_S + 2 * BEAT_S)  # who was given up by mistake would be missing now
+    time.sleep(LIMIT_S + 2 * BEAT_S)  # a rank given up by mistake would be missing now
     found.append(group.all_reduce(torch.ones(10)).sum().item())
     ps.destroy_distributed_environment()
     return found
@@ -279,7 +279,7 @@ def _slowly(count: int) -> tuple[list[float], float]:
 
 @pytest.mark.parametrize("placement", some([ONE_EACH, TWO_EACH], 1), ids=str)
 def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
-    """Of 1 Mbit/s, for longer than the heartbeats' limit; these share it."""
+    """1 Mbit/s, for longer than the heartbeat limit. Beats share the link."""
     with _two_hosts() as two, _ranks(two, placement, SLOW_LIMIT_S) as ranks:
         for host in (0, 1):
             two.limit(host, "1mbit", "96kb")
@@ -291,7 +291,7 @@ def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
 
 
 def _in_a_joined_group(folder: str, victim: int) -> tuple[Outcome, float]:
-    """The program makes the default group, which this library joins. Returns the time since the kill, too."""
+    """The program makes the default group, and this library joins it. Returns the error and its time after the kill."""
     dist.init_process_group("gloo")
     ps.init_distributed_environment(timeout=DEADLINE_S)
     group = ps.get_world_group()

@@ -1,6 +1,6 @@
-"""Row 45: jobs that start at once on one host: none fails, none meets another's ranks.
+"""Row 45: jobs that start at once on one host all succeed, each with its own ranks.
 
-10 worlds of two forked ranks, at a store each; with FAILURE_TESTS=long also 64 that `launch` starts.
+10 worlds of two forked ranks, with a store each; with FAILURE_TESTS=long also 64 jobs of `launch`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Rows 22, 23, 24, 49: addresses at which the ranks can't meet, or can't be connected.
-
-More of it, for every init method, is in the contract tests of the rendezvous.
-"""
+"""Rows 22, 23, 24, 49: addresses at which the ranks can't meet or connect. The contract tests of the rendezvous have
+all init methods."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ DEADLINE_S = 60.0
 
 
 def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
-    """On a host whose own name is in /etc/hosts with a loopback address, as Debian's installer leaves it."""
-    names = Path("/dev/shm/hosts")  # this host's alone, as is the mount
+    """The host's own name has a loopback address in /etc/hosts, as after Debian's installer."""
+    names = Path("/dev/shm/hosts")  # this host's alone, like the mount
     if os.environ["LOCAL_RANK"] == "0" and not names.exists():
         names.write_text(f"127.0.0.1 localhost\n{entry}\n", encoding="utf-8")
         subprocess.run(["mount", "--bind", str(names), "/etc/hosts"], check=True, timeout=10)
@@ -52,7 +50,7 @@ def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1]])
 def test_row_22_the_hosts_name_resolves_to_loopback(tmp_path: Path, placement: list[int]) -> None:
-    """Other hosts can't reach what gloo would tell them. All ranks are told whose address it is, and what to set."""
+    """Other hosts can't use gloo's address. All ranks' errors name it, and the setting."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -136,7 +134,7 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ou
 
 @contextmanager
 def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
-    """Somebody on host 0 who takes connections and never says a word."""
+    """Host 0 accepts connections and sends nothing."""
     program = f"import socket; s = socket.create_server(('', {port})); print(flush=True); s.accept(); input()"
     enter = ["nsenter", "-t", str(made.pid(0)), "--net"]
     with subprocess.Popen(
@@ -151,7 +149,7 @@ def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
 
 @pytest.mark.side_by_side
 def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
-    """It says so, names the variable, and ends as a program does that raises, in each of five starts."""
+    """Rank 0 says so, names the variable, and exits by its exception, in each of five starts."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -214,7 +212,7 @@ def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
 
 @pytest.mark.side_by_side
 def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
-    """It is tried again, as it may be just given back, until the start's deadline at most; then all are told."""
+    """Rank 0 retries until the start's deadline, because the port may be released. Then all ranks get the error."""
     with held_port(listen=True) as port:
 
         def trial(_: Path) -> float:
@@ -236,7 +234,7 @@ def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
 CONNECT_S = 10.0
 
 
-# Further ones.
+# Other cases.
 
 
 def _meet_with(started: str, ports: str | None, absent: int) -> Outcome | None:
@@ -251,7 +249,7 @@ def _meet_with(started: str, ports: str | None, absent: int) -> Outcome | None:
 
 
 def test_a_rank_without_a_free_port_ends_the_start(ranks: Ranks, tmp_path: Path) -> None:
-    """Also where it is rank 0. The start doesn't go on without control plane."""
+    """Even rank 0. No start continues without control plane."""
     with free_ports(3) as ports:
         results = ranks.survivors(_meet_with, str(tmp_path), ports, -1, timeout_s=DEADLINE_S)
     (suspect,) = {told.suspect_ranks for told in results.values()}
@@ -288,7 +286,7 @@ def _start(interface: str | None) -> Outcome:
 
 
 def _own_name(address: str, host: int) -> str:
-    """A host's name resolves to the address of a bridge of its own, which leads nowhere else."""
+    """The host's name resolves to its own bridge, which leads nowhere."""
     return (
         f"ip link add docker0 type bridge && ip addr add {address}/24 dev docker0 && ip link set docker0 up && "
         f"printf '127.0.0.1 localhost\\n{address} parallel-state-host-{host}\\n' > /dev/shm/hosts && "
@@ -297,7 +295,7 @@ def _own_name(address: str, host: int) -> str:
 
 
 def _firewall(port: str) -> str:
-    """Only that TCP port is open, by rules of routing: a packet filter isn't everywhere."""
+    """Opens only that TCP port, by routing rules: not every kernel has packet filters."""
     return " && ".join(
         f"ip rule {rule}"
         for rule in (
@@ -312,7 +310,7 @@ def _firewall(port: str) -> str:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "refused", "firewall"])
 def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
-    """All ranks are told who isn't reached, where, and what to set, before gloo tries for as long as it may."""
+    """All ranks' errors name the unreachable host, the address and the setting, before gloo tries until its timeout."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -320,7 +318,7 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
         interface, addresses = None, ["172.17.0.1", "172.17.0.1"]
         if obstacle == "unconnected networks":
             addresses = ["192.168.0.1", "192.168.1.1"]
-        if obstacle == "refused":  # each host has the other one's address, too
+        if obstacle == "refused":  # each host also has the other one's address
             addresses = ["172.17.0.1", "172.17.0.2"]
         if obstacle == "firewall":
             interface, addresses = hosts.INTERFACE, made.addresses

@@ -1,7 +1,6 @@
-"""Rows 6 to 12: ranks whose calls don't match all raise, naming both calls, and no tensor has been touched.
+"""Rows 6 to 12: ranks whose calls differ all raise, name both calls, and leave tensors untouched.
 
-Over gloo by what is compared before each call, over shared memory by what ranks tell each other in it. Of four ranks,
-rank 2 is in the other call.
+gloo groups compare calls beforehand, shared memory during the call. Of four ranks, rank 2 makes the other call.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, TIMEOUT_S, settings_of, wor
 
 OTHER = 2
 SMALL, LARGE = 10, 50_000
-"""Elements: in one exchange over gloo, and in two."""
+"""Elements: one exchange over gloo, and two."""
 
 PARTS = "row 6: parts of an all_to_all"
 ONE_WAY = "row 10"
-"""The source of a broadcast doesn't wait: a rank that got what it should has come through; the next call fails."""
+"""A broadcast's source doesn't wait. A rank that got its data continues; its next call fails."""
 
 Call = Callable[[ps.GroupCoordinator, Tensor], object]
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """Nobody ends in these tests: one pool for all."""
+    """One pool for all tests: no rank dies in them."""
     pool = Ranks(4)
     pool.run(int, timeout_s=DEADLINE_S)
     yield pool
@@ -84,12 +83,12 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
         lambda g, x: g.scatter(x.repeat(4) if g.rank == 1 else None, 1, size=x.shape, dtype=x.dtype),
         ("scatter", "scatter")),
 }  # fmt: skip
-"""By row: what the ranks reduce or move, the call of all, the call of rank 2, and words for both."""
+"""By row: size, the usual call, rank 2's call, and words of both."""
 
 
 @contextmanager
 def _groups(route: str) -> Iterator[Callable[[], Any]]:
-    """Gives a new group of all ranks with each call, as one that failed is of no use."""
+    """Yields a function that makes a new group of all ranks, because a failed one is unusable."""
     with world_over(route) as world:
         if route == OVER_TORCH:
             yield lambda: OverTorch(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
@@ -99,7 +98,7 @@ def _groups(route: str) -> Iterator[Callable[[], Any]]:
 
 
 def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
-    """Returns the outcomes of each call and of the next, if the tensor is as before, and if it is rank 0's."""
+    """Returns each call's outcome, the next one's, whether the tensor is unchanged, and whether it is rank 0's."""
     found = {}
     with _groups(route) as new_group:
         for name, (size, usual, other, _) in ROWS.items():
@@ -114,7 +113,6 @@ def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
 
 
 def calls_over(four: Ranks, route: str) -> list[dict[str, tuple[Outcome, Outcome, bool, bool]]]:
-    """Returns what the ranks tell of all `ROWS`, in one world."""
     return four.run(_differ, route, timeout_s=len(ROWS) * DEADLINE_S / 4)
 
 
@@ -155,11 +153,11 @@ PAIRS: dict[str, tuple[int, int, torch.dtype]] = {
     "a large buffer for little": (SMALL, LARGE, torch.float32),
     "a buffer for nothing": (SMALL, 0, torch.float32),
 }
-"""Elements that are sent, those of the buffer, its dtype."""
+"""(elements sent, elements of the buffer, its dtype)"""
 
 
 def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
-    """Returns what the sender, rank 0, and the receiver, rank 1, tell; the receiver also if its buffer is as before."""
+    """Returns the outcomes of rank 0, which sends, and of rank 1, and whether rank 1's buffer is unchanged."""
     found = {}
     with _groups(route) as new_group:
         for name, (sent, expected, dtype) in PAIRS.items():
@@ -178,7 +176,6 @@ def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
 
 
 def pairs_over(four: Ranks, route: str) -> list[dict[str, tuple[Outcome, bool]]]:
-    """Returns what the ranks tell of all `PAIRS`, in one world."""
     return four.run(_pairs, route, timeout_s=len(PAIRS) * DEADLINE_S / 4)
 
 
@@ -199,7 +196,7 @@ def check_row_11(found: list[dict[str, tuple[Outcome, bool]]], name: str, route:
     assert receiver.suspect_ranks == (0,)
     assert receiver.seconds < TIMEOUT_S
     assert untouched
-    # A small tensor is on its way before the receiver says anything.
+    # A small tensor is sent before the receiver can object.
     assert sender.kind in ("ok", "CollectiveMismatchError"), sender
     if route == "connections" and PAIRS[name][0] == LARGE:
         assert sender.kind == "CollectiveMismatchError", sender
@@ -226,7 +223,7 @@ def test_row_12_calls_in_another_order_in_debug_mode(four: Ranks, route: str) ->
 
 
 def _many_transfers(route: str) -> list[Any]:
-    """Transfers of all sizes, started before any is waited for, with collectives between."""
+    """Starts transfers of all sizes before waiting for any, with collectives in between."""
     with world_over(route) as group:
         sizes = [1, 1000, 1025, 5000, 3, 100_000, 0, 70_000]
         after, before = (group.rank + 1) % 4, (group.rank - 1) % 4

@@ -1,4 +1,4 @@
-"""Row 57: no `pidfd_open`, as in kernels before 5.3 (ENOSYS) and old container runtimes (EPERM). Rows 1 to 5 hold."""
+"""Row 57: rows 1 to 5 without `pidfd_open`, as before Linux 5.3 (ENOSYS) and in old containers (EPERM)."""
 
 from __future__ import annotations
 

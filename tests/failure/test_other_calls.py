@@ -1,9 +1,8 @@
-"""Rows 9 and 40: one rank in another collective than the others, or in the same one with other sizes, splits, dst, src
-or dims. Every pair of collectives, both ways round, over both transports: all ranks raise, and name both calls by the
-methods that were called.
+"""Rows 9 and 40: one rank makes another collective, or the same one with other sizes, splits, dst, src or dims.
 
-A group that failed is of no use, so each pair has a sub-group of its own. A rank that only gives, as the source of a
-broadcast, may come through: then its next call fails, with both names.
+All ranks raise and name both methods: every pair, both ways, over both transports. Each pair has a sub-group of its
+own, because a failed one is unusable. A rank that only sends, such as a broadcast's source, may succeed. Then its next
+call fails with both names.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ METHODS: dict[str, Call] = {
     "all_gather_object": lambda g: g.all_gather_object(1),
     "all_sum": lambda g: g.all_sum(1),
 }
-"""Every collective by its method; their tensors are of one size, so that only the method tells them apart."""
+"""Every collective by its method. All tensors have one size, so that only the method differs."""
 
 ALIKE = (
     {"all_reduce", "all_reduce_", "all_reduce_async"},
@@ -94,7 +93,7 @@ ALIKE = (
     {"broadcast", "broadcast_", "broadcast_async"},
     {"all_gather_object", "all_sum"},
 )
-"""Methods that match each other, in place or not, waited for or not."""
+"""Methods that match each other."""
 
 
 def _match(one: str, other: str) -> bool:
@@ -206,7 +205,7 @@ ARGUMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """Nobody ends in these tests: one pool for all."""
+    """One pool for all tests: no rank dies in them."""
     pool = Ranks(SIZE)
     pool.run(int, timeout_s=DEADLINE_S)
     yield pool
@@ -214,7 +213,7 @@ def four() -> Iterator[Ranks]:
 
 
 def _told(group: ps.GroupCoordinator, call: Call) -> Outcome:
-    """Returns the outcome of the call, or of the next one if this rank came through."""
+    """Returns the outcome of the call, or of the next one if it succeeded."""
     told = attempt(call, group)
     return attempt(group.all_reduce, torch.ones(3)) if told.kind == "ok" else told
 
@@ -225,7 +224,7 @@ def _all_pairs(route: str, pairs: list[tuple[str, str]]) -> list[Outcome]:
 
 
 def in_a_group(route: str, world: ps.GroupCoordinator, call: Call, pause_s: float = 0.0) -> Outcome:
-    """Makes a group, and the call `pause_s` later."""
+    """Makes a group, and calls it `pause_s` later."""
     with environment(**settings_of(route)):
         group = world.make_sub_group(range(SIZE))
     assert group is not None
@@ -237,9 +236,9 @@ def in_a_group(route: str, world: ps.GroupCoordinator, call: Call, pause_s: floa
 
 
 def wrong(outcomes: list[Outcome], words: tuple[str, str], *, is_late: bool = False) -> list[str]:
-    """Returns what is wrong with the outcomes of a call on the ranks.
+    """Returns what is wrong with the ranks' outcomes.
 
-    `is_late`: ranks may go on to the next call and name that one, not the odd rank's call, but must suspect that rank.
+    `is_late`: ranks may already be in the next call and name that one, but must suspect the odd rank.
     """
     texts = []
     for rank, told in enumerate(outcomes):
@@ -255,14 +254,14 @@ def names(pair: tuple[str, str]) -> tuple[str, str]:
 
 
 def apart_by(steps: int) -> list[tuple[str, str]]:
-    """Pairs each method with the one so many steps on, so that each is usual once, and once the odd rank's."""
+    """Pairs each method with the one `steps` on: each is once the usual and once the odd rank's."""
     methods = list(METHODS)
     pairs = zip(methods, methods[steps:] + methods[:steps], strict=True)
     return [pair for pair in pairs if not _match(*pair)]
 
 
 def _chosen(route: str) -> list[list[tuple[str, str]]]:
-    """All, or each method with two others, other ones over each route; in batches."""
+    """Returns batches of all pairs, or of two others per method, which differ by route."""
     pairs = PAIRS
     if not LONG:
         pairs = [pair for steps in ((7, 19), (11, 23))[ROUTES.index(route)] for pair in apart_by(steps)]
@@ -278,7 +277,7 @@ def test_rows_09_and_40_every_call_against_every_other(four: Ranks, route: str, 
     told = four.run(_all_pairs, route, pairs, timeout_s=DEADLINE_S)
     found: list[str] = []
     for pair, *outcomes in zip(pairs, *told, strict=True):
-        # Ranks that only give in a gather over connections don't wait, and messages are of other connections.
+        # In gather over connections, senders don't wait. Messages use other connections.
         found += wrong(outcomes, names(pair), is_late=route == "connections" and pair[0] == "gather")
     assert not found, "\n".join(found)
 
@@ -313,7 +312,7 @@ GIVERS: dict[str, Callable[[ps.GroupCoordinator, int], object]] = {
     "scatter": lambda g, me: _scatter(g, me),
     "gather": lambda g, me: g.gather(_x(4), (me + 1) % SIZE),
 }
-"""Calls in which every rank gives and waits for nobody, as each names itself, or, in gather, the next."""
+"""Calls in which every rank sends only: to itself, or in gather to the next rank."""
 
 
 def _each_its_own(route: str) -> dict[str, tuple[Outcome, Outcome]]:
@@ -324,14 +323,14 @@ def _each_its_own(route: str) -> dict[str, tuple[Outcome, Outcome]]:
                 group = world.make_sub_group(range(SIZE))
             assert group is not None
             found[name] = attempt(call, group, group.rank_in_group), attempt(group.all_reduce, torch.ones(3))
-            world.barrier()  # whoever leaves first says so, too
+            world.barrier()  # ranks that leave first are reported, too
             group.destroy()
     return found
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_10_each_rank_its_own_source(four: Ranks, route: str) -> None:
-    """On a host all but the first raise in the call itself, between hosts in the next one at the latest."""
+    """On one host, all but the first rank raise in the call; between hosts, at latest in the next."""
     told: list[dict[str, Any]] = four.run(_each_its_own, route, timeout_s=DEADLINE_S)
     wrong = []
     for name in GIVERS:

@@ -1,6 +1,6 @@
-"""Rows 9 and 40 over two hosts, where leaders speak for their hosts: all ranks raise at once, and name both calls.
+"""Rows 9 and 40 over two hosts, each with a lead: all ranks raise at once and name both calls.
 
-Either a whole host is in another call, or one rank of it, its leader or not.
+The odd ranks are a whole host, its lead, or another rank.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ TIMEOUT_S = 12.0
 AT_ONCE_S = 3.0
 ODD = ((2, 3), (2,), (3,))
 STEPS = (3, 13, 17)
-"""How far apart the methods are of pairs that are tried with each set of odd ranks, unless FAILURE_TESTS=long."""
+"""Distance of the methods in the pairs for each set of odd ranks, unless FAILURE_TESTS=long."""
 
 
 def _gathered(first: int, group: ps.GroupCoordinator) -> object:
-    """Ranks other than 0 disagree about its size only."""
+    """Only the ranks other than 0 disagree about its size."""
     usual = max(first, 4) if first < 5 else 90_000
     return group.all_gatherv(torch.ones(usual), 0, [first, usual, usual, usual])
 
 
 def _pool(placement: tuple[int, ...]) -> Iterator[HostRanks]:
-    """Nobody ends in these tests: one pool for all."""
+    """One pool for all tests: no rank dies in them."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -54,7 +54,7 @@ def ranks_alone() -> Iterator[HostRanks]:
 
 ARGUMENTS = {
     **USUAL_ARGUMENTS,
-    # There the odd rank's own part is right if it is rank 2; here it may be another.
+    # The odd rank may differ here, so its own part must be wrong on any.
     "sizes of all_gatherv": (partial(_gathered, 4), partial(_gathered, 3), ("all_gatherv", "all_gatherv")),
     "sizes of a large all_gatherv": (
         partial(_gathered, 90_000), partial(_gathered, 80_000), ("all_gatherv", "all_gatherv")),
@@ -65,7 +65,7 @@ ARGUMENTS = {
 
 
 def _of(case: str | tuple[str, str]) -> tuple[Call, Call, tuple[str, str]]:
-    """The calls of all and of the odd ranks, and words for both."""
+    """Returns the usual call, the odd ranks' call, and words of both."""
     return ARGUMENTS[case] if isinstance(case, str) else (METHODS[case[0]], METHODS[case[1]], names(case))
 
 
@@ -85,7 +85,7 @@ def _check(ranks: HostRanks, cases: list[str | tuple[str, str]], odd: tuple[int,
 
 
 def _chosen(odd: tuple[int, ...]) -> list[tuple[str, str]]:
-    # One that was started and one that is waited for don't meet: see test_transfers_and_collectives.
+    # Started and blocking calls don't meet: see test_transfers_and_collectives.
     pairs = PAIRS if LONG else apart_by(STEPS[ODD.index(odd)])[ODD.index(odd) :: 2]
     return [pair for pair in pairs if pair[0].endswith("_async") == pair[1].endswith("_async")]
 
@@ -100,7 +100,7 @@ def test_every_call_against_every_other(ranks: HostRanks, odd: tuple[int, ...], 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_arguments_that_differ(ranks: HostRanks, odd: tuple[int, ...]) -> None:
-    """Each with one of the sets in turn, unless FAILURE_TESTS=long."""
+    """With each set of odd ranks in turn, unless FAILURE_TESTS=long."""
     _check(ranks, list(ARGUMENTS)[0 if LONG else ODD.index(odd) :: 1 if LONG else len(ODD)], odd)
 
 

@@ -1,4 +1,4 @@
-"""A rank that is stopped for longer than the heartbeats' limit, and goes on: nobody gives anybody up."""
+"""A rank that is stopped for longer than the heartbeat limit and resumes: no rank is given up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PAUSE_S = 2 * LIMIT_S
 
 
 def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
-    """One all-reduce before, one that the stopped rank comes late to, and one when all could have been given up."""
+    """Calls before the pause, during it, and after the limit."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(2, 2)
     world = ps.get_world_group()
-    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
     outcomes = [attempt(world.all_reduce, torch.ones(3))]
     if world.rank == victim:
         with subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"]):
@@ -42,7 +42,7 @@ def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_a_rank_that_was_stopped_goes_on(victim: int) -> None:
-    """Of 2 hosts with 2 ranks each: one beside the store, the one that beats for its host, and another."""
+    """On 2 hosts of 2 ranks: beside the store, the second host's lead, and another."""
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}

@@ -1,4 +1,4 @@
-"""Rows 33 to 35: message queues in shared memory whose other end dies, or is slow."""
+"""Rows 33 to 35: message queues in shared memory whose other end dies or is slow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_row_33_the_reader_dies_with_the_ring_full(ranks: Ranks, tmp_path: Path,
 
 
 def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, int]:
-    """Rank 0 sends one whole message and dies amid the next, which is longer than the ring."""
+    """Rank 0 sends one message and dies amid the next, which exceeds the ring."""
     with world_over("shared memory") as group:
         group.barrier()
         whole, half = torch.arange(1000), torch.ones(8 * RING_BYTES)
@@ -71,7 +71,7 @@ def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, in
             time.sleep(1.0)
             return [], 0.0, 0
         first = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
-        time.sleep(0.8)  # the writer has died by then, in the middle
+        time.sleep(0.8)  # the writer has died in the middle
         second = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
         third = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
         return [first, second, third], time.monotonic(), first.text.count("tensor")
@@ -95,7 +95,7 @@ def test_row_34_the_writer_dies_in_the_middle_of_a_message(ranks: Ranks, tmp_pat
 
 
 def _writer_of_tensors_dies(folder: str) -> tuple[list[Outcome], int]:
-    """Rank 1 waits past Python for a tensor of rank 0, which is killed."""
+    """Rank 1 waits in C++ for a tensor of rank 0, which is killed."""
     with world_over("shared memory") as group:
         receive = ((4,), torch.float32, 0)
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_row_35_a_reader_that_is_too_slow_is_named(ranks: Ranks, tmp_path: Path)
         results = ranks.survivors(_too_slow, timeout_s=DEADLINE_S)
         sender, reader = results[0][0], results[1][0]
         assert sender.kind == "CollectiveTimeoutError" and sender.suspect_ranks == (1,), sender
-        assert reader.kind != "ok", reader  # half of it was written: no part of it may look like a message
+        assert reader.kind != "ok", reader  # half of it was written, and must not look like a message
         return max(sender.seconds, reader.seconds)
 
     assert_in_time(trial, tmp_path, T_S + 1.0, before=ranks.kill)
@@ -172,7 +172,7 @@ def _too_slow() -> list[Outcome]:
 
 
 def _view_holder_dies(sender_dies: bool, folder: str) -> tuple[Outcome, float, bool]:
-    """Rank 1 holds views of rank 0's; one of the two is killed."""
+    """Rank 1 holds views of rank 0's tensors; one of the two is killed."""
     with world_over("shared memory") as group:
         x, held = torch.arange(1 << 20), []
         for _ in range(4):
@@ -194,7 +194,7 @@ def _view_holder_dies(sender_dies: bool, folder: str) -> tuple[Outcome, float, b
         else:
             time.sleep(1.0)
         at_s = time.monotonic()
-    if held:  # theirs also after the end of the group
+    if held:  # they outlive the group
         held[0].add_(0)
     return outcome, at_s, all(torch.equal(each, x) for each in held)
 

@@ -1,4 +1,4 @@
-"""`reinitialize`: after a rank was killed the others go on as a smaller world, in the same processes, soon."""
+"""`reinitialize`: after a death the others soon continue as a smaller world in the same processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill
 
 AGAIN_S = 3.0
 TIMEOUT_S = 600.0
-"""The default: whoever waits for it in vain is late for everything here."""
+"""The default. No test here may wait so long."""
 
 
 def _start(port: int | None) -> None:
@@ -38,7 +38,7 @@ def _start(port: int | None) -> None:
 
 
 def _lose(victim: int) -> tuple[str, float]:
-    """A rank of the present world is killed amid everything; how the others are told."""
+    """Kills a rank of the current world. Returns the others' error and its time."""
     world, tp = ps.get_world_group(), ps.get_tp_group()
     call = calls_of_all(world)["all_reduce"]
     call()
@@ -73,7 +73,7 @@ def _go_on(victim: int, tp: int) -> dict[str, Any]:
 
 
 def _losing(victims: list[int], route: str, port: int | None, pending: bool) -> list[Any]:
-    """Each victim is a rank of the world that is left then."""
+    """Each victim is a rank of the then current world."""
     with environment(**settings_of(route)):
         _start(port)
         told: list[Any] = []
@@ -88,7 +88,7 @@ def _losing(victims: list[int], route: str, port: int | None, pending: bool) -> 
 
 
 def _leave_something_pending() -> None:
-    """Waits that nobody ends: in gloo's threads, and in this process' own."""
+    """Starts waits that never end, in gloo's threads and in this process's own."""
     world = ps.get_world_group()
     after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
     threading.Thread(target=attempt, args=(world.recv_object, before), daemon=True).start()
@@ -126,7 +126,7 @@ def test_the_others_go_on_under_a_store_of_their_own(ranks: Ranks, victim: int, 
 
 @contextmanager
 def neighbour_of_a_stranger() -> Iterator[int]:
-    """A port that is held for the test, and the one after it, at which another program listens."""
+    """Yields a held port whose next port another program listens on."""
     with ExitStack() as tried:
         while True:
             port = tried.enter_context(held_port())
@@ -138,7 +138,7 @@ def neighbour_of_a_stranger() -> Iterator[int]:
 
 @pytest.mark.parametrize("victims", [[0, 0], [1, 1]], ids=str)
 def test_a_stranger_at_the_next_port_does_not_matter(ranks: Ranks, victims: list[int]) -> None:
-    """They meet at a port that was reserved at their start; it isn't computed from the one before."""
+    """The next world uses a port reserved at the start, not the next number."""
     with neighbour_of_a_stranger() as port:
         results = ranks.survivors(_losing, victims, "shared memory", port, False, timeout_s=DEADLINE_S)
     _check(results, "shared memory", [3, 2])
@@ -154,7 +154,7 @@ def _losing_a_host(victims: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 1, 0)], ids=str)
 def test_hosts_go_on_without_the_rank_that_served_the_store(placement: tuple[int, ...]) -> None:
-    """The next store is on another host, or on the same, at an address that the others reach."""
+    """The next store is on the other host or the same, at a reachable address."""
     if (problem := hosts.problem()) is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
     with hosts.Hosts(2) as made, made.ranks(placement) as ranks:
@@ -229,7 +229,7 @@ total = ps.get_tp_group().all_reduce(torch.ones(1)).item()
 with open(os.path.join(sys.argv[1], f"{ps.get_rank()}"), "w") as file:
     file.write(f"{total} {time.monotonic()}")
 """
-"""Ends without destroying anything: the process must end all the same, and at once."""
+"""Destroys nothing: the process must exit at once all the same."""
 
 
 @pytest.mark.parametrize("route", some(ROUTES, 1))

@@ -1,4 +1,4 @@
-"""Row 38 for sockets: who could come by the secret of a job."""
+"""Row 38 for sockets: another user can't get the job's secret."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def _look(pids: list[int]) -> dict[str, str]:
-    """As another user: what opening all that could hold the secret comes to."""
+    """As another user, opens everything that could hold the secret, and returns the outcomes."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -39,7 +39,7 @@ def _look(pids: list[int]) -> dict[str, str]:
 
 @needs_root
 def test_row_38_another_user_looks_for_the_secret(tmp_path: Path, secret: bytes) -> None:
-    """Nothing of the launcher or a rank can be opened by it, and what everybody may read doesn't hold the secret."""
+    """No file of the launcher or a rank opens, and public ones don't contain the secret."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
     file = str(tmp_path / "secret")
     with running_job(

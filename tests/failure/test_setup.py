@@ -1,6 +1,6 @@
-"""Rows 13, 14, 30: ranks that ask for different groups; groups that are made or ended twice, or used afterwards.
+"""Rows 13, 14, 30: ranks that request different groups, groups made or destroyed twice, and use after destruction.
 
-More of the kind, with every argument, is in the contract tests of the division and of `agreement`.
+The contract tests of the division and of `agreement` have every argument.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _different_sizes() -> tuple[Outcome, Outcome, float]:
     ps.init_distributed_environment(timeout=TIMEOUT_S)
     told = attempt(ps.initialize_model_parallel, 2 if ps.get_rank() == 0 else 4)
     none = attempt(ps.get_tp_group)
-    ps.initialize_model_parallel(4)  # told before anything was made: the ranks are still in step
+    ps.initialize_model_parallel(4)  # the error came before anything was made, so the ranks are still in step
     total = ps.get_tp_group().all_reduce(torch.ones(1)).item()
     ps.destroy_distributed_environment()
     return told, none, total
@@ -55,10 +55,10 @@ OF_ONE_RANK = {
 
 
 def _settings_of_one_rank(joins: bool) -> dict[str, Outcome]:
-    """Starts once with each setting on rank 2 alone, in a world of its own or in torch's default group."""
+    """Starts with each setting on rank 2 alone, in its own world or in torch's default group."""
     told, rank = {}, int(os.environ["RANK"])
     for name, value in OF_ONE_RANK.items():
-        if joins and name == "PARALLEL_STATE_BACKEND":  # torch's group has one already
+        if joins and name == "PARALLEL_STATE_BACKEND":  # torch's group already has one
             continue
         with torch_world(backend="gloo") if joins else nullcontext():
             with environment(**({name: value} if rank == 2 else {})):
@@ -70,7 +70,7 @@ def _settings_of_one_rank(joins: bool) -> dict[str, Outcome]:
 
 
 def test_row_13_a_setting_that_must_be_equal(ranks: Ranks) -> None:
-    """Of each of them every rank hears at start, before anybody waits for a group that the others don't make."""
+    """Every rank gets the error at start, before it waits for a group."""
     assert set(OF_ONE_RANK) == {each.name for each in settings.ALL if each.equal}
     for joins in (False, True):
         for outcomes in ranks.run(_settings_of_one_rank, joins, timeout_s=DEADLINE_S):
@@ -99,7 +99,7 @@ def _different_order() -> dict[str, Outcome]:
 
 
 def test_row_14_different_group_order(ranks: Ranks) -> None:
-    """Of axes, of the groups that are made one after the other, and of the lists that divide the world."""
+    """Of axes, of successive groups, and of the lists that divide the world."""
     both = {
         "axes": ("tp=2 × dp=2 × pp=1 on rank 0", "dp=2 × tp=2 × pp=1 on rank 3"),
         "sub-groups": ("[0, 1] on rank 0", "[0, 1, 2] on rank 3"),

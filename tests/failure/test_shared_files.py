@@ -1,4 +1,4 @@
-"""Rows 28, 29, 38: names that a killed start leaves in /dev/shm; a /dev/shm that is too small; strangers.
+"""Rows 28, 29, 38: names that killed starts leave in /dev/shm, a full /dev/shm, and other users.
 
 Row 28 kills 6 starts at random moments by default, 50 with FAILURE_TESTS=long.
 """
@@ -31,7 +31,7 @@ from tests.failure.ranks import KILLED, Ranks
 
 DEADLINE_S = 60.0
 ROUNDS = 50 if LONG else 6
-START_S = 0.7  # about what a start takes, from its first line on, when the machine is free
+START_S = 0.7  # about the time of a start on an idle machine
 NOBODY = 65_534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -45,7 +45,7 @@ def _start(tp: int, pp: int) -> float:
 
 
 def test_row_28_starts_that_are_killed_leave_no_names(ranks: Ranks) -> None:
-    """All ranks at once, at a random moment; the next start that comes through takes away what they left."""
+    """The next successful start removes their names."""
     before, left = segments(), set()
     for number in range(ROUNDS):
         ranks.begin(_start, 2, 2)
@@ -60,7 +60,7 @@ def test_row_28_starts_that_are_killed_leave_no_names(ranks: Ranks) -> None:
 
 
 def _die_while_named(at: int) -> None:
-    """Of the names that a start gives, dies with the one of this number in place."""
+    """Dies when the segment with this number has its name."""
     given: list[Segment] = []
     make = Segment.make
 
@@ -72,10 +72,10 @@ def _die_while_named(at: int) -> None:
 
     Segment.make = staticmethod(made)  # type: ignore[method-assign,assignment]
     try:
-        # Who is still being connected when another one dies hears of it at the deadline.
+        # A rank that is connecting when another one dies gets the error at its deadline.
         with environment(PARALLEL_STATE_TIMEOUT_S="15", PARALLEL_STATE_START_TIMEOUT_S="15"):
             _start(2, 2)
-    except ps.CommunicationError:  # another rank was dead already when this one met it
+    except ps.CommunicationError:  # another rank was already dead
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -118,7 +118,7 @@ def _names() -> set[str]:
 
 @contextmanager
 def _child(act: Any) -> Iterator[int]:
-    """A forked process that calls `act`, says so, and stays until it is killed."""
+    """Forks a process that calls `act`, reports it, and stays until it is killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -163,7 +163,7 @@ def test_a_sweep_takes_only_what_nobody_keeps(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_sweep_in_the_middle_of_making_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It may take away a name whose maker has not got the lock yet, which then makes another one."""
+    """A sweep may remove a name whose maker hasn't locked it yet. The maker then makes another."""
     monkeypatch.setattr(segment, "DIRECTORY", str(tmp_path))
     lock, swept = segment.fcntl.flock, []
 
@@ -192,7 +192,7 @@ def _want_much(size_bytes: int) -> dict[str, Any]:
     with world(4):
         group = ps.get_tp_group()
         x = group.empty((size_bytes,), dtype=torch.uint8)
-        x.fill_(1)  # SIGBUS, had it only been mapped
+        x.fill_(1)  # SIGBUS if it were only mapped
         group.all_reduce_(x)
         told = group.broadcast_tensor_dict({"x": torch.full((1 << 20,), 7)} if group.rank == 0 else None)
         sending = group.isend(torch.full((1 << 20,), group.rank), (group.rank + 1) % 4)
@@ -214,7 +214,7 @@ def _free_bytes() -> int:
 
 
 def _fill() -> int:
-    """Takes all of /dev/shm but a page or two; a descriptor that keeps it."""
+    """Allocates all but a page or two of /dev/shm. Returns the descriptor that holds it."""
     descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
     offset, step = 0, 1 << 20
     while step >= 4096:
@@ -239,7 +239,7 @@ def _queue_without_memory() -> tuple[Outcome, Outcome, str]:
         right = all(bool((each == 4).all()) for each in [large, *more]) and bool((kept == 1).all())
         sent = attempt(group.send, torch.ones(10), (group.rank + 1) % 4)
         after = attempt(group.all_reduce, torch.ones(3))
-        ps.get_world_group().barrier()  # nobody makes room before all have tried
+        ps.get_world_group().barrier()  # all have tried before memory is freed
         if descriptor >= 0:
             os.close(descriptor)
         return sent, after, f"{right} {large.numel()}"
@@ -255,7 +255,7 @@ def small_host() -> Iterator[hosts.Hosts]:
 
 
 def test_row_29_more_is_wanted_than_there_is(small_host: hosts.Hosts) -> None:
-    """Tensors are ordinary ones then; the collectives' own memory is there."""
+    """Then tensors are ordinary ones. The collectives' own memory exists."""
     with small_host.ranks([0, 0, 0, 0]) as ranks:
         for facts in ranks.run(_want_much, WANTED_BYTES, timeout_s=DEADLINE_S):
             assert facts["right"]
@@ -264,7 +264,7 @@ def test_row_29_more_is_wanted_than_there_is(small_host: hosts.Hosts) -> None:
 
 
 def test_row_29_no_room_for_anything() -> None:
-    """The group goes over connections, and `explain` has the reason."""
+    """The group uses connections, and `explain` has the reason."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"a host with a /dev/shm of its own can't be made: {problem}")
@@ -276,7 +276,7 @@ def test_row_29_no_room_for_anything() -> None:
 
 
 def test_row_29_memory_ends_in_the_middle(small_host: hosts.Hosts) -> None:
-    """Collectives go on; a message queue, which has no memory yet, says so, and the group has failed."""
+    """Collectives continue. A message queue without memory yet raises, and the group has failed."""
     with small_host.ranks([0, 0, 0, 0]) as ranks:
         for sent, after, right in ranks.run(_queue_without_memory, timeout_s=DEADLINE_S):
             assert right == f"True {1 << 18}"
@@ -291,7 +291,7 @@ def test_row_29_memory_ends_in_the_middle(small_host: hosts.Hosts) -> None:
 
 
 def _as_nobody(name: str) -> list[Any]:
-    """What another user finds."""
+    """Returns what another user can open."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -325,7 +325,7 @@ def test_row_38_another_user_opens_the_segment() -> None:
 
 @needs_root
 def test_row_38_a_segment_of_another_user() -> None:
-    """Root could open it; the library doesn't."""
+    """Root could open it, but the library refuses."""
     made = Segment.make()
     try:
         for change in (lambda: os.fchown(made.descriptor, NOBODY, NOBODY), lambda: os.fchmod(made.descriptor, 0o666)):
@@ -340,7 +340,7 @@ def test_row_38_a_segment_of_another_user() -> None:
 
 
 def test_row_38_a_name_that_is_there_already(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Made before ours, as a file, a symlink to one, or to nothing: it is not taken, and stays as it is."""
+    """An existing file or symlink, even a dangling one, is neither used nor changed."""
     monkeypatch.setattr(segment, "DIRECTORY", str(tmp_path))
     bait = tmp_path / "bait"
     bait.write_text("unchanged")

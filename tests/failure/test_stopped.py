@@ -1,4 +1,4 @@
-"""Row 15: a rank that is stopped is named at the deadline, and what it finds when it goes on is a failed group."""
+"""Row 15: a stopped rank is named at the deadline, and its group has failed when it resumes."""
 
 from __future__ import annotations
 

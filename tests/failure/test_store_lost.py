@@ -1,4 +1,4 @@
-"""Row 55: the store's process is stopped, or its host cut off, while groups are made elsewhere."""
+"""Row 55: the store's process is stopped, or its host cut off, while other ranks make groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEAT_S, LIMIT_S = 0.2, 2.0
 
 
 def _divide() -> None:
-    ps.destroy_model_parallel()  # which waits for nobody
+    ps.destroy_model_parallel()  # waits for no other rank
     ps.initialize_model_parallel(2, 2)
 
 
@@ -43,7 +43,7 @@ MAKING: dict[str, tuple[str, Callable[[], object]]] = {
 
 
 def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None:
-    """Makes a group once rank 0, which serves the store, is stopped."""
+    """Makes a group while rank 0, which serves the store, is stopped."""
     route, make = MAKING[what]
     with world_over(route, port, T_S) as group:
         group.barrier()
@@ -61,7 +61,7 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
 
 
 def _stop_rank_0(folder: Path) -> None:
-    """Stops rank 0 until the other ranks have their errors."""
+    """Stops rank 0 until the others have their errors."""
     until = time.monotonic() + DEADLINE_S
     while len(list(folder.glob("ready-*"))) < 4 and time.monotonic() < until:
         time.sleep(0.01)
@@ -93,7 +93,7 @@ def test_row_55_the_store_s_process_is_stopped(ranks: Ranks, tmp_path: Path, wha
         assert sorted(results) == [0, 1, 2, 3]
         for rank in (1, 2, 3):
             told = results[rank]
-            if what == "new_group":  # rank 0 is not in it, and its ranks agree over the control plane
+            if what == "new_group":  # without rank 0, its ranks agree over the control plane
                 assert told.kind == "ok", (rank, told)
                 continue
             assert told.kind == "CollectiveTimeoutError", (rank, told)
@@ -107,7 +107,8 @@ def test_row_55_the_store_s_process_is_stopped(ranks: Ranks, tmp_path: Path, wha
 
 
 def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, float]:
-    """Makes groups until that fails, while the link of a host goes down; how long that takes, and leaving after it."""
+    """Makes groups until that fails, while a host's link goes down. Returns the error and how long destruction
+    takes."""
     over_torch = MAKING[what][0] == OVER_TORCH
     if over_torch:
         world = torch_world(None, T_S)
@@ -120,7 +121,7 @@ def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, f
         "initialize_model_parallel": _divide,
         "new_group": lambda: dist.new_group(timeout=timedelta(seconds=T_S)),
     }[what]
-    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
     told = attempt(make)
     if rank == (0 if host_of_store else 2):
         subprocess.run(f"ip link set {INTERFACE} down", shell=True, check=True, timeout=10)

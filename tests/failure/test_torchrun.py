@@ -1,7 +1,7 @@
-"""Recovery by torchrun: a rank is killed, torchrun ends the others and starts all again, on the store of its agent.
+"""Recovery by torchrun: a rank is killed, and torchrun restarts all ranks over its agent's store.
 
-Row 48: with an agent for each of two hosts, which count restarts differently: the one whose worker failed counts it,
-the other one, whose workers it ends because the members changed, doesn't.
+Row 48: with two hosts, agents count restarts differently. The agent whose worker failed counts it. The other one, which
+restarts because the members changed, doesn't.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.programs import Program, module
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 WITHIN_S = 10.0
-"""From the last rank's new start, with its imports done, to the end: what comes on top of the agents' time."""
+"""From the last rank's restart, after its imports, to the end."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_SOCKET_IFNAME")
 
 SCRIPT = """
@@ -59,7 +59,7 @@ def _environ() -> dict[str, str]:
 
 
 def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None = None) -> Program:
-    """An agent, in the namespaces of the process `host`; it starts its workers as forks."""
+    """Starts an agent in the namespaces of process `host`. Its workers are forks."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     code = module("torch.distributed.run", [*options, "--max-restarts", "1", str(script), str(folder), how])
@@ -70,7 +70,7 @@ def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None 
 
 
 def _ended_well(agents: Sequence[Program], folder: Path, carrier: str, size: int = 4) -> list[str]:
-    """All ranks came to the right end soon after the kill; the count of restarts that each was told."""
+    """Checks that all ranks ended well soon after the kill. Returns the restart counts."""
     try:
         outputs = ["".join(agent.communicate(DEADLINE_S)) for agent in agents]
     except TimeoutError as error:
@@ -101,9 +101,9 @@ def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     ],
 )
 def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: str, counts: list[str] | None) -> None:
-    """The job starts again on both hosts, whether the agents count alike or not.
+    """The job restarts whether or not the agents' counts agree.
 
-    Over c10d, where workers of both hosts fail, it is chance which agent takes that for a change of members.
+    Over c10d, if workers of both hosts fail, it is chance which agent sees a change of members.
     """
     problem = hosts.problem()
     if problem is not None:
@@ -122,5 +122,5 @@ def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: st
         told = _ended_well(agents, tmp_path, "hierarchical")
     if counts is not None and rendezvous == "static":
         assert told == counts
-    elif counts is not None:  # which host is which is the agents' choice
+    elif counts is not None:  # the agents choose the order of hosts
         assert sorted(told) == counts

@@ -1,4 +1,4 @@
-"""Row 9 for calls that nobody can compare, a transfer against a collective: at the deadline all ranks name both."""
+"""Row 9: a transfer against a collective, which can't be compared. At the deadline all ranks name both."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.hosts import Hosts, problem
 
 SIZE = 4
 TIMEOUT_S = 3.0
-"""Longer than it takes to tell of a wait."""
+"""Longer than ranks take to report their waits."""
 LONG_TIMEOUT_S = 15.0
 DEADLINE_S = 280.0
 LARGE = 4 << 20
-"""Elements that no ring, and no socket, takes in before somebody receives."""
+"""Elements that fit into no ring and no socket."""
 Call = Callable[[ps.GroupCoordinator], object]
 
 
@@ -52,7 +52,7 @@ ROUTES_AND_HOSTS = (*ROUTES, "two hosts")
 
 
 def _cases(route: str) -> list[tuple[str, str]]:
-    """Rank 0's call and the others': some transfers against collectives in turn; in the long run all against all."""
+    """Returns (rank 0's call, the others' call): a selection per route, or all with FAILURE_TESTS=long."""
     if LONG:
         return [(one, other) for one in TRANSFERS for other in METHODS]
     skip, others = ROUTES_AND_HOSTS.index(route), list(METHODS)
@@ -63,7 +63,7 @@ def _differ(route: str, cases: list[tuple[str, str]]) -> list[Outcome]:
     over = "connections" if route == "connections" else "shared memory"
     with world_over(over, timeout_s=TIMEOUT_S) as world:
         found = [in_a_group(over, world, TRANSFERS[one] if world.rank == 0 else METHODS[other]) for one, other in cases]
-        time.sleep(2.0)  # others may ask the store still, which is rank 0's, or its host's
+        time.sleep(2.0)  # others may still use the store of rank 0 or its host
         return found
 
 
@@ -108,12 +108,12 @@ def _others_come_later() -> Outcome:
             return TRANSFERS["recv"](group) if group.rank == 0 else METHODS["all_gather"](group)
 
         told = in_a_group("connections", world, call, LONG_WAIT_S if world.rank else 0.0)
-        time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)  # others ask rank 0's store
+        time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)  # others use rank 0's store
         return told
 
 
 def test_row_09_a_wait_that_has_failed_is_told_to_those_that_came_later(pool_of: Callable[[str], Any]) -> None:
-    """Though the rank has been in no call since. Connections end with its wait, so the others needn't wait as long."""
+    """Even if rank 0 has made no call since. Its connections end with its wait, so the others fail early."""
     for rank, told in enumerate(pool_of("connections").run(_others_come_later, timeout_s=DEADLINE_S)):
         kinds = ("CollectiveTimeoutError",) if rank == 0 else ("CollectiveTimeoutError", "CommunicationError")
         assert told.kind in kinds, (rank, told)
@@ -131,18 +131,18 @@ def _later(call: Callable[[], object]) -> threading.Thread:
 
 
 def _legitimate(route: str) -> list[Outcome]:
-    """Waits that look alike, and end."""
+    """Makes waits that look alike, but end."""
     with world_over("connections" if route == "connections" else "shared memory", timeout_s=LONG_TIMEOUT_S) as world:
         rank, x, found = world.rank, torch.ones(4), []
         pair = world.make_sub_group([1, 2])
-        # Another thread sends what rank 0 waits for, while all others are in the collective.
+        # Another thread sends to rank 0 while all others are in the collective.
         thread = _later(lambda: world.send(x, 0)) if rank == 1 else None
         if rank == 0:
             found.append(attempt(world.recv, (4,), torch.float32, 1))
         found.append(attempt(world.all_reduce, x))
         if thread is not None:
             thread.join()
-        # Rank 0 waits for rank 1, which waits in another group for rank 2, which has something to do.
+        # Rank 0 waits for rank 1, which waits in another group for the busy rank 2.
         if rank == 0:
             found.append(attempt(world.recv_object, 1))
         if rank == 2:
@@ -151,13 +151,13 @@ def _legitimate(route: str) -> list[Outcome]:
             found.append(attempt(pair.all_reduce, x))
         if rank == 1:
             found.append(attempt(world.send_object, 1, 0))
-        # What was started is on its way, or taken in when it is waited for, however long the sender is elsewhere.
+        # Started transfers progress, or complete in their wait, however long the sender is elsewhere.
         sent = world.isend(torch.ones(LARGE), 0) if rank == 1 else None
         if rank == 0:
             got = world.irecv((LARGE,), torch.float32, 1)
             time.sleep(LONG_WAIT_S)
             found.append(attempt(lambda: got.wait().sum()))
-        # Over shared memory a broadcast doesn't wait for all: rank 2 takes it after what rank 1 sends next.
+        # Over shared memory, rank 2 receives a broadcast after rank 1's next message.
         if route == "shared memory":
             if rank == 0:
                 time.sleep(LONG_WAIT_S)

@@ -1,4 +1,4 @@
-"""A rank that waits at start for others says so in its log, and `debug --live` finds it."""
+"""A rank that waits for others at start logs it, and `debug --live` finds it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_log_and_live_debug_name_the_missing_ranks(capsys: pytest.CaptureFix
             line,
         )
         for rank in (0, 2):
-            for _ in range(20):  # until rank 2 has asked, which it does every 0.5 s
+            for _ in range(20):  # rank 2 asks every 0.5 s
                 assert main(["debug", "--live", str(ranks[rank].pid)]) == 0
                 out = capsys.readouterr().out
                 if "waiting for other ranks" not in out:

@@ -1,6 +1,6 @@
 """Row 58: another service answers at MASTER_PORT. The error names it, and no process aborts.
 
-The programs are interpreters of their own. At exit, a thread that waits in torch's client would abort them.
+Each program is its own interpreter: at exit, a thread in torch's client would abort it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def program(code: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, float]:
-    """Its exit code, what it printed, and how long its init took."""
+    """Returns the exit code, the output, and the seconds of init."""
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def test_row_58_rank_0_names_what_has_its_port() -> None:
 
 
 def _programs_of_a_rank() -> dict[str, tuple[int, str]]:
-    """Programs that this rank starts, and the group's sum after them."""
+    """Returns the outcomes of programs that this rank starts, and the group's sum afterwards."""
     group = ps.get_tp_group()
     found = {}
     if group.rank == 0:
@@ -120,7 +120,7 @@ def _programs_of_a_rank() -> dict[str, tuple[int, str]]:
 
 @pytest.mark.slow
 def test_programs_that_a_rank_of_launch_starts() -> None:
-    """They inherit its variables, but not its place in the job."""
+    """They inherit the rank's variables, but not its place in the job."""
     started = time.monotonic()
     found, _ = ps.launch(_programs_of_a_rank, nproc=2, tensor_model_parallel_size=2, timeout=2 * DEADLINE_S)
     code, output = found["of its own"]

@@ -1,7 +1,6 @@
-"""Trials that follow from their number, for long runs: a run that was ended goes on, and several run side by side.
+"""Trials that their number determines, for long runs: a run can be resumed, and several can run at once.
 
-A bound of the failure table is asserted as it stands: a trial in which a survivor was late is repeated, and the median
-of its repetitions counts, since another load on the machine isn't there each time.
+Bounds are asserted unchanged: a late trial is repeated, and the median counts.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ REPETITIONS = 5
 
 
 def median_of(run: Callable[[], float], first_s: float, within_s: float = WITHIN_S) -> list[float]:
-    """Returns `first_s`, and where that isn't within the bound what the repetitions of `run` came to besides."""
+    """Returns `first_s`, and the results of repetitions if it exceeds the bound."""
     return [first_s] if first_s < within_s else [first_s, *(run() for _ in range(REPETITIONS - 1))]
 
 
 def late(found: Iterable[tuple[int, list[float]]], within_s: float = WITHIN_S) -> list[tuple[int, list[float]]]:
-    """Returns the trials, by seed, whose median isn't within the bound."""
+    """Returns the trials, by seed, whose median exceeds the bound."""
     return [(seed, latest_s) for seed, latest_s in found if statistics.median(latest_s) >= within_s]
 
 
@@ -36,9 +35,9 @@ def assert_in_time(
     within_s: float = WITHIN_S,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Asserts the bound of a trial, which returns how late the last rank was; of one that was late the median counts.
+    """Asserts the bound of `trial`, which returns the last rank's lateness. After a late trial the median counts.
 
-    Each repetition has an empty folder of its own, and calls `before`, which may end the ranks of the one before it.
+    Each repetition has its own empty folder and calls `before`, which may kill the earlier ranks.
     """
     numbers = itertools.count()
 
@@ -54,14 +53,14 @@ def assert_in_time(
 
 
 def folder_of_results(otherwise: Path) -> Path:
-    """FAILURE_TRIALS, where a run goes on."""
+    """Returns FAILURE_TRIALS, where a run resumes."""
     folder = Path(os.environ.get("FAILURE_TRIALS", otherwise))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def keep(folder: Path, name: str, run: Callable[[], dict[str, Any] | None]) -> None:
-    """Keeps what `run` returns, unless it is None, under `name`, where no process has done so or is about to."""
+    """Saves the result of `run`, unless it is None, under `name`, if no other process does."""
     result = folder / f"{name}.json"
     with _claim(result.with_suffix(".lock")) as is_mine:
         if not is_mine or result.exists():
@@ -76,7 +75,7 @@ def keep(folder: Path, name: str, run: Callable[[], dict[str, Any] | None]) -> N
 def _claim(path: Path) -> Iterator[bool]:
     with open(path, "w", encoding="utf-8") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process, however that ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends
         except BlockingIOError:
             yield False
             return

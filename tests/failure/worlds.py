@@ -1,4 +1,4 @@
-"""For ranks that something happens to: a world of four, the calls they are in, and what each tells afterwards."""
+"""A world of four ranks, calls on it, and what each rank reports after a failure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.failure.over_torch import OVER_TORCH, torch_world
 T = TypeVar("T")
 
 TIMEOUT_S = 5.0
-"""T of the matrix."""
+"""T of the failure table."""
 SLACK_S = 5.0
-"""What a loaded machine of two cores may take beside the matrix' bounds."""
+"""Extra time on a loaded machine with two cores."""
 LONG_TIMEOUT_S = 30.0
-"""For what must end long before: whoever waits for the timeout is seen to."""
+"""For tests that must end long before it."""
 
 
 def some(of_all: Sequence[T], count: int) -> Sequence[T]:
-    """The first `count`; all with FAILURE_TESTS=long."""
+    """Returns the first `count`; all with FAILURE_TESTS=long."""
     return of_all if LONG else of_all[:count]
 
 
@@ -36,7 +36,7 @@ ROUTES = ("shared memory", "connections")
 
 
 def on_routes(values: Sequence[T]) -> list[tuple[T, str]]:
-    """Each with one of the routes in turn; with both with FAILURE_TESTS=long."""
+    """Pairs each value with one route in turn; with both if FAILURE_TESTS=long."""
     pairs = [(value, route) for value in values for route in reversed(ROUTES)]
     return pairs if LONG else [pairs[2 * number + number % 2] for number in range(len(values))]
 
@@ -50,10 +50,8 @@ def settings_of(route: str) -> dict[str, str | None]:
 
 @contextmanager
 def world_over(route: str, port: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[ps.GroupCoordinator]:
-    """The tp group of all ranks; rank 0 serves the store where there is a `port`, else the test's process does.
-
-    Over `OVER_TORCH` torch's default group, with the same calls.
-    """
+    """Yields the tp group of all ranks, or torch's default group for `OVER_TORCH`. Rank 0 serves the store if `port` is
+    given, else the test's process does."""
     if route == OVER_TORCH:
         with torch_world(port, timeout_s) as group:
             yield group  # type: ignore[misc]
@@ -74,14 +72,14 @@ def kill_me() -> None:
 
 
 def later(seconds: float, act: Callable[[], object]) -> None:
-    """Does it in a thread, whatever this rank is in then."""
+    """Calls it on a thread, whatever this rank does then."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
 
 
 def around(group: ps.GroupCoordinator, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Any:
-    """Even ranks send to the next and then receive from the one before, odd ones the other way round."""
+    """Even ranks first send to the next rank, then receive from the previous one; odd ranks vice versa."""
     after, before = (group.rank_in_group + 1) % group.world_size, (group.rank_in_group - 1) % group.world_size
     if group.rank_in_group % 2 == 0:
         send(after)
@@ -92,7 +90,7 @@ def around(group: ps.GroupCoordinator, send: Callable[[int], Any], recv: Callabl
 
 
 def calls_of_all(group: ps.GroupCoordinator) -> dict[str, Callable[[], None]]:
-    """Each operation, called by all ranks alike, with its answer checked."""
+    """Returns each operation as all ranks call it, with its result checked."""
     size, rank = group.world_size, group.rank_in_group
     ones, mine = torch.ones(size * 6), torch.full((6,), float(rank))
     everyone = torch.arange(size).repeat_interleave(6).float()
@@ -164,13 +162,13 @@ OPERATIONS = (
 
 
 class Told(NamedTuple):
-    """What a rank tells of a call that failed."""
+    """A rank's report of a failed call."""
 
     outcome: Outcome
     at_s: float
-    """On this machine's monotonic clock."""
+    """Monotonic clock of this machine."""
     again: Outcome
-    """The next call of the group."""
+    """The group's next call."""
     facts: dict[str, Any]
 
 
@@ -180,7 +178,7 @@ def facts_of(error: BaseException | None) -> dict[str, Any]:
 
 
 def until_it_fails(group: ps.GroupCoordinator, call: Callable[[], Any], limit_s: float = DEADLINE_S / 2) -> Told:
-    """Calls it again and again; what came of the first call that didn't do what it should, and of the one after it."""
+    """Repeats the call until it fails. Returns that outcome and the next call's."""
     until = time.monotonic() + limit_s
     outcome = attempt(call)
     while outcome.kind == "ok" and time.monotonic() < until:

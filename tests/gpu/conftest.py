@@ -1,4 +1,4 @@
-"""Whether there is a GPU, the pools of ranks on it, and the report of a run."""
+"""GPU detection, pools of ranks on GPUs, and the report of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.internals import nccl_stand_in
 
 
 def problem() -> str | None:
-    """Why these tests can't run here, or None."""
     if DRY:
         return None if nccl_stand_in.compiler() else "a dry run, but there is no C compiler for the stand-in of NCCL"
     if not torch.cuda.is_available():
@@ -57,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _repeats(item: pytest.Item) -> bool:
-    """Returns True if another case, or the contract tests on the CPU, show as much as a dry run, which has no GPU."""
+    """True if another case, or a contract test, shows as much as this test's dry run."""
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         4 in (chosen.get("world"), chosen.get("size"))
@@ -69,16 +68,16 @@ def _repeats(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
-    """Builds what is compiled at its first use, before the deadlines of a test are running."""
-    with contextlib.suppress(native.NativeUnavailableError):  # the ranks go without, and say why
+    """Builds the native parts before a test's deadline starts."""
+    with contextlib.suppress(native.NativeUnavailableError):  # ranks then run without it, and give the reason
         native.load()
     if not DRY:
-        with contextlib.suppress(KernelError):  # likewise
+        with contextlib.suppress(KernelError):
             peer_kernels.cubin(_architecture())
 
 
 def _architecture() -> str:
-    """Returns that of the first GPU, as `sm_90`. NVML says it without a CUDA context, which would take memory."""
+    """Returns the first GPU's, as `sm_90`. NVML needs no CUDA context, which would use GPU memory."""
     pynvml.nvmlInit()
     try:
         return "sm_{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
@@ -88,7 +87,7 @@ def _architecture() -> str:
 
 @pytest.fixture(scope="session")
 def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], GpuRanks]:
-    """`new_ranks(4)` is a pool of four ranks that nobody else has; the caller kills it."""
+    """`new_ranks(4)` is a new pool of four ranks. The caller kills it."""
     if DRY:
         GpuRanks.stand_in = nccl_stand_in.build(tmp_path_factory.mktemp("nccl"))
     return GpuRanks
@@ -96,7 +95,7 @@ def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], GpuRa
 
 @pytest.fixture(scope="session")
 def gpus(new_ranks: Callable[[int], GpuRanks]) -> Iterator[Callable[[int], GpuRanks]]:
-    """`gpus(4)` is the pool of four ranks."""
+    """`gpus(4)` is the shared pool of four ranks."""
     made: dict[int, GpuRanks] = {}
 
     def pool(world_size: int) -> GpuRanks:

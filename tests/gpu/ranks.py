@@ -1,7 +1,7 @@
-"""The ranks of the GPU tests, and what their bodies need of the device.
+"""Ranks of the GPU tests, and device helpers for their bodies.
 
-With GPU_TESTS=dry the same tests run on the CPU: NCCL is the stand-in of tests/native, a captured graph is a call that
-is made again. Bodies name no device themselves, so nearly all of their lines run there.
+With GPU_TESTS=dry the same tests run on the CPU: NCCL is the stand-in of tests/native, and a captured graph repeats its
+calls. Bodies name no device, so nearly all lines run there.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tests.workers import WorkerPool, serve
 DRY = os.environ.get("GPU_TESTS") == "dry"
 BACKEND = "RANKS_BACKEND"
 CARRIERS = ("nccl", "device_group")
-"""Communicators of our own on the current stream; torch's device group."""
+"""Our NCCL communicators on the current stream; torch's device group."""
 REPLAYS = 20 if DRY else 1000
 
 LIMIT_S = "GPU_TESTS_LIMIT_S"
-"""The variable of the most seconds that the body of a test may take; one that hangs would use up the time of all."""
+"""The variable for the most seconds of a test's body, so that one hang doesn't use up the time of all."""
 
 DRY_NCCL = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
-"""What a dry run has in the place of NCCL."""
+"""Replaces NCCL in a dry run."""
 
 
 def needs_a_gpu(what: str) -> None:
@@ -52,10 +52,9 @@ def needs_a_gpu(what: str) -> None:
 
 
 class GpuRanks(WorkerPool):
-    """Ranks that see one GPU each, and share it where there are fewer than ranks."""
+    """Ranks that see one GPU each, shared if there are more ranks than GPUs."""
 
     stand_in: Path | None = None
-    """The library of a dry run."""
 
     def _environment(self, rank: int) -> dict[str, str]:
         common = {**super()._environment(rank), "PARALLEL_STATE_NCCL": "on", BACKEND: "gloo" if DRY else "nccl"}
@@ -72,7 +71,7 @@ class GpuRanks(WorkerPool):
         late = [
             each for rank, each in enumerate(self._processes) if errors.get(rank, "").startswith("no answer within")
         ]
-        for process in late:  # it writes where it is
+        for process in late:  # makes it write its stacks
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGABRT)
         for process in late:
@@ -85,7 +84,6 @@ class GpuRanks(WorkerPool):
     def run_over(
         self, carrier: str, body: Callable[..., Any], *args: Any, tp: int, pp: int = 1, timeout_s: float = 120.0
     ) -> list[Any]:
-        """As `run`, with the ranks' tensors carried by one of CARRIERS."""
         if carrier == "nccl":
             return self.run(_over_nccl, body, args, tp=tp, pp=pp, timeout_s=timeout_s)
         return self.run(_over_torch, body, args, tp, pp, timeout_s=timeout_s)
@@ -107,7 +105,7 @@ def _over_torch(body: Callable[..., Any], args: tuple[Any, ...], tp: int, pp: in
 
 @contextmanager
 def world(tp: int = 1, pp: int = 1, *, nccl: str = "on", bind_device: bool = False, **options: Any) -> Iterator[None]:
-    """A world of one's own, until the end; `options` are initialize_model_parallel's."""
+    """A world for this block; `options` are initialize_model_parallel's."""
     with environment(PARALLEL_STATE_NCCL=nccl):
         ps.init_distributed_environment(backend=os.environ[BACKEND], bind_device=bind_device)
         try:
@@ -117,15 +115,12 @@ def world(tp: int = 1, pp: int = 1, *, nccl: str = "on", bind_device: bool = Fal
             ps.destroy_distributed_environment()
 
 
-# What bodies need.
-
-
 def device() -> torch.device:
     return ps.get_world_group().device
 
 
 def on_gpu() -> bool:
-    """Whether this rank is on one; also where there is no world."""
+    """Also works without a world."""
     return os.environ[BACKEND] == "nccl"
 
 
@@ -135,7 +130,7 @@ def synchronize() -> None:
 
 
 def groups_of_several() -> list[ps.GroupCoordinator]:
-    """The tp, pp and world groups, less those of one rank, and the world where it is the tp or pp group over again."""
+    """The tp, pp and world groups of several ranks, without a world group that equals tp or pp."""
     tp, pp, everyone = ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group()
     found = [group for group in (tp, pp) if group.world_size > 1]
     return found if everyone.world_size in (1, *(group.world_size for group in found)) else [*found, everyone]
@@ -146,17 +141,13 @@ def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
 
 
 def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank that writes its threads' stacks, and no core file, when a signal ends it."""
+    """A rank that writes its threads' stacks, but no core file, when a signal kills it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     serve(connection, variables)
 
 
-# A dry run.
-
-
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank whose groups have the stand-in where they would have NCCL."""
     from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
@@ -169,7 +160,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
 
 
 def _unrecorded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What the host sends is in no graph: on a GPU the library says so."""
+    """Fails inside a capture, as on a GPU: a graph can't record what the host sends."""
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,8 @@
-"""What the GPU tests found, as JSON and Markdown: which machine, which versions, and each check's outcome.
+"""The report of a GPU run, as JSON and Markdown: machine, versions, and each check's outcome.
 
-`make test-gpu` asks for it with GPU_TESTS_REPORT=folder. Written anew after each check, so that a run that is killed
-leaves what it found, and the name of the check that it was in; nothing is written before a check has run on a GPU. A
-run of a part of the tests (`-k`, or names) adds to the report of the same day and machine. Each check is that of the
-last run, with its commit. Where that name has another machine's report, it is kept, and this one gets a number. Checks
-under MPS have names of their own. Checks leave figures and reasons by pytest's `record_property`.
+`make test-gpu` requests it with GPU_TESTS_REPORT=folder. It is rewritten after each check, so a killed run leaves its
+results and the name of its last check. A partial run (`-k`, or names) updates the report of the same day and machine;
+each check has the commit of its last run. Another machine's report is never overwritten.
 """
 
 from __future__ import annotations
@@ -31,16 +29,14 @@ from device_communicators.machine.topology import read_topology
 from parallel_state.tools.bench.report import commit
 
 _TOLD = 300
-"""Characters of a failure's or a skip's reason in Markdown; the JSON has more."""
+"""Maximal characters of a reason in Markdown; the JSON has more."""
 _KEPT = 4000
 _RUNNING = "running"
-"""The outcome of a check that hasn't ended: of a run that was killed, in which it was."""
+"""The outcome of a check that hasn't finished. If the run was killed, it was in this check."""
 
 
 @dataclass
 class Check:
-    """One test: `passed`, `failed`, `skipped` or `running`, and why."""
-
     name: str
     outcome: str = ""
     seconds: float = 0.0
@@ -50,15 +46,13 @@ class Check:
 
 
 class Report:
-    """The checks of one run so far."""
-
     def __init__(self, machine: dict[str, Any], folder: Path) -> None:
         self.machine = machine
         self.checks: dict[str, Check] = {}
         self.left_out = 0
-        """How many tests were not asked for, nor reported earlier."""
+        """Number of tests that were neither selected nor reported earlier."""
         self.by_name = False
-        """Only tests that were asked for by name ran, so nobody knows how many others there are."""
+        """Only tests selected by name ran, so the number of others is unknown."""
         self.complete = False
         self._earlier = {"complete": True, "by_name": True}
         self._folder = folder
@@ -67,10 +61,10 @@ class Report:
         name = f"{gpu}-{self._started:%Y-%m-%d}"
         names = (f"{name}-{number}.json" if number > 1 else f"{name}.json" for number in itertools.count(1))
         self.path = next(path for path in map(folder.joinpath, names) if not path.exists() or self._goes_on(path))
-        """Of the JSON; the Markdown is beside it."""
+        """The JSON; the Markdown is beside it."""
 
     def _goes_on(self, path: Path) -> bool:
-        """Takes the checks of a report of this machine, of whichever commit; returns False for another's."""
+        """Loads an earlier report of this machine, from any commit. Returns False for another machine's."""
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if {**earlier["machine"], "commit": ""} != {**self.machine, "commit": ""}:
             return False
@@ -83,7 +77,7 @@ class Report:
         self.write()
 
     def add(self, report: pytest.TestReport) -> None:
-        """A phase of a test: set-up, call or end. It has failed if one of them has."""
+        """Adds a phase of a test. The test fails if any phase does."""
         name = _name(report.nodeid)
         if report.when == "setup":
             self.checks[name] = Check(name, _RUNNING, commit=str(self.machine["commit"]))
@@ -98,7 +92,7 @@ class Report:
             check.reason = (check.reason + "\n" + _reason(report)).strip()[-_KEPT:]
 
     def write(self) -> None:
-        """Where something has run."""
+        """Does nothing before a check has passed or failed."""
         if not any(check.outcome in ("passed", "failed") for check in self.checks.values()):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +137,7 @@ def _name(nodeid: str) -> str:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     return str(report.longreprtext or report.longrepr or "")
 
@@ -153,8 +147,6 @@ def _cell(value: object) -> str:
 
 
 class Recorder:
-    """pytest's hooks that fill a report."""
-
     def __init__(self, report: Report) -> None:
         self.report = report
 
@@ -181,7 +173,7 @@ class Recorder:
 
 
 def machine() -> dict[str, Any]:
-    """This one, as far as it can be told without starting CUDA in this process."""
+    """Describes this machine without starting CUDA in this process."""
     topology = read_topology()
     names = [str(gpu.name) for gpu in topology.gpus]
     library = nccl_library.load()

@@ -1,6 +1,6 @@
-"""CUDA graphs: every tensor op, several graphs, several groups, tensor dicts; replayed with fresh inputs.
+"""CUDA graphs with every tensor op, several graphs and groups, and tensor dicts, replayed with new inputs.
 
-In a dry run a replay makes the call again.
+In a dry run a replay repeats the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.gpu.test_messages import plain, same
 
 Gpus = Callable[[int], GpuRanks]
 ROWS = 8
-"""Divides by 2 and by 4 ranks."""
+"""Divisible by 2 and by 4 ranks."""
 
 
 def calls(group: ps.GroupCoordinator) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -56,7 +56,7 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def expected(group: ps.GroupCoordinator, name: str, xs: list[Tensor]) -> Tensor:
-    """What `calls(group)[name]` gives where rank r of the group holds `xs[r]`; on the CPU."""
+    """The result of `calls(group)[name]` if rank r holds `xs[r]`, on the CPU."""
     rank, size = group.rank_in_group, group.world_size
     sizes = [ROWS - size + 1, *[1] * (size - 1)]
     total = torch.stack(xs).sum(0)
@@ -83,7 +83,7 @@ def expected(group: ps.GroupCoordinator, name: str, xs: list[Tensor]) -> Tensor:
 
 
 def inputs(size: int, number: int) -> list[Tensor]:
-    """What each rank holds in the `number`-th step: small integers, of which sums are exact in bf16 too."""
+    """Each rank's tensor in step `number`: small integers, whose sums are exact in bf16 too."""
     base = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3) % 5
     return [base + (number + rank) % 8 for rank in range(size)]
 
@@ -94,14 +94,14 @@ def check(found: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def graph_of(call: Callable[[], Any], stream: Any) -> Captured:
-    """Made once eagerly, as whoever captures does, then captured."""
+    """Calls once eagerly, as programs do before a capture, then captures."""
     call()
     synchronize()
     return captured(call, stream)
 
 
 def _every_op_body() -> int:
-    """Each op in a graph of its own, for tp and pp; then all graphs in turns, with eager calls between."""
+    """One graph per op, for tp and pp; then all graphs in turns, with eager calls between."""
     groups = [group for group in (ps.get_tp_group(), ps.get_pp_group()) if group.world_size > 1]
     held = {group.unique_name: torch.zeros(ROWS, 3, device=device()) for group in groups}
     graphs: list[tuple[ps.GroupCoordinator, str, Captured]] = []
@@ -116,7 +116,7 @@ def _every_op_body() -> int:
             held[group.unique_name].copy_(xs[group.rank_in_group])
             graph.replay()
             check(graph.outputs, expected(group, name, xs), f"{name}, replay {number} on {group.context}")
-        for group in groups:  # eager calls between replays
+        for group in groups:
             total = group.all_reduce(torch.ones(3, device=device()))
             assert total.tolist() == [float(group.world_size)] * 3
     count = len(graphs)
@@ -132,7 +132,6 @@ def test_every_op_is_captured(gpus: Gpus, carrier: str, world: int, tp: int, pp:
 
 
 def _replays_body(replays: int) -> None:
-    """One graph with several ops of several groups, replayed with fresh inputs each time."""
     tp, pp, everyone = ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group()
     x = torch.zeros(ROWS, 3, device=device())
 
@@ -148,7 +147,7 @@ def _replays_body(replays: int) -> None:
         held = inputs(everyone.world_size, number)
         x.copy_(held[everyone.rank_in_group])
         y, z = graph.replay()
-        if number % 10 == 0 or number > replays - 10:  # to look at each would leave the device idle between any two
+        if number % 10 == 0 or number > replays - 10:  # checking each would leave the device idle between replays
             sums = [torch.stack([held[rank] for rank in ranks]).sum(0) * 2 for ranks in grid]
             check(y, sums[pp.rank_in_group], f"tp in replay {number}")
             check(z, torch.cat(sums) * everyone.world_size, f"world in replay {number}")
@@ -165,7 +164,6 @@ def test_a_thousand_replays(
 
 
 def _dicts_body() -> None:
-    """Tensor dicts with a spec, broadcast in tp and handed on from stage to stage, in graphs."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     between = tp if tp.world_size > 1 else None
     mine, spec = plain(1), ps.TensorDictSpec.of(plain(1))
@@ -201,7 +199,6 @@ def test_tensor_dicts_with_a_spec_are_captured(gpus: Gpus, carrier: str, world: 
 
 
 def _raising_body() -> str:
-    """The exception of the body surfaces, and the group goes on: eagerly, and in another capture."""
     group = ps.get_tp_group()
     x = torch.ones(4, device=device())
     group.all_reduce(x)
@@ -228,7 +225,7 @@ def test_an_exception_inside_surfaces(gpus: Gpus, carrier: str) -> None:
 
 
 def _unprepared_body() -> list[str]:
-    """A first use within a capture: of the group without graph_capture(), and of two ranks' transfers."""
+    """First uses within a capture: of a group without graph_capture(), and of a pair's transfers."""
     group, found = ps.get_tp_group(), []
     fresh = group.make_sub_group(range(group.world_size), name="fresh")
     assert fresh is not None
@@ -249,14 +246,13 @@ def _unprepared_body() -> list[str]:
 
 
 def test_what_cant_be_captured_says_so(gpus: Gpus) -> None:
-    needs_a_gpu("nothing is captured")
+    needs_a_gpu("a dry run captures nothing")
     for first, second in gpus(2).run(_unprepared_body, tp=2):
         assert "was not used before the capture of this CUDA graph" in first
         assert "can't be recorded" in second or "capture" in second
 
 
 def _compiled_body() -> int:
-    """mode="reduce-overhead": inductor's own CUDA graphs, with the op inside."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -282,7 +278,7 @@ def _compiled_body() -> int:
     synchronize()
     del compiled
     torch._dynamo.reset()
-    if on_gpu():  # the graphs have to go before the group
+    if on_gpu():  # graphs must be deleted before the group
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
         reset_cudagraph_trees()

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU ends in time and is named: ranks that end, ranks that don't come."""
+"""Failures on a GPU end in time with the cause: ranks that exit, and ranks that don't call."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.gpu.ranks import DRY, GpuRanks, device, nccl_of, needs_a_gpu, synchro
 Gpus = Callable[[int], GpuRanks]
 VICTIM = 3
 LIMIT_S = 15.0
-"""A rank's end is noticed within a second; four ranks on one GPU take their turns meanwhile."""
+"""A rank's exit is detected within 1 s, but four ranks on one GPU take turns."""
 TIMEOUT_S = 1.0 if DRY else 5.0
-"""On a GPU, ranks make a communicator of NCCL within it."""
+"""On a GPU, making an NCCL communicator takes less."""
 
 
 def _call_of(kind: str, group: ps.GroupCoordinator, x: torch.Tensor) -> Callable[[], Any]:
@@ -35,7 +35,7 @@ def _call_of(kind: str, group: ps.GroupCoordinator, x: torch.Tensor) -> Callable
 
     def replay_and_look() -> None:
         graph.replay()
-        group.all_gather(x[:1], 0)  # nothing but a call tells what was found
+        group.all_gather(x[:1], 0)  # only a call reports the failure
 
     return replay_and_look
 
@@ -89,7 +89,7 @@ def _late_body() -> tuple[str, float]:
     nccl.set_up()
     started = time.monotonic()
     try:
-        if group.rank_in_group == 0:  # the other one doesn't come
+        if group.rank_in_group == 0:  # the peer doesn't call
             nccl.all_reduce(torch.ones(1, device=device()), "sum")
             synchronize()
             nccl.all_reduce(torch.ones(1, device=device()), "sum")
@@ -109,7 +109,7 @@ def test_what_the_device_doesnt_get_done_ends_at_the_deadline(gpus: Gpus) -> Non
 
 
 def _unmet_body() -> tuple[str, float]:
-    """A group whose communicator one rank never comes to make."""
+    """One rank never joins the group's communicator."""
     with world(2, timeout=TIMEOUT_S):
         group, started = ps.get_tp_group(), time.monotonic()
         try:
@@ -118,7 +118,7 @@ def _unmet_body() -> tuple[str, float]:
             return "nothing", time.monotonic() - started
         except CommunicationError as error:
             return type(error).__name__, time.monotonic() - started
-        finally:  # the other one is there until then: its end would be noticed first
+        finally:  # the peer must not exit earlier, because its exit would be detected first
             time.sleep(max(0.0, started + TIMEOUT_S + 2 - time.monotonic()))
 
 
@@ -134,7 +134,6 @@ def test_a_communicator_that_not_all_make_ends_at_the_deadline(new_ranks: Callab
 
 
 def _wrong_body() -> list[str]:
-    """Wrong calls are refused before anything is sent, and the group goes on."""
     group, found = ps.get_tp_group(), []
     x = torch.ones(4, device=device())
     for call in (

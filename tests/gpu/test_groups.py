@@ -1,4 +1,4 @@
-"""Groups on a GPU: bound devices, splits, stream priorities, and groups that end and are made again."""
+"""Groups on a GPU: bound devices, splits, stream priorities, destroyed and recreated groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _sums() -> None:
 
 
 def _bound_body(creation: str, nccl: str, tp: int, pp: int) -> dict[str, Any]:
-    """torch's communicator made at once, groups split from it or made by their members; ours beside them or not."""
+    """torch's communicator is created eagerly, and groups by a split or by their members; with or without ours."""
     with (
         environment(PARALLEL_STATE_GROUP_CREATION=creation),
         world(tp, pp, nccl=nccl, bind_device=on_gpu(), warm_up=True),
@@ -77,12 +77,12 @@ def _options_body(nccl: str) -> None:
 
 @pytest.mark.parametrize("nccl", ["on", "off"])
 def test_high_priority_streams_and_numbers_of_blocks(gpus: Gpus, nccl: str) -> None:
-    needs_a_gpu("they are NCCL's")
+    needs_a_gpu("these are options of NCCL")
     gpus(2).run(_options_body, nccl)
 
 
 def _again_body(nccl: str, rounds: int) -> list[int]:
-    """The memory that is used on the device, as the driver counts it, behind each round."""
+    """Returns the device memory in use, by the driver's count, after each round."""
     used = []
     for _ in range(rounds):
         with world(2, nccl=nccl):
@@ -94,7 +94,7 @@ def _again_body(nccl: str, rounds: int) -> list[int]:
 
 
 def _used_bytes() -> int:
-    """The least of some looks: the other rank on this GPU may be at its end yet."""
+    """The least of five measurements, because the peer on this GPU may still be exiting."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     found = []
@@ -116,7 +116,7 @@ def test_ended_and_made_again_memory_stays_flat(
 
 
 def _default_group_body() -> str:
-    """A default group that somebody else made, bound to its device, is taken as it is."""
+    """A default group of the program, bound to its device, is used unchanged."""
     import os
     from datetime import timedelta
 
@@ -155,7 +155,7 @@ def _shared_body() -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_sees_one_gpu(gpus: Gpus, size: int) -> None:
-    needs_a_gpu("it is about which GPU")
+    needs_a_gpu("there is no GPU to identify")
     answers = gpus(size).run(_shared_body, tp=size)
     assert [uuid for uuid, _ in answers] == answers[0][1]
     assert len(set(answers[0][1])) == min(size, torch.cuda.device_count())
@@ -167,7 +167,6 @@ def test_groups_of_one_rank_set_side_by_side(gpus: Gpus, carrier: str) -> None:
 
 
 def _twins_body() -> None:
-    """Two groups over the same ranks: what one sends the other doesn't receive, and one's end leaves the other."""
     group = ps.get_tp_group()
     twin = group.make_sub_group(range(group.world_size), name="twin")
     assert twin is not None

@@ -1,4 +1,4 @@
-"""Objects and tensor dicts between GPUs: with metadata and with a spec. Captured ones are in `test_capture`."""
+"""Objects and tensor dicts between GPUs, with metadata and with a spec. `test_capture` has captured ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ Gpus = Callable[[int], GpuRanks]
 
 
 def batch(seed: int) -> dict[str, Any]:
-    """Tensors on the device and on the host, of many dtypes, empty and not contiguous; and other values."""
     where = device()
     found: dict[str, Any] = {
         str(dtype): any_bytes(Form((3, 5)), dtype, seed).to(where) for dtype in MOVABLE if dtype.itemsize < 16
@@ -36,7 +35,7 @@ def batch(seed: int) -> dict[str, Any]:
 
 
 def plain(seed: int) -> dict[str, Any]:
-    """What a stage hands on in each step: two tensors and a constant."""
+    """The message of a pipeline stage: two tensors and a constant."""
     shape = {"dtype": torch.bfloat16, "device": device()}
     return {"hidden": torch.full((8, 16), seed, **shape), "residual": torch.full((8, 16), -seed, **shape), "steps": 7}
 
@@ -70,7 +69,6 @@ def test_broadcast(gpus: Gpus, carrier: str, world: int, tp: int, pp: int) -> No
 
 
 def _pipeline_body() -> None:
-    """A stage sends and the next one receives: with metadata, with a spec, and in slices over tp."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     between = tp if tp.world_size > 1 else None
     spec = ps.TensorDictSpec.of(plain(0))

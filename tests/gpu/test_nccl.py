@@ -1,7 +1,4 @@
-"""Every collective and transfer on a GPU equals the reference that the CPU computes.
-
-Over NCCL communicators of our own and over torch's device group; world sizes 1, 2 and 4 on however many GPUs there are.
-"""
+"""Collectives and transfers on GPUs equal the CPU's reference, for 1, 2 and 4 ranks on any number of GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ FORMS = (Form((7,)), Form((4, 3)), Form((4, 6), "transposed"), Form((4, 5), "str
 
 
 def _on_device(x: Tensor) -> Tensor:
-    """The same bytes at the same places: a copy that isn't of bytes has to know the dtype."""
+    """Copies to the device with equal strides, as bytes: other copies don't support all dtypes."""
     memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).to(device(), copy=True)
     return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())
 
@@ -63,7 +60,7 @@ def _same(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Form, torch.dtype]]:
-    """Every form with every dtype for two ranks; for more, which take longer on one GPU, each with one of the other."""
+    """Two ranks test every form with every dtype; more ranks, which are slower on one GPU, rotate them."""
     for number, dtype in enumerate(dtypes):
         for place, form in enumerate(FORMS):
             if ps.get_world_group().world_size == 2 or (number + place) % len(FORMS) == 0:
@@ -133,7 +130,6 @@ def test_moves(gpus: Gpus, carrier: str, world: int, tp: int, pp: int) -> None:
 
 
 def _started_body() -> None:
-    """Several at a time, waited for in another order than they were started in."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     x = torch.arange(4 * size, device=device(), dtype=torch.float32) + rank
@@ -157,7 +153,6 @@ def test_what_is_started_and_waited_for_later(gpus: Gpus, carrier: str, world: i
 
 
 def _alone_body() -> None:
-    """A group of one rank gives what it was given."""
     group, x = ps.get_tp_group(), torch.arange(6.0, device=device())
     assert group.all_reduce(x) is x
     assert group.all_gather(x, 0).tolist() == group.reduce_scatter(x, 0).tolist() == x.tolist()
@@ -170,13 +165,13 @@ def test_one_rank(gpus: Gpus) -> None:
 
 
 def _ring_body() -> None:
-    """A ring in which all send first, of sizes that NCCL doesn't buffer; plain, started, and in one launch."""
+    """All ranks send first, more than NCCL buffers; in blocking and started calls, and in one launch."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     following, previous = (rank + 1) % size, (rank - 1) % size
     nccl = nccl_of(group)
     assert nccl is not None
-    for numel in (1, 1000, 1 << (16 if DRY else 20)):  # the stand-in's buffers are smaller than NCCL's are, and fixed
+    for numel in (1, 1000, 1 << (16 if DRY else 20)):  # the stand-in's buffers are smaller than NCCL's
         sent = torch.full((numel,), float(rank), device=device())
         sending, receiving = group.isend(sent, following), group.irecv([numel], torch.float32, previous)
         assert bool((receiving.wait() == previous).all())
@@ -193,7 +188,6 @@ def test_a_ring_in_which_all_send_first(gpus: Gpus, world: int) -> None:
 
 
 def _pairs_body() -> None:
-    """Each rank with each other, both ways, every dtype."""
     group = ps.get_world_group()
     rank, size = group.rank_in_group, group.world_size
     form = Form((3, 5))
@@ -218,7 +212,7 @@ def _explain_body() -> tuple[str, str]:
 
 
 def test_the_library_is_the_one_that_torch_uses(gpus: Gpus, record_property: Callable[[str, object], None]) -> None:
-    needs_a_gpu("it is about torch's library")
+    needs_a_gpu("it tests torch's NCCL library")
     for text, path in gpus(2).run(_explain_body, tp=2):
         version = ".".join(map(str, torch.cuda.nccl.version()))
         assert f"nccl: NCCL {version} ({path})" in text
@@ -227,7 +221,7 @@ def test_the_library_is_the_one_that_torch_uses(gpus: Gpus, record_property: Cal
 
 
 def _streams_body(priorities: list[int]) -> None:
-    """A call goes behind what the current stream has to do, and what comes after it there sees its result."""
+    """Calls wait for earlier work of the current stream, and later work there waits for the calls."""
     group = ps.get_tp_group()
     x = torch.zeros(1 << 20, device=device())
     group.all_reduce(x)
@@ -252,7 +246,7 @@ def test_a_call_is_on_the_current_stream(gpus: Gpus, carrier: str) -> None:
 
 
 def _alone_window_body() -> str:
-    """A communicator of one rank, which no group has: memory, a window, calls on it, a graph, the end."""
+    """A communicator of one rank, which no group uses: memory, a window, calls, a graph, close."""
     gloo = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=60))
     context = dataclasses.replace(ps.get_tp_group().context, make_cpu_group=lambda: gloo)
     nccl = nccl_stand_in.StandInNccl(context) if DRY else NcclCommunicator(context)
@@ -280,7 +274,7 @@ def _alone_window_body() -> str:
     begin = memory.data_ptr()
     del x, memory
     again = nccl.allocate(1 << 19)
-    assert again is not None and again.data_ptr() == begin, "the memory is used again"
+    assert again is not None and again.data_ptr() == begin, "freed memory must be reused"
     nccl.close()
     assert again.fill_(7).unique().tolist() == [7], "a tensor outlives the communicator"
     before = torch.cuda.mem_get_info()[0] if on_gpu() else 0
@@ -299,7 +293,7 @@ def test_a_window_of_one_rank(gpus: Gpus, record_property: Callable[[str, object
 
 
 def _window_body() -> str:
-    """Tensors of empty in every call that NCCL has a symmetric kernel for, plain, on another stream and in a graph."""
+    """Tensors of `empty` in every call with a symmetric kernel: plain, on another stream, in a graph."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     total = float(sum(range(1, size + 1)))
@@ -337,7 +331,7 @@ def _window_body() -> str:
 def test_tensors_of_empty_lie_in_a_registered_window(
     gpus: Gpus, record_property: Callable[[str, object], None], world: int
 ) -> None:
-    """Whether NCCL registers memory of ranks that share a GPU is its affair; the results are right either way."""
+    """NCCL may refuse to register memory of ranks that share a GPU. Results are right either way."""
     for text in gpus(world).run_over("nccl", _window_body, tp=world):
         (line,) = (line for line in text.splitlines() if "tensors of empty in" in line)
         record_property("windows", line.partition("; ")[2])
@@ -345,7 +339,7 @@ def test_tensors_of_empty_lie_in_a_registered_window(
 
 
 def _memory_body() -> str:
-    """Suspend and resume: what came of it, or why not."""
+    """Returns the memory that suspend freed, or why it is unsupported."""
     from device_communicators.base.errors import UnsupportedError
 
     group = ps.get_tp_group()

@@ -1,7 +1,7 @@
-"""Kernels in peer memory, by 2, 4 and 8 processes on however many GPUs there are.
+"""Kernels in peer memory, by 2, 4 and 8 processes on any number of GPUs.
 
-Processes that share a GPU take turns on it: slow, but right, so sizes and numbers of calls are small there. torch lets
-them share with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.
+Processes that share a GPU take turns on it, so sizes and counts are small there. torch allows sharing with
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -45,17 +45,14 @@ DRY_ROW = Row("peer_memory", "tests.internals.peer_stand_in", "StandInPeerMemory
 
 
 def few(calls: int, size: int) -> int:
-    """A tenth where ranks share a GPU, fewer still in a dry run."""
+    """A tenth if ranks share a GPU, a fiftieth in a dry run."""
     if DRY:
         return calls // 50
     return calls if torch.cuda.device_count() >= size else calls // 10
 
 
 class PeerRanks(GpuRanks):
-    """Ranks whose tp group has kernels in peer memory."""
-
     dry: dict[str, str] | None = None
-    """The environment of a dry run."""
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {**super()._environment(rank), **SETTINGS, **(self.dry or {})}
@@ -65,7 +62,7 @@ class PeerRanks(GpuRanks):
 
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank whose tp group has the kernels on the CPU where it would have those on a GPU."""
+    """A rank whose tp group has the CPU's version of the kernels."""
     from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
@@ -80,7 +77,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
 def new_peers(
     new_ranks: Callable[[int], GpuRanks], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], GpuRanks]:
-    """`new_peers(4)` is a pool of four ranks that nobody else has; the caller kills it."""
+    """`new_peers(4)` is a new pool of four ranks. The caller kills it."""
     if DRY:
         folder = str(tmp_path_factory.mktemp("peers"))
         PeerRanks.dry = {peer_stand_in.FOLDER: folder, peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
@@ -94,7 +91,7 @@ def new_peers(
 
 @pytest.fixture(scope="module")
 def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
-    """`peers(4)` is the pool of four ranks."""
+    """`peers(4)` is the shared pool of four ranks."""
     made: dict[int, GpuRanks] = {}
 
     def pool(world_size: int) -> GpuRanks:
@@ -108,7 +105,7 @@ def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
 
 
 def _all_reduce_body() -> list[bytes]:
-    """Every kernel, dtype and odd size equals the CPU's sum; the bits of real numbers, to be compared among ranks."""
+    """Every kernel, dtype and odd size. Returns the bits of sums of real numbers."""
     group = ps.get_tp_group()
     peers, rank, size = peers_of(group), group.rank_in_group, group.world_size
     found: list[bytes] = []
@@ -150,7 +147,7 @@ def _others_body() -> int:
                 assert torch.equal(group.all_gather(x, dim).cpu(), joined(xs, dim))
             assert torch.equal(group.reduce_scatter(x, 0).cpu(), sliced(reduced(xs, "sum"), 0, size, rank))
             assert torch.equal(group.all_reduce(x).cpu(), reduced(xs, "sum"))
-            assert torch.equal(group.all_reduce(x, "max").cpu(), reduced(xs, "max"))  # NCCL's
+            assert torch.equal(group.all_reduce(x, "max").cpu(), reduced(xs, "max"))  # by NCCL
     return _traffic(group) - before
 
 
@@ -164,7 +161,6 @@ def test_the_groups_collectives(peers: Gpus, size: int) -> None:
 
 
 def _ways_body(way: str) -> str:
-    """Each way of sharing memory by itself."""
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (row_over(group, way),))
     register_route(group.route)
@@ -187,7 +183,7 @@ def test_a_way_of_sharing_memory(peers: Gpus, size: int, way: str) -> None:
 
 
 def _graph_body(replays: int) -> None:
-    """Our kernels and NCCL's in one graph, replayed with fresh inputs, each rank with delays of its own."""
+    """Our kernels and NCCL's in one graph, replayed with new inputs and random delays per rank."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     x = torch.zeros(1000, device=device(), dtype=torch.bfloat16)
@@ -238,7 +234,6 @@ def test_compiled(peers: Gpus, size: int) -> None:
 
 
 def _random_body(calls: int) -> int:
-    """Sizes, dtypes and operations at random, on two streams, with delays."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     alike, own = random.Random(3), random.Random(rank)
@@ -277,14 +272,14 @@ def _dying_body(way: str) -> tuple[str, tuple[int, ...], float]:
                 group.all_reduce(x)
                 synchronize()
         except PeerDiedError as error:
-            synchronize()  # the device goes on: the kernels ended without a trap
+            synchronize()  # the kernels ended without a trap
             return type(error).__name__, error.suspect_ranks, time.monotonic() - started
         return "nothing", (), time.monotonic() - started
 
 
 @pytest.mark.parametrize("way", ["symmetric"] if DRY else list(WAYS))
 def test_a_rank_that_ends_is_named_and_frees_those_that_wait(new_peers: Callable[[int], GpuRanks], way: str) -> None:
-    """The memory of a rank that ended is still written to, by kernels that have begun."""
+    """Running kernels still write to a dead rank's memory."""
     pool = new_peers(4)
     try:
         answers = pool.survivors(_dying_body, way, timeout_s=180)
@@ -300,7 +295,7 @@ LATE_S = 1.0 if DRY else 3.0
 
 
 def _late_body() -> tuple[str, tuple[int, ...], float]:
-    """The kernel's deadline ends this process' CUDA, so nothing comes behind it."""
+    """The kernel's deadline breaks this process's CUDA, so nothing may follow."""
     ps.init_distributed_environment(backend=os.environ["RANKS_BACKEND"])
     ps.initialize_model_parallel(2)
     first = ps.get_tp_group()
@@ -316,7 +311,7 @@ def _late_body() -> tuple[str, tuple[int, ...], float]:
             synchronize()
     except CollectiveTimeoutError as error:
         return type(error).__name__, error.suspect_ranks, time.monotonic() - started
-    except RuntimeError:  # by the trap, in a call of torch's; the group's next call tells more
+    except RuntimeError:  # the trap makes torch's call fail; our next call has the cause
         try:
             peers.group.check_usable()
         except CollectiveTimeoutError as error:
@@ -335,7 +330,7 @@ def test_a_late_rank_is_named_at_the_deadline(new_peers: Callable[[int], GpuRank
 
 
 def _again_body() -> list[int]:
-    """The memory that is used on the device behind each round of making and destroying groups; dry: open files."""
+    """Returns the device memory in use after each round of groups; in a dry run the open files."""
     used = []
     for _ in range(10):
         with world(2):
@@ -352,6 +347,6 @@ def _again_body() -> list[int]:
 
 def test_destroyed_and_made_again_the_memory_stays_flat(peers: Gpus) -> None:
     for used in peers(2).run(_again_body, timeout_s=300):
-        # Files go a moment later, with the last thread that has to do with them.
+        # Files are closed a moment later, with the last thread that uses them.
         highest = min(used[5:]) if DRY else max(used[5:])
         assert len(used) == 10 and highest <= used[4] + (0 if DRY else 64 << 20), used

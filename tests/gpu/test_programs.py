@@ -1,4 +1,4 @@
-"""The demo and the benchmark, as a user starts them on a machine with GPUs."""
+"""The demo and the benchmark, started as by a user with GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = " ".join(f"The {adjective} {animal} sleeps near the river." for adjective
 
 
 def start(*command: object) -> str:
-    """Runs Python on `command`, outside of any launcher's environment, in a dry run by forks; returns its output."""
+    """Runs Python on `command` without a launcher's environment; in a dry run as a fork."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     environment |= {"PYTHONPATH": python_path(ROOT, BENCHMARKS), "PARALLEL_STATE_NCCL": "on"}
     words = [*map(str, command)]
@@ -51,7 +51,7 @@ def test_the_demo(tmp_path: Path, record_property: Callable[[str, object], None]
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the demo needs {package}")
     if flags:
-        needs_a_gpu("the CPU's demo has tests of its own")
+        needs_a_gpu("tests/contract covers the demo on the CPU")
     text = tmp_path / "text.md"
     text.write_text(TEXT)
     arguments = ("--input", text, "--query", "which animal is quiet?", "--batch-size", "8", "--tp", "2", "--pp", "2")
@@ -68,9 +68,9 @@ def test_the_demo(tmp_path: Path, record_property: Callable[[str, object], None]
 
 @pytest.mark.parametrize("how", ["torchrun", "own ranks"])
 def test_the_benchmark(tmp_path: Path, record_property: Callable[[str, object], None], how: str) -> None:
-    """Its figures are of ranks that share a GPU, where there is one: only the host's cost says something then."""
+    """If ranks share a GPU, only the host's cost is meaningful."""
     if how == "own ranks":
-        needs_a_gpu("on the CPU these are the teams' benchmark")
+        needs_a_gpu("other tests cover the benchmark on the CPU")
     file, picture = tmp_path / "found.json", tmp_path / "found.svg"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2) if how == "torchrun" else ()
     ranks = () if torchrun else ("--ranks", 2)

@@ -1,7 +1,7 @@
-"""The kernels under compute-sanitizer: memcheck and racecheck of rank 0's, whose peers have come and gone before.
+"""compute-sanitizer's memcheck and racecheck of rank 0's kernels, after its peers' kernels have finished.
 
-`benchmarks/peer_kernels.py --check` runs them: in one process, one kernel at a time, since the tool may let kernels run
-one after the other only, and two that wait for each other would never end then.
+`benchmarks/peer_kernels.py --check` runs one kernel at a time in one process: the tool may serialize kernels, and two
+that wait for each other would hang.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOOL = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 CHECK_S = 900
 FOUND = 86
-"""The exit code that the tool is told to end with where it has found something."""
+"""The exit code that the tool is told to use for findings."""
 
 
 def tool() -> str | None:
@@ -35,15 +35,15 @@ def tool() -> str | None:
 
 
 def command(which: str, check: str, ranks: int) -> list[str]:
-    """Only kernels of ours are looked at; the rest are torch's."""
+    """Restricted to our kernels."""
     options = ["--tool", check, "--error-exitcode", str(FOUND), "--kernel-name", "kernel_substring=all_reduce"]
-    options += ["--report-api-errors", "no"]  # torch asks the driver questions that it may decline
+    options += ["--report-api-errors", "no"]  # the driver may decline some of torch's queries
     script = [sys.executable, "benchmarks/peer_kernels.py", "--check", "--ranks", str(ranks)]
     return [which, *options, *script, "--sizes", "1024", "16384", "--norm-sizes", "8192", "16384"]
 
 
 def problem(code: int, said: str, checks: int) -> str | None:
-    """What is wrong with a run, by its exit code and output, of which `checks` cases must be right."""
+    """Returns what is wrong with a run. `checks` cases must be right."""
     if code == FOUND:
         return "the tool has found errors"
     if code != 0:
@@ -63,7 +63,7 @@ def problem(code: int, said: str, checks: int) -> str | None:
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("check", ["memcheck", "racecheck"])
 def test_a_kernel_alone(check: str, ranks: int) -> None:
-    needs_a_gpu("the tool looks at kernels on a GPU")
+    needs_a_gpu("the tool checks only kernels on a GPU")
     which = tool()
     if which is None:
         pytest.skip(f"there is no {TOOL}, which comes with the CUDA toolkit")

@@ -1,4 +1,4 @@
-"""What the real driver says of the GPUs, and what the ranks of a group make of it."""
+"""The real driver's data about GPUs, and the group topology derived from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_driver_tells_its_gpus(record_property: Callable[[str, object], None
         record_property(gpu.uuid, {"name": gpu.name, "pci": gpu.pci_id, "numa": gpu.numa_node, "unknown": gpu.unknown})
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--svg", "-"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"]], ids=" ".join)
 def test_the_command(arguments: list[str]) -> None:
     out = start("-m", "parallel_state", "topology", *arguments)
     assert out
@@ -42,13 +42,13 @@ def test_the_command(arguments: list[str]) -> None:
 
 
 def test_a_record_of_this_machine_says_the_same(tmp_path: Path) -> None:
-    needs_a_gpu("there is nothing to record")
+    needs_a_gpu("there is no GPU to record")
 
     def shown(*arguments: str) -> Any:
         command = [sys.executable, "-m", "parallel_state", "topology", "--json", "-", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
         told = json.loads(done.stdout)
-        return {name: value for name, value in told.items() if name not in ("visible", "remarks")}  # this process'
+        return {name: value for name, value in told.items() if name not in ("visible", "remarks")}  # this process's
 
     file = str(tmp_path / "record.json")
     assert shown("--record", file) == shown("--replay", file)

@@ -1,4 +1,4 @@
-"""The control planes of several ranks in one process, as far as questions about their status need them."""
+"""Ranks that answer questions about their status, in one process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Replies = dict[int, bytes]
 
 
 class Peers:
-    """Ranks that ask each other. A test sets which of them don't answer."""
+    """Ranks that ask each other. Tests add ranks to `holding` and `stopped`."""
 
     def __init__(self) -> None:
         self.watchers: dict[int, Watcher] = {}
         self.holding: set[int] = set()
-        """Their control planes reply, and their Python doesn't."""
+        """Ranks whose control plane replies, but whose Python doesn't."""
         self.stopped: set[int] = set()
         self.hosts: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""A team for the benchmarks' own tests: nothing is exchanged, and the one called "failing" fails while it is timed."""
+"""A benchmark team that exchanges nothing. The team named "failing" has the requested fault."""
 
 from __future__ import annotations
 

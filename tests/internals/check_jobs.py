@@ -1,9 +1,8 @@
-"""Jobs whose ranks run `python -m parallel_state check`, on hosts of `tests.hosts`, each rank with a fault of its own.
+"""Runs `python -m parallel_state check` as jobs on the hosts of `tests.hosts`, with faulty ranks.
 
-A rank is a fork of the tests' fork server that enters its host's namespaces: the command is the one that a user runs,
-with arguments, environment, output and exit code, without the seconds that an import of torch takes. Faults are in what
-surrounds it: the environment, limits, files, interfaces. What can't be had twice on one machine is changed within the
-process before the command begins (`Shim`): versions, the wall clock, a core that is slow by itself, a hang.
+A rank is a fork that enters its host's namespaces and runs the user's command without importing torch again. Its
+environment, limits, files and interfaces can be faulty. A `Shim` simulates other faults before the command begins:
+versions, the wall clock, a slow core, a hang.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _DEADLINE_S = 60.0
 
 @dataclass
 class Ended:
-    """Output and reports of one job's ranks."""
-
     codes: list[int | None]
     outputs: list[str]
     errors: list[str]
@@ -41,7 +38,7 @@ class Ended:
         return list(self.report.get("findings", ()))
 
     def find(self, code: str) -> dict[str, Any] | None:
-        """Returns the finding of a code in the report, or of what ranks that met nobody said of it."""
+        """Returns the finding with this code from the report, else from the errors of a rank without a report."""
         found = next((each for each in self.findings if each["code"] == code), None)
         if found is None:
             for text in self.errors:
@@ -69,7 +66,7 @@ def run_check(
     absent: Sequence[int] = (),
     port: int = 21_000,
 ) -> Ended:
-    """Runs one rank per entry of `placement` (its host), but those that are `absent`; a variable of None is unset."""
+    """Runs one rank per entry of `placement` (its host) except `absent` ranks. None unsets an environment variable."""
     context = fork_context()
     began = time.monotonic()
     address = hosts.addresses[placement[0]] if hosts is not None else "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Classes of a caller's own, for the tests of the codec; registered as `test.Color`, …"""
+"""User-defined classes for the codec's tests, registered as `test.Color` and so on."""
 
 from __future__ import annotations
 

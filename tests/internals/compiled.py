@@ -1,4 +1,4 @@
-"""What compilers make of the tests' sources, kept by digest in the user's cache: a second run of the suite finds it."""
+"""Compiles test sources and caches the results by digest in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from device_communicators.c10d import extension
 from device_communicators.cpu import native_build
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state_tests"
-"""Read at the import: some tests set the variable."""
+"""Computed at import, because some tests change the variable."""
 _KEPT_S = 60 * 86_400
 
 
 def c10d_module() -> Path:
-    """Returns the file of the module that has torch's backend and the control plane's store for torch."""
     module, problem = extension.try_load()
     assert module is not None, problem
     return Path(module.__file__)
 
 
 def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Callable[[Path], object]) -> Path:
-    """Returns the file that `make` wrote for these facts (compiler, flags) and the bytes of these sources.
+    """Returns the cached file that `make` wrote for these facts (compiler, flags) and source bytes.
 
-    Of several processes that ask one makes it, and the others wait.
+    Only one process makes it; others wait.
     """
     content = hashlib.sha256(repr([str(fact) for fact in facts]).encode())
     for path in sorted(sources):
@@ -49,7 +48,7 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
 
 
 def plain_library(compiler: Sequence[str], more: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
-    """Returns the plain library with `more` sources, which take `flags`, compiled without optimisation."""
+    """Returns the library without torch, at -O0. `flags` apply to `more` only."""
     recipe = native_build.plain_recipe()
     command = [*compiler, *native_build._FLAGS, *native_build.objects_recipe().flags, "-O0"]
 

@@ -1,4 +1,4 @@
-"""Ranks whose worlds of the control plane a test drives one by one: it opens, kills, stops and asks each by itself."""
+"""Ranks in processes of their own, whose control planes a test drives one by one."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ THREAD = "ps-control"
 
 class Seen(NamedTuple):
     at_s: float
-    """On the wall clock, which all hosts of a test share."""
+    """Wall clock, which all hosts of a test share."""
     change: Change
 
 
 class _Rank:
-    """What a rank's process keeps from one call to the next."""
-
     world: World
     seen: list[Seen]
 
 
 class Party:
-    """The ranks of a pool, from one world to the next. `hosts[r]`: ranks of different ones can't watch each other."""
+    """The ranks of a pool. Ranks with different `hosts` entries can't watch each other."""
 
     def __init__(self, pool: WorkerPool, hosts: Sequence[object], addresses: Sequence[str] | None = None) -> None:
         self.pool, self.hosts = pool, hosts
@@ -51,7 +49,7 @@ class Party:
         port_range: str = "",
         only: Sequence[int] | None = None,
     ) -> None:
-        """Opens a world on each rank, which all join, or `only` those."""
+        """Opens a world on every rank. All ranks, or `only` these, join it."""
         if not self.pool._processes:
             self.pool._start()
         for rank, address in enumerate(self.addresses):
@@ -70,7 +68,7 @@ class Party:
         self.pool._connections[rank].send_bytes(pickle.dumps((function, args, None)))
 
     def end(self, rank: int) -> Any:
-        """Returns the result of what the rank began."""
+        """Returns the result of the rank's `begin`."""
         connection = self.pool._connections[rank]
         if not connection.poll(DEADLINE_S):
             raise WorkersFailedError({rank: f"no answer within {DEADLINE_S} s"})
@@ -80,7 +78,7 @@ class Party:
         return value
 
     def each(self, ranks: Iterable[int], function: Callable[..., Any], *args: Any) -> dict[int, Any]:
-        """Returns the result of a function on each of these ranks, which run it at the same time."""
+        """Runs a function on these ranks at the same time."""
         chosen = list(ranks)
         for rank in chosen:
             self.begin(rank, function, *args)
@@ -90,7 +88,7 @@ class Party:
         return [rank for rank in range(self.size) if rank not in ranks]
 
     def signal(self, number: int, *ranks: int) -> float:
-        """Sends a signal to ranks at once; returns when. After SIGSTOP their threads have stopped."""
+        """Sends a signal to ranks and returns the time. After SIGSTOP all their threads have stopped on return."""
         pids = [self.pool._processes[rank].pid for rank in ranks]
         for pid in pids:
             os.kill(pid, number)
@@ -100,7 +98,7 @@ class Party:
         return sent_s
 
     def latest(self, ranks: Iterable[int], kind: str, about: Iterable[int], since_s: float, timeout_s: float) -> float:
-        """Returns how long after `since_s` the last of `ranks` saw that kind of change of all ranks in `about`."""
+        """Returns the seconds until the last of `ranks` saw this change for every rank in `about`."""
         found = self.each(ranks, wait_for, [(kind, each) for each in about], timeout_s)
         return max(seen.at_s for each in found.values() for seen in each) - since_s
 
@@ -108,14 +106,14 @@ class Party:
         return [(seen.change.kind, seen.change.rank) for seen in self.each([rank], seen_so_far)[rank]]
 
     def restart(self) -> None:
-        """Ends all ranks, also stopped ones; the next world has new ones."""
+        """Kills all ranks, stopped ones too. The next world starts new processes."""
         for process in self.pool._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGCONT)
         self.pool.kill()
 
 
-# In the ranks.
+# The functions below run in the ranks.
 
 
 def open_world(address: str, limit_s: float, beat_s: float, port_range: str) -> tuple[int, str, str, str]:
@@ -146,7 +144,7 @@ def seen_so_far() -> list[Seen]:
 
 
 def wait_for(wanted: list[tuple[str, int]], timeout_s: float) -> list[Seen]:
-    """Returns the first change of each kind and rank. Raises if one is missing after the time."""
+    """Returns the first change for each wanted kind and rank. Raises if one is missing after the timeout."""
     until_s = time.time() + timeout_s
     while True:
         found = {(seen.change.kind, seen.change.rank): seen for seen in reversed(seen_so_far())}
@@ -158,21 +156,18 @@ def wait_for(wanted: list[tuple[str, int]], timeout_s: float) -> list[Seen]:
 
 
 def agree(purpose: str, ranks: list[int], value: bytes, timeout_s: float, attempt: int = 0) -> tuple[Verdict, float]:
-    """Returns the verdict and how long it took."""
     began_s = time.monotonic()
     verdict = _Rank.world.agree(purpose, attempt, ranks, value, timeout_s)
     return verdict, time.monotonic() - began_s
 
 
 def leave(linger_s: float = 1.0) -> float:
-    """Returns how long it took."""
     began_s = time.monotonic()
     _Rank.world.leave(linger_s)
     return time.monotonic() - began_s
 
 
 def threads() -> dict[int, str]:
-    """Returns the names of this process' threads."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:

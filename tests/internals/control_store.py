@@ -1,4 +1,4 @@
-"""The job's store as a stranger meets it: a client, and the bytes of its handshake."""
+"""A client of the job's store, and the raw bytes of its handshake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELLO_BYTES, HEAD_BYTES, NONCE_BYTES, PROOF_BYTES = 20, 40, 16, 32
 GREETING_BYTES = HELLO_BYTES + HEAD_BYTES + NONCE_BYTES
 IDENTITY_BYTES = HEAD_BYTES + PROOF_BYTES
 ANSWER_BYTES = GREETING_BYTES + IDENTITY_BYTES
-"""What a client sends before its first call."""
+"""Sizes of what a client sends before its first call."""
 HANDSHAKE_S = 5.0
 _NONCE, _IDENTITY = 1, 2
 
@@ -33,7 +33,7 @@ def _frame(greeting: bytes, kind: int, body: bytes) -> bytes:
 
 
 def opening(greeting: bytes, nonce: bytes | None = None) -> bytes:
-    """Returns a guest's first bytes, to a listener that greeted with these."""
+    """Returns the first bytes that a client sends after this greeting."""
     return greeting[:HELLO_BYTES] + _frame(greeting, _NONCE, nonce or os.urandom(NONCE_BYTES))
 
 

@@ -1,7 +1,7 @@
-"""The kernels of peer/csrc on a CPU: compiled with the host's compiler, CUDA's threads as threads.
+"""Runs the kernels of peer/csrc on a CPU, a CPU thread for each CUDA thread.
 
-`CpuKernels` is a launcher like that of a GPU. Ranks are threads of one process, each with a launch of its own
-(`launch` waits for the kernel's end and lets other threads run), or processes over shared memory.
+`CpuKernels` replaces the launcher of a GPU. Ranks are threads of one process or processes over shared memory. `launch`
+blocks until the kernel has finished and releases the GIL.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DEADLINE_S = 300
 
 
 class KernelTrappedError(Exception):
-    """A kernel ended with a trap, which on a GPU ends the CUDA context."""
+    """A kernel executed a trap. On a GPU that ends the CUDA context."""
 
 
 class CpuKernels:
-    """Runs kernels with at most `max_threads` threads a block and `max_blocks` blocks: equal on all ranks."""
+    """Launches at most `max_threads` threads a block and `max_blocks` blocks. All ranks need equal values."""
 
     def __init__(self, max_blocks: int = 2, max_threads: int = 4, library: Path | None = None) -> None:
         self.max_blocks, self.max_threads = max_blocks, max_threads
@@ -43,7 +43,6 @@ class CpuKernels:
         self._library.on_cpu_layout.restype = POINTER(c_uint64)
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int = 0) -> None:
-        """Returns when the kernel has ended."""
         own = Call.from_buffer_copy(call)
         own.operation = OPERATIONS.get(name, 255)
         blocks, threads = min(blocks, self.max_blocks), min(threads, self.max_threads)
@@ -57,7 +56,7 @@ class CpuKernels:
         return self.max_blocks
 
     def disturb(self, per_mille: int, longest_us: int = 0, seed: int = 1) -> None:
-        """Of 1,000 accesses to memory that others see, so many are delayed in this process, some by up to that long."""
+        """Delays `per_mille` of 1,000 accesses to shared memory in this process, some by up to `longest_us`."""
         self._library.on_cpu_disturb(per_mille, longest_us, seed)
 
     def layout(self, count: int) -> list[int]:
@@ -66,7 +65,7 @@ class CpuKernels:
 
 @functools.cache
 def build(*flags: str, sources: Path = CUDA_SOURCES) -> Path:
-    """The library, made once for its sources and flags; skips the test where there is no compiler."""
+    """Returns the library. Skips the test if there is no compiler."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process and run the kernels of peer/csrc on the CPU: regions, calls, whole runs."""
+"""Ranks as threads of this process that run the kernels of peer/csrc on the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ JOIN_S = 120
 
 
 class CpuRanks:
-    """A group of `size` ranks with zeroed regions."""
-
     def __init__(self, size: int, kernels: CpuKernels | None = None, deadline_s: float = 60.0) -> None:
         self.size = size
         self.kernels = kernels or CpuKernels()
@@ -29,7 +27,7 @@ class CpuRanks:
         self.aborts = (ctypes.c_uint64 * size)()
 
     def call(self, rank: int, **fields: Any) -> Call:
-        """Tensors stand for their addresses."""
+        """Replaces tensors by their addresses."""
         call = Call(rank=rank, size=self.size, deadline_ns=int(self.deadline_s * 1e9))
         call.regions[: self.size] = self.regions
         call.report = ctypes.addressof(self.reports) + 8 * rank
@@ -39,7 +37,7 @@ class CpuRanks:
         return call
 
     def run(self, body: Callable[[int], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """What `body(rank)` gives or raises on each rank, all of them at once."""
+        """Returns each rank's result or exception. All ranks run at once."""
         results: dict[int, Any] = {}
 
         def keep(rank: int) -> None:
@@ -60,17 +58,15 @@ class CpuRanks:
         return read_report(self.reports[rank])
 
     def epochs(self, rank: int) -> list[int]:
-        """Of each block."""
         return list((ctypes.c_uint32 * MAX_BLOCKS).from_address(self.regions[rank]))
 
     def set_epochs(self, epoch: int) -> None:
-        """As if that many exchanges had been made."""
         for region in self.regions:
             (ctypes.c_uint32 * MAX_BLOCKS).from_address(region)[:] = [epoch] * MAX_BLOCKS
 
 
 def sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In fp32, rounded once."""
+    """Adds in float32 and rounds once."""
     total = inputs[0].float()
     for each in inputs[1:]:
         total = total + each.float()

@@ -1,4 +1,4 @@
-"""How groups come to their communicators: each divided from the world's, or made anew."""
+"""Forces groups to split their communicators from the world's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["INTERNAL_ERROR", "INVALID_USAGE", "REMOTE_ERROR", "dividing"]
 
 @contextmanager
 def dividing(when_acquired: Callable[[], object] | None = None) -> Iterator[None]:
-    """Has each group be divided from the world; with a function, all at once, and calls it for each process group."""
+    """Makes groups split their communicators from the world's. With `when_acquired`, creates all groups at once and
+    calls it before each process group."""
     divides, acquire, is_lazy = ProcessGroupPool.divides, ProcessGroupPool.acquire, _Division._is_lazy
 
     def acquired(pool: Any, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The registered ops as compiled code calls them: names, arguments, and a simulated group that answers."""
+"""Calls the registered ops as compiled code does, and simulates a group whose peers answer."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from parallel_state.messages.messenger import Messenger
 OP_NAMES = tuple(ops.OP_NAMES)
 CALLS_OF_MESSAGES = frozenset(name for name in vars(MessageCalls) if not name.startswith("_"))
 CALLS = CALLS_OF_MESSAGES | {name for name in vars(TensorCalls) if not name.startswith("_")}
-"""Methods of a group that ranks call together."""
+"""Methods of a group that all its ranks call together."""
 
 
 def token_of(group: GroupCoordinator) -> Tensor:
-    """Returns what each op of the group writes, so that a compiler keeps their order."""
+    """Returns the token, which keeps compilers from reordering ops."""
     return group._token
 
 
 def op_arguments(group: GroupCoordinator) -> tuple[Tensor, str]:
-    """Returns the token and the group's name, which each op takes."""
+    """Returns the token and the group's name."""
     return group._token, group._key
 
 
 def call_op(group: GroupCoordinator, name: str, x: Tensor | Sequence[Tensor] | None, *arguments: Any) -> Any:
-    """Calls an op itself, with the token and the group where they belong; None for `x` where it takes none."""
+    """Calls an op with the group's token and name. `x` is None if the op takes no tensor."""
     first = () if x is None else (x,)
     return getattr(torch.ops.parallel_state, name)(*first, group._token, *arguments, group._key)
 
 
 def written_by(name: str, space: str = "parallel_state") -> list[str]:
-    """Returns the names of the arguments that an op writes, without the token."""
+    """Returns the arguments that an op writes, except the token."""
     schema = getattr(getattr(torch.ops, space), name).default._schema
     return [each.name for each in schema.arguments if ops._is_written(each) and each.name != "token"]
 
 
 def forget_tokens(monkeypatch: Any) -> None:
-    """Has the process start as one that has no group yet."""
+    """Makes this process create its tokens anew."""
     monkeypatch.setattr(ops, "_TOKENS", {})
 
 
 class _Answering(SimulatedCommunicator):
-    """As the simulated one, and each other rank sends whatever is received from it."""
+    """Simulated, but every receive gets a tensor filled with the sender's rank."""
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Any:
         out.fill_(src)
@@ -58,7 +58,6 @@ class _Answering(SimulatedCommunicator):
 
 
 def answering_group() -> GroupCoordinator:
-    """Returns a simulated group of two ranks, in which the other one sends what is received from it."""
     group = simulated_group([0, 1], 0)
     group.route = Route(group.context, [_Answering(group.context)], {})
     group._messenger = Messenger(group.route)

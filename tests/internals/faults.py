@@ -1,4 +1,4 @@
-"""Places in a start, a run and an end of ranks at which tests have something go wrong, by name."""
+"""Functions of a rank's start, run and exit at which tests inject faults, by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STARTS: dict[str, Place] = {
     "before the proof": (state, "verify_group"),
     "at the end": (world, "closing_barrier"),
 }
-"""What a rank calls in init_distributed_environment and initialize_model_parallel, in this order."""
+"""Calls of init_distributed_environment and initialize_model_parallel, in order."""
 STAGES: dict[str, Place] = {
     "meeting": (_Meeting, "_judge"),
     "reachability": (reachability, "prove"),
@@ -41,7 +41,7 @@ STAGES: dict[str, Place] = {
     "first call": (state, "verify_group"),
     "exchange of the backend": (c10d_world, "meet"),
 }
-"""By stage of a start the function at whose call a rank is killed."""
+"""The function whose call kills the rank, by stage of a start."""
 ENDS: dict[str, Place] = {
     f"{owner.__name__}.{name}": (owner, name)
     for owner, name in (
@@ -56,12 +56,11 @@ ENDS: dict[str, Place] = {
         (dist, "destroy_process_group"),
     )
 }
-"""What the end of a world calls."""
 OF_A_WATCHER = "Watcher.close"
 
 
 def after_entering(then: Callable[[], object]) -> None:
-    """Has this process call `then` as soon as it has entered the meeting of a start."""
+    """Calls `then` in this process right after it has entered the rendezvous of a start."""
     enter = _Meeting._enter
 
     def enter_and_then(*args: Any) -> bool:
@@ -73,11 +72,10 @@ def after_entering(then: Callable[[], object]) -> None:
 
 
 def met_alone() -> Met:
-    """Returns what a rank has after a rendezvous in which it met nobody."""
     store = BoundedStore(dist.HashStore())
     return Met(store, "", {}, math.inf, Watcher(), store, [])
 
 
 def report_nothing_to_python() -> None:
-    """Keeps reports of the control plane from Python: waits learn of deaths from the compiled library alone."""
+    """Hides the control plane's reports from Python: only the compiled library detects deaths."""
     Watcher._take_in = lambda self, change: None  # type: ignore[method-assign]

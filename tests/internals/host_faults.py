@@ -1,4 +1,4 @@
-"""Groups of ranks on several hosts: their connections, and places at which tests have something go wrong."""
+"""Inspects the connections of groups on several hosts, and injects faults into them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from device_communicators.cpu.host_memory import HostMemory
 from parallel_state import GroupCoordinator
 
 _BYTES = struct.Struct("=120x8xQ64xQ")
-"""Offsets in Linux' tcp_info: tcpi_bytes_received and tcpi_bytes_sent."""
+"""tcpi_bytes_received and tcpi_bytes_sent in Linux's tcp_info."""
 
 
 def _memory(group: GroupCoordinator) -> HostMemory:
@@ -27,14 +27,14 @@ def _memory(group: GroupCoordinator) -> HostMemory:
 
 
 def connections_of(group: GroupCoordinator) -> dict[int, list[Any]]:
-    """Returns the sockets by which this rank reaches others in collectives, by rank."""
+    """Returns this rank's sockets for collectives, by peer rank."""
     collectives = _memory(group).collectives
     assert collectives is not None
     return {rank: list(each) for rank, each in collectives.connections.sockets.items()}
 
 
 def _moved(connection: socket.socket) -> tuple[int, int]:
-    """Returns the bytes that were received and sent, some of them twice where the network lost them."""
+    """Returns the bytes received and sent. Retransmitted bytes count twice."""
     with contextlib.suppress(OSError):
         received, sent = _BYTES.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size))
         return received, sent
@@ -42,12 +42,10 @@ def _moved(connection: socket.socket) -> tuple[int, int]:
 
 
 def sent_bytes(group: GroupCoordinator) -> dict[int, int]:
-    """Returns how many bytes were sent to each of those ranks so far."""
     return {rank: sum(_moved(each)[1] for each in sockets) for rank, sockets in connections_of(group).items()}
 
 
 def moved_bytes(group: GroupCoordinator) -> int:
-    """Returns how many bytes this rank's connections have moved so far, both ways."""
     return sum(sum(_moved(each)) for sockets in connections_of(group).values() for each in sockets)
 
 
@@ -58,7 +56,7 @@ def is_meshed(group: GroupCoordinator) -> bool:
 
 @contextmanager
 def as_without_descriptors(is_victim: bool) -> Iterator[None]:
-    """Two ranks a host want a mesh without asking, and a victim has no descriptor for it."""
+    """Makes groups with two ranks per host connect all ranks. A victim has no file descriptors left."""
     shortage, unasked = limits.descriptor_shortage, host_memory.MESHED_UNASKED
     if is_victim:
         limits.descriptor_shortage = lambda needed: "none left"
@@ -70,7 +68,7 @@ def as_without_descriptors(is_victim: bool) -> Iterator[None]:
 
 
 def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], object]) -> None:
-    """Has a thread call `then` once this rank's connections have moved so many bytes in all."""
+    """Calls `then` on a thread once this rank's connections have moved `size_bytes` in total."""
 
     def wait() -> None:
         while moved_bytes(group) < size_bytes:
@@ -82,7 +80,7 @@ def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], ob
 
 @contextmanager
 def when_connecting(then: Callable[[], object]) -> Iterator[None]:
-    """Calls `then` once the ranks of a group have said where they listen."""
+    """Calls `then` once the ranks have exchanged their listening addresses."""
     connect = host_memory.connect
 
     def connect_and_then(meeting: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A group of the compiled library with arenas, on plain shared maps, without communicators and torch.distributed."""
+"""A compiled group with arenas on plain shared maps, without communicators or torch.distributed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MEET_S = 30.0
 
 
 class KernelRank:
-    """This rank: `at(offset, shape, dtype)` is a tensor in its arena, `call(name, …)` a collective's status."""
+    """One rank. `at(offset, shape, dtype)` is a tensor in its arena; `call(name, ...)` returns a collective's
+    status."""
 
     def __init__(self, folder: str, timeout_s: float, spin_us: int = 5, yields: int = 100) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -37,10 +38,10 @@ class KernelRank:
         )  # fmt: skip
         pages = [self._mapped(f"{folder}/arena{rank}", mmap.PAGESIZE, ARENA_BYTES) for rank in range(self.size)]
         with open(f"{folder}/arena{self.rank}", "r+b") as file:
-            # One rank backs its arena as older kernels do, by a descriptor.
+            # Rank 0 populates its arena through a descriptor, as on kernels without MADV_POPULATE.
             descriptor = file.fileno() if self.rank == 0 or not self._library.ps_has_populate() else -1
             self._library.ps_group_arenas(self.group, (ctypes.c_void_p * self.size)(*pages), ARENA_BYTES, descriptor, 0)
-        # The group knows its arena at the address where it has mapped it.
+        # The group finds arena tensors by the address at which it mapped the arena.
         base = self._library.ps_group_allocate(self.group, ARENA_BYTES)
         self._arena = torch.frombuffer((ctypes.c_char * ARENA_BYTES).from_address(base), dtype=torch.uint8)
         own.close()
@@ -53,7 +54,7 @@ class KernelRank:
             return mmap.mmap(file.fileno(), size_bytes)
 
     def _mapped(self, path: str, size_bytes: int, file_bytes: int = 0) -> int:
-        """For the library, whose the map is from then on."""
+        """Returns the address of a map that the library owns and unmaps."""
         with open(path, "a+b") as file:
             if os.fstat(file.fileno()).st_size < max(size_bytes, file_bytes):
                 file.truncate(max(size_bytes, file_bytes))
@@ -76,13 +77,13 @@ class KernelRank:
         return getattr(self._library, f"ps_{name}")(self.group, 0, 0, *given)
 
     def failure(self) -> list[int]:
-        """The suspect, and the words of this rank's call and of the suspect's."""
+        """Returns the suspect, and the first word of this rank's call record and of the suspect's."""
         told = (ctypes.c_int64 * 200)()
         self._library.ps_group_failure(self.group, told)
         return [told[0], told[7], told[7 + 67]]
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Of all ranks: small whole numbers, whose sums are exact."""
+        """Returns all ranks' inputs: small whole numbers, whose sums are exact."""
         return [
             torch.randint(0, 8, (count,), generator=torch.Generator().manual_seed(seed * 64 + rank)).to(dtype)
             for rank in range(self.size)

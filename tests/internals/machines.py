@@ -1,4 +1,4 @@
-"""Machines with GPUs, for tests: the records in `topologies`, with changes; stand-ins for NVIDIA's libraries."""
+"""Recorded machines with GPUs, and stand-ins for NVIDIA's libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SOURCES = Path(__file__).parents[1] / "native"
 
 
 def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """A recorded machine; `changes` replace answers: `record("dgx-h100", link_is_active={"3 0": False})`."""
+    """Returns a recorded machine. `changes` replace answers: `record("dgx-h100", link_is_active={"3 0": False})`."""
     told: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     for question, answers in copy.deepcopy(changes).items():
         told.setdefault(question, {}).update(answers)
@@ -30,12 +30,11 @@ def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine(name: str, **changes: dict[str, Any]) -> Topology:
-    """Its topology, as `read_topology` would read it there."""
     return read_topology(Recording(record(name, **changes)))
 
 
 def stand_in(source: str, folder: Path, name: str, *flags: str) -> Path:
-    """A library of `native/<source>` that answers in place of NVIDIA's; skips the test without a compiler."""
+    """Returns a compiled stand-in for a library of NVIDIA from `native/<source>`. Skips the test without a compiler."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -1,9 +1,9 @@
-"""What NCCL's header and library say of themselves, by version: recorded in tests/nccl_versions, and read anew.
+"""Reads facts from NCCL's header and library. tests/nccl_versions holds the recorded facts by version.
 
-    python -m tests.internals.nccl_facts 2.32.3 …  # fetches each wheel of nvidia-nccl-cu13, records it, removes it
+    python -m tests.internals.nccl_facts 2.32.3 ...  # fetches each wheel of nvidia-nccl-cu13, records it, removes it
 
-Recorded are prototypes, the layout of ncclConfig_t as a compiler sees it, enumerators, and which functions the library
-has. It needs pip, a C compiler, and some 600 MB of room; no GPU.
+The facts are prototypes, the layout of ncclConfig_t, enumerators, and which functions the library has. Needs pip, a C
+compiler and about 600 MB of disk, but no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONSTANTS = ("NCCL_UNIQUE_ID_BYTES", "NCCL_CONFIG_UNDEF_INT", "NCCL_WIN_COLL_SY
 
 
 def fetch(version: str, folder: Path) -> tuple[Path, Path]:
-    """The header and the library of one version. Raises CalledProcessError where the wheel can't be had."""
+    """Raises CalledProcessError if the wheel can't be downloaded."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", str(folder)]
     subprocess.run([*command, f"nvidia-nccl-cu13=={version}"], check=True, capture_output=True, timeout=600)
     (wheel,) = folder.glob("*.whl")
@@ -39,18 +39,17 @@ def fetch(version: str, folder: Path) -> tuple[Path, Path]:
 
 
 def facts_of(header: Path, library: Path, folder: Path) -> dict[str, Any]:
-    """What is recorded of one version."""
     return {**header_facts(header, folder), "symbols": symbols_of(library)}
 
 
 def symbols_of(library: Path) -> list[str]:
-    """Which of the functions that we bind the library has."""
+    """Returns the functions of ours that the library has."""
     loaded = ctypes.CDLL(str(library))
     return [name for name in FUNCTIONS if hasattr(loaded, name)]
 
 
 def header_facts(header: Path, folder: Path) -> dict[str, Any]:
-    """What the header says; `folder` is for a program that prints what a compiler makes of it."""
+    """Returns the header's facts. `folder` is for a temporary C program."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(encoding="utf-8"), flags=re.DOTALL)
     fields = _config_fields(text)
     numbers = {key: _enumerators(text, name) for key, name in _ENUMS.items()}
@@ -73,7 +72,6 @@ def header_facts(header: Path, folder: Path) -> dict[str, Any]:
 
 
 def _prototype(text: str, name: str) -> list[str] | None:
-    """The result's type and those of the arguments."""
     found = re.search(rf"^\s*([\w \*]+?)\s*\b{name}\s*\(([^)]*)\)\s*;", text, flags=re.MULTILINE)
     if found is None:
         return None
@@ -82,7 +80,7 @@ def _prototype(text: str, name: str) -> list[str] | None:
 
 
 def _type(argument: str) -> str:
-    """`const void*` of `const void* sendbuff`."""
+    """Returns `const void*` for `const void* sendbuff`."""
     words = argument.replace("*", " * ").split()
     return " ".join(words[:-1]).replace(" *", "*")
 
@@ -99,7 +97,7 @@ def _enumerators(text: str, name: str) -> list[str]:
 
 
 def _printed(header: Path, names: list[str], folder: Path) -> list[int]:
-    """The values that a compiler gives them; the header's own includes, CUDA's, are empty here."""
+    """Returns the values that a compiler gives these names. CUDA's headers are empty stubs here."""
     for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):
         (folder / name).write_text("")
     (folder / "cuda_runtime.h").write_text("#define CUDART_VERSION 13000\ntypedef void *cudaStream_t, *cudaEvent_t;\n")
@@ -115,7 +113,6 @@ def _printed(header: Path, names: list[str], folder: Path) -> list[int]:
 
 
 def record(version: str) -> None:
-    """Fetches one version and writes down what it says."""
     with tempfile.TemporaryDirectory() as folder:
         facts = facts_of(*fetch(version, Path(folder)), Path(folder))
     text = json.dumps(facts, indent=1)

@@ -1,4 +1,4 @@
-"""Memory that NCCL's communicators registered, after their close."""
+"""Counts memory windows that outlive their NCCL communicators."""
 
 from __future__ import annotations
 
@@ -9,5 +9,4 @@ __all__ = ["WINDOW_BYTES", "count_closed", "free_closed"]
 
 
 def count_closed() -> int:
-    """Returns how many windows of closed communicators aren't freed yet."""
     return len(windows._CLOSED)

@@ -1,6 +1,6 @@
-"""NCCL without a GPU: the library of tests/native/stand_in_nccl.c, and streams that are numbers, for CPU tensors.
+"""NCCL without a GPU: stand_in_nccl.c, and streams that are numbers, for CPU tensors.
 
-The communicator above them is the real one. What the library is given (counts, dtypes, streams, groups) is in its log.
+The communicator is the real one. The library logs its arguments: counts, dtypes, streams, groups.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from tests.internals import compiled
 SOURCE = Path(__file__).parents[1] / "native" / "stand_in_nccl.c"
 LIBRARY, FOLDER = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR"
 CURRENT = 7
-"""The number of the current stream; those beside it count from 100."""
+"""Number of the current stream. Side streams count from 100."""
 
 
 def compiler() -> str | None:
-    """A C compiler for the stand-in."""
     return shutil.which("gcc") or shutil.which("clang")
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """Compiles it, or takes what was; in the folder under a name of its own."""
+    """Returns the library under a new name in the folder."""
     command = [str(compiler()), "-O1", "-shared", "-fPIC", *flags]
 
     def make(target: Path) -> None:
@@ -47,7 +46,7 @@ def build(folder: Path, *flags: str) -> Path:
 
 
 class Streams:
-    """As CudaStreams, where nothing runs later: what is on a stream has run."""
+    """Replaces CudaStreams. All work completes at once."""
 
     def __init__(self) -> None:
         self.sides = 0
@@ -58,7 +57,7 @@ class Streams:
         self.on_release: Callable[[], object] = lambda: None
         self.number = CURRENT
         self.stuck = False
-        """Whether the device doesn't get on any more."""
+        """True if the device makes no further progress."""
 
     def current(self) -> int:
         return self.number
@@ -119,10 +118,8 @@ class Marker:
 
 
 class Library(NcclLibrary):
-    """The stand-in, with what it tells and what it can be told to do."""
-
     def log(self) -> list[str]:
-        """The calls since the last `clear`, a line each."""
+        """Returns the calls since the last `clear`, one per line."""
         self._library.stand_in_log.restype = ctypes.c_char_p
         return self._library.stand_in_log().decode().splitlines()
 
@@ -130,14 +127,12 @@ class Library(NcclLibrary):
         self._library.stand_in_clear()
 
     def tell(self, what: str, *values: int) -> int:
-        """`never_ready`, `refuse_init`, `fail_next`, `async_error`, `live`, `refuse_memory`, `refuse_window`,
-        `leave_window`, `no_window`, `wrong_window`, `memory`."""
+        """Calls `stand_in_<what>`. `what` is `never_ready`, `refuse_init`, `fail_next`, `async_error`, `live`,
+        `refuse_memory`, `refuse_window`, `leave_window`, `no_window`, `wrong_window` or `memory`."""
         return getattr(self._library, f"stand_in_{what}")(*map(ctypes.c_void_p, values))
 
 
 class StandInNccl(NcclCommunicator):
-    """NCCL's communicator of a group of CPU processes."""
-
     def __init__(self, context: GroupContext) -> None:
         self.streams: Any = Streams()
         super().__init__(context, Library(os.environ[LIBRARY]), self.streams)

@@ -1,6 +1,6 @@
-"""Peer memory without a GPU: regions in files that the ranks of a group map, and streams that are numbers.
+"""Peer memory without a GPU: regions in files that the ranks map, and streams that are numbers.
 
-The communicator and the kernels are the real ones; the kernels are compiled for the CPU by `cuda_on_cpu`.
+The communicator and the kernels are the real ones, compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER, LIBRARY, ARCH = "STAND_IN_PEERS_DIR", "STAND_IN_PEERS_KERNELS", "STAND_I
 
 
 class FileWay:
-    """Memory of files in a folder; `fails` names a step that fails on this rank."""
+    """Shares memory through files in a folder. `fails` names a step that fails on this rank."""
 
     def __init__(self, name: str = "files", fails: str | None = None) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class _Files:
 
 
 class Streams(nccl_stand_in.Streams):
-    """As CudaStreams, where nothing runs later. `current` may be set; `waits` holds what waited for what."""
+    """Replaces CudaStreams. `current` can be set; `waits` records (stream, awaited stream)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Streams(nccl_stand_in.Streams):
 
 
 class Kernels(CpuKernels):
-    """The kernels, and a list of what was launched."""
+    """Records the names of the kernels that it launches."""
 
     def __init__(self, deaf: bool = False, max_blocks: int = 2) -> None:
         super().__init__(max_blocks, library=Path(os.environ[LIBRARY]))
@@ -106,21 +106,21 @@ class Kernels(CpuKernels):
 
 
 class Device(PeerDevice):
-    """A rank's device: the CPU. Its attributes may be set before the communicator is made."""
+    """A rank's device: the CPU. Set its attributes before the communicator is made."""
 
     def __init__(self) -> None:
         self.streams: Any = Streams()
         self.ways = (FileWay(),)
         self.problem: str | None = None
-        """Why its kernels can't be loaded."""
+        """The error of loading the kernels."""
         self.deaf = False
-        """Whether they see zeros instead of their input."""
+        """If True, kernels read zeros instead of their input."""
         self.max_blocks = 2
-        """How many blocks it holds at once."""
+        """Most blocks that run at the same time."""
         self.fails_at: str | None = None
-        """The kernel whose launch fails."""
+        """Name of the kernel whose launch fails."""
         self.shared: tuple[tuple[int, ...], ...] = ()
-        """Ranks that have one GPU."""
+        """Tuples of ranks that share a GPU."""
         self.without_words = False
         self.torch = "2.11.0"
         self.connected = Vote(True, "says the stand-in")
@@ -151,8 +151,6 @@ class Device(PeerDevice):
 
 
 class StandInPeerMemory(PeerMemoryCommunicator):
-    """The communicator of a group of CPU processes."""
-
     def __init__(self, context: GroupContext, device: Device | None = None, thresholds: Any = None) -> None:
         self.device = device or Device()
         os.environ.setdefault("PARALLEL_STATE_PEER_MEMORY", "on")

@@ -1,4 +1,4 @@
-"""Kernels in peer memory: how ranks may share it, and a group's communicator over one way."""
+"""Restricts how ranks share peer memory, and finds a group's peer communicator."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ WAYS: dict[str, SharingMethod] = {"symmetric": SymmetricSharing, "ipc": IpcShari
 
 
 def peers_of(group: GroupCoordinator) -> PeerMemoryCommunicator:
-    """Returns the group's communicator; fails where it has none."""
+    """Fails if the group has none."""
     found = [each for each in group.route.communicators if isinstance(each, PeerMemoryCommunicator)]
     assert found, group.explain()
     return found[0]
 
 
 def share_by(way: str) -> None:
-    """Has this process share memory in one way only."""
+    """Makes this process share memory by one method only."""
     PeerDevice.ways = (WAYS[way],)
 
 
 def row_over(group: GroupCoordinator, way: str) -> Row:
-    """Returns a row of the catalog whose communicator shares memory in one way only."""
+    """Returns a row of the catalog that shares memory by one method only."""
     gpu = PeerDevice(group.device)
     gpu.ways = (WAYS[way],)
 

@@ -1,4 +1,4 @@
-"""A reference for the library's check of dict keys (`KeyCheck` in cpu/csrc/plain_tree.cpp), in Python."""
+"""A Python reference for the library's check of dict keys (`KeyCheck` in cpu/csrc/plain_tree.cpp)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from parallel_state.messages.codec.values import _NESTED, MAX_DEPTH, MOST_NUMBER
 
 
 def has_plain_keys(data: bytes) -> bool:
-    """Returns True if all dicts in msgpack's own form have keys as `Encoder.mapping` leaves them there.
+    """Returns True if every dict in msgpack has the kinds of keys that `Encoder.mapping` writes.
 
-    Other keys, such as lists, can be chosen to collide, and nobody can end msgspec's building of a dict. What is
-    malformed is left to msgspec.
+    Other keys, such as lists, can be chosen to collide, and msgspec's building of a dict can't be interrupted.
+    Malformed data is left to msgspec.
     """
     try:
         _key_check(memoryview(data), 0, MAX_DEPTH + 1)
-    except (IndexError, struct.error):  # msgspec, too, comes no further
+    except (IndexError, struct.error):  # malformed: msgspec rejects it, too
         return True
     except _KeyFoundError:
         return False
@@ -24,7 +24,7 @@ def has_plain_keys(data: bytes) -> bool:
 
 
 class _KeyFoundError(Exception):
-    """A key that no sender gives a dict."""
+    """A key of a kind that no sender uses."""
 
 
 _NUMBER, _TEXT, _OTHER = range(3)
@@ -34,12 +34,12 @@ _RUN_OF_NUMBERS = re.compile(
     % _RUN,
     re.DOTALL,
 )
-"""Token ids go by so many at a time."""
+"""Matches `_RUN` numbers at once, which keeps lists of token ids fast."""
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
 
 
 def _key_check(data: memoryview, at: int, extensions: int) -> tuple[int, int]:
-    """Returns where the value at `at` ends, and of which kind it is; `extensions` may be within each other in it."""
+    """Returns where the value at `at` ends, and its kind. It may nest at most `extensions` extensions."""
     head = data[at]
     at += 1
     if head <= 0x7F or head >= 0xE0 or head in (0xC0, 0xC2, 0xC3):

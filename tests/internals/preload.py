@@ -1,8 +1,7 @@
-"""Imported last by the fork server: what test modules import, so that no rank does, and a heap that forks share.
+"""The fork server imports this module last: it holds what test modules and first groups need.
 
-With it what a rank's first group imports, a third of the CPU time of ranks that make one and are killed.
-
-A collector that runs in a rank would write into each object that the fork server has made, and copy all of their pages.
+That is a third of the CPU time of ranks that make one group and are killed. The garbage collector is frozen: it would
+write into each inherited object and so copy its page.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _MADV_COLLAPSE = 25
 
 
 def collapse_heap() -> None:
-    """Moves this process' heap into huge pages, where Linux is 6.1 or later.
+    """Moves this process's heap into huge pages (Linux 6.1 or later).
 
-    A fork copies an entry of the page table for each page, and its end gives each back: for 170 MB in pages of 4 KiB
-    that takes 26 ms, and for most of it in huge ones 8 ms.
+    Fork and exit handle each page table entry: for 170 MB that takes 26 ms in 4 KiB pages, and 8 ms mostly in huge
+    ones.
     """
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Memory for message queues without a group: a file that the ranks of a test have mapped."""
+"""Memory for message queues without a group: a file that all ranks of a test map."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _DEADLINE_S = 30.0
 
 
 class FileMemory(QueueMemory):
-    """The memory of queues in a file, behind the ranks' pids."""
-
     def __init__(self, path: Path, size: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         segment: Any = SimpleNamespace(
@@ -36,7 +34,7 @@ class FileMemory(QueueMemory):
         self.pids: list[int] = [os.getpid()] * size
 
     def meet(self, rank: int) -> None:
-        """Tells this process' pid and waits for those of the others."""
+        """Publishes this process's pid and waits for the other ranks."""
         self._pids[rank] = os.getpid()
         deadline = time.monotonic() + _DEADLINE_S
         while not all(self._pids):
@@ -61,7 +59,7 @@ def members_of(rank: int, size: int, timeout_s: float = 30.0) -> Members:
 def channels(
     path: Path, rank: int, size: int, timeout_s: float = 30.0, spin_ns: int = 20_000, meet: bool = True
 ) -> Iterator[Channels]:
-    """Rank's ends of the queues in the file; with `meet`, once all ranks are there."""
+    """Opens this rank's queues. With `meet`, waits for all ranks first."""
     memory = FileMemory(path, size)
     if meet:
         memory.meet(rank)

@@ -1,12 +1,12 @@
-"""Every interleaving of the message queue's protocol, explored: csrc/queue.cpp and the waiting in csrc/wait.cpp.
+"""Explores every interleaving of the message queue's protocol: csrc/queue.cpp and the waiting in csrc/wait.cpp.
 
-One writer sends chunks through a ring to readers. An atomic variable is the list of its stores, oldest first, and each
-process has a *view*: how far along each list it is known to be. A load may give any store from the view on, so also
-an old one; an acquire load takes over the view that a release store left with its value. A chunk's bytes are not
-atomic: who touches them must know, by his view, of every access that may not overlap with his, else it is a race,
-which is what a torn or overwritten message begins with.
+One writer sends chunks through a ring to readers. An atomic variable is the list of its stores, oldest first. A
+process's *view* holds the oldest store of each variable that it may still load. A load returns that store or any later
+one. An acquire load also merges the view that a release store left with its value. A chunk's bytes are not atomic. A
+process that touches them must know, by its view, every access that may not overlap with its own. Otherwise the two
+accesses race, and a message can be torn or overwritten.
 
-The model is of the queue's protocol; no test compares it with the C++. A `Variant` weakens its steps one at a time.
+No test compares the model with the C++. A `Variant` weakens one step of the protocol at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Variant:
-    """The protocol, or one with a part of it missing. `barriers`: sleepers use membarrier, publishers no fence."""
+    """The protocol, possibly without one of its parts. With `barriers`, sleepers use membarrier and publishers no
+    fence."""
 
     barriers: bool = True
     writer_releases: bool = True
@@ -28,21 +29,21 @@ class Variant:
     reader_releases: bool = True
     writer_acquires: bool = True
     sleeper_orders: bool = True
-    """Its barrier; without barriers, that its announcement comes before its look at the value."""
+    """A sleeper's barrier. Without it, the sleeper may read the value before its announcement is visible."""
     publisher_orders: bool = True
-    """That its value is stored before it looks for sleepers: by the compiler's fence, or the processor's."""
+    """A publisher stores its value before it reads the sleepers, by a compiler fence or a processor fence."""
     rechecks: bool = True
-    """Whether a sleeper looks at the value once more after it was announced, and lets the kernel compare."""
+    """A sleeper reads the value again after its announcement, and the kernel compares it."""
     wakes_all: bool = True
     awaits_all: bool = True
-    """Whether the writer waits for every reader."""
+    """The writer waits for every reader."""
     slots: int = 2
     believed_slots: int = 2
-    """How many there are according to the writer."""
+    """Number of slots that the writer assumes."""
 
 
 class Process(NamedTuple):
-    """`at`: the next step; `chunk`: the one that it is at; `peer`: whose counter it waits for."""
+    """`at`: the next step; `chunk`: the current chunk; `peer`: the process whose counter this one waits for."""
 
     at: str
     chunk: int
@@ -58,31 +59,31 @@ Store = tuple[int, View]
 class State(NamedTuple):
     processes: tuple[Process, ...]
     stores: tuple[tuple[Store, ...], ...]
-    """By variable: 2 p is the counter of process p, 2 p + 1 its sleepers. A counter's last store is what is true."""
+    """Index 2 p is the counter of process p, 2 p + 1 its sleepers. A counter's last store is its true value."""
     fence_view: View
     kernel_view: View
-    """Values that were there when their sleepers were woken: the kernel's lock tells them to who sleeps next."""
+    """Counters at the last wake-up. The kernel's lock passes this view to the next process that sleeps."""
 
 
 class Violation(Exception):
-    """The protocol doesn't hold; the text says what happened."""
+    """The protocol was violated."""
 
 
 class Model:
-    """The writer is process 0."""
+    """All reachable states of the protocol. The writer is process 0."""
 
     def __init__(self, variant: Variant, readers: int, chunks: int) -> None:
         self.variant = variant
         self.readers = readers
         self.chunks = chunks
         self.atomics = 2 * (readers + 1)
-        # Behind the atomics a view has a count of writes for each slot, then of each reader's reads of it.
+        # After the atomics, a view counts the writes of each slot, then each reader's reads of it.
         self.width = self.atomics + variant.slots * (1 + readers)
         self.nothing = (0,) * self.width
         self.of_use = [self._of_use(process) for process in range(readers + 1)]
 
     def _of_use(self, me: int) -> tuple[bool, ...]:
-        """Which parts of its view a process acts on or has to tell: the others make states differ that are the same."""
+        """Returns which parts of its view a process uses or passes on. Masking the rest merges equal states."""
         slots = range(self.atomics, self.atomics + self.variant.slots)
         useful = {2 * me, 2 * me + 1, *(2 * peer for peer in self._peers(me)), *slots}
         useful.update(2 * peer + 1 for peer in self._peers(me))
@@ -93,7 +94,7 @@ class Model:
         return tuple(index in useful for index in range(self.width))
 
     def _peers(self, me: int) -> range:
-        """Who waits for it, and for whom it waits."""
+        """Returns the processes that wait for this one, and for which it waits."""
         return range(1, self.readers + 1) if me == 0 else range(1)
 
     def first(self) -> State:
@@ -103,7 +104,7 @@ class Model:
         return State((writer, *readers), (((0, zero),),) * self.atomics, zero, zero)
 
     def explore(self) -> int:
-        """How many states there are; Violation if one of them is wrong."""
+        """Returns the number of states. Raises Violation if one of them is wrong."""
         start = self._normal(self.first())
         known, waiting = {start}, deque([start])
         while waiting:
@@ -121,12 +122,12 @@ class Model:
         return len(known)
 
     def _normal(self, state: State) -> State:
-        """Without stores that nobody can read any more, and without what nobody acts on."""
+        """Drops stores that no process can load any more, and parts of views that no process uses."""
         processes = tuple(
             process._replace(view=_masked(process.view, of_use))
             for process, of_use in zip(state.processes, self.of_use, strict=True)
         )
-        # A counter is loaded by those who wait for it, its sleepers by its owner.
+        # A counter is loaded by the processes that wait for it, its sleepers by its owner.
         gone = []
         for owner, process in enumerate(processes):
             gone.append(min(processes[peer].view[2 * owner] for peer in self._peers(owner)))
@@ -149,7 +150,7 @@ class Model:
             if process.at not in ("done", "asleep"):
                 yield from getattr(self, f"_{process.at}")(state, me, process)
 
-    # Waiting for a counter.
+    # Steps of a wait for a counter.
 
     def _target(self, me: int, process: Process) -> int:
         return process.chunk - self.variant.believed_slots if me == 0 else process.chunk
@@ -183,7 +184,7 @@ class Model:
         yield _put(state, me, process._replace(at=following))
 
     def _barrier(self, state: State, me: int, process: Process) -> Iterator[State]:
-        if self.variant.barriers:  # on every core, between two instructions of whoever runs there
+        if self.variant.barriers:  # on every core, between two instructions
             everything = self._of_atomics(_join(*(other.view for other in state.processes)))
             processes = tuple(other._replace(view=_join(other.view, everything)) for other in state.processes)
             yield _put(state._replace(processes=processes), me, processes[me]._replace(at="recheck"))
@@ -213,16 +214,16 @@ class Model:
         return _put(state, me, process._replace(at="look_early" if reordered else "publish"))
 
     def _add_sleeper(self, state: State, me: int, process: Process, by: int) -> State:
-        """Nothing is learned or told by it here, though it is sequentially consistent: the protocol needs no more."""
+        """Passes no view, unlike a sequentially consistent operation: the protocol needs no more."""
         variable = 2 * process.peer + 1
         value, _ = state.stores[variable][-1]
         view = _with(process.view, variable, len(state.stores[variable]))
         return _put(_store(state, variable, value + by, self.nothing), me, process._replace(view=view))
 
-    # A chunk, and the counter that tells of it: one step, for whatever overlaps with the first is found by views.
+    # A chunk is accessed and its counter published in one step. Overlaps are found by comparing views.
 
     def _touched(self, me: int, process: Process, state: State) -> Process:
-        """After `write` or `read`, an access that must not overlap with those of the others."""
+        """Records the access to a chunk. Raises Violation if it may overlap with another one."""
         slots, view = self.variant.slots, process.view
         slot = (process.chunk - 1) % slots
         written = self.atomics + slot
@@ -264,7 +265,7 @@ class Model:
         return _put(state, me, process._replace(view=view))._replace(fence_view=self._of_atomics(view))
 
     def _of_atomics(self, view: View) -> View:
-        """What barriers, fences and the kernel order is taken to be no more than that: the protocol needs no more."""
+        """Barriers, fences and the kernel order atomics only in this model: the protocol needs no more."""
         return (*view[: self.atomics], *self.nothing[self.atomics :])
 
     def _look(self, state: State, me: int, process: Process) -> Iterator[State]:
@@ -272,7 +273,7 @@ class Model:
             yield _put(state, me, after._replace(at="wake")) if sleepers else self._next(state, me, after)
 
     def _look_early(self, state: State, me: int, process: Process) -> Iterator[State]:
-        """As a compiler might have it: before the store."""
+        """A reordering that a compiler could make: the load of the sleepers before the store."""
         for sleepers, after in self._loads(state, process, 2 * me + 1, False):
             yield _put(state, me, after._replace(at="publish_late", seen=sleepers))
 

@@ -1,4 +1,4 @@
-"""Rings of a host's shared memory: their sizes, and who writes, waits and reads there."""
+"""Inspects and slows down the message queues of a group in shared memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 
 
 def carried_calls(group: GroupCoordinator, name: str) -> int:
-    """Returns how many calls of this name went past Python."""
+    """Returns how many calls of this name C++ carried without Python."""
     found: dict[str, Any] = group.context.host_memory.collectives.traffic(group._key)
     return int(found.get(name, (0, 0))[0])
 
 
 def calls_in_words(group: GroupCoordinator) -> str:
-    """Returns what this rank's calls that have not ended wait for."""
     return " ".join(call_in_words(group.context, each) for each in group.route.operations_under_way())
 
 
 def state_in_words(answer: dict[str, Any]) -> str:
-    """Returns where a rank is that answered `debug --live --json`."""
     return State(**answer).in_words()
 
 
 def is_busy(group: GroupCoordinator) -> bool:
-    """Returns True while a call of the group runs in this process."""
     memory = group.context.host_memory
     if memory is not None and memory.collectives is not None:
         return bool(memory.collectives.is_busy)
@@ -40,19 +37,18 @@ def is_busy(group: GroupCoordinator) -> bool:
 
 
 def is_past_python(group: GroupCoordinator) -> bool:
-    """Returns True in a handler that interrupts a receive that Python knows nothing of."""
+    """Returns True in a signal handler that interrupts a receive in C++."""
     ends = group.context.host_memory.channels._receivers.values()
     return any(end.is_held_here and not end.lock._is_owned() for end in ends)
 
 
 def only_sender(group: GroupCoordinator) -> Any:
-    """Returns the one end by which this rank has sent so far."""
     (sender,) = group.context.host_memory.channels._senders.values()
     return sender
 
 
 class _StoppedLibrary:
-    """The library, by which no message that was begun is written on."""
+    """A library in which a started message is never continued."""
 
     def __init__(self, library: Any, seconds: float) -> None:
         self._library, self._seconds = library, seconds
@@ -66,17 +62,16 @@ class _StoppedLibrary:
 
 
 def stop_writing(group: GroupCoordinator, seconds: float) -> None:
-    """Has this rank write the beginning of its next message, wait, and write no more of it."""
+    """Makes this rank stop after the beginning of its next message."""
     sender = only_sender(group)
     sender._library = _StoppedLibrary(sender._library, seconds)
 
 
 def encode_slowly(monkeypatch: Any, seconds: float) -> None:
-    """Has each message that Python encodes take so long."""
+    """Delays the encoding of each message in Python."""
     encode = Messenger.encode
     monkeypatch.setattr(Messenger, "encode", lambda *args: (time.sleep(seconds), encode(*args))[1])
 
 
 def count_waiting(group: GroupCoordinator, rank: int) -> int:
-    """Returns how many sends of tensors to a rank wait for their turn."""
     return int(group.context.host_memory.channels.transfers.waiting_sends(rank))

@@ -1,4 +1,4 @@
-"""Messages by their bytes: sizes of frames, heads that are none, and what a group sends of them."""
+"""Builds valid and invalid messages from bytes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,14 @@ __all__ = [
 
 
 def is_over_queue(group: GroupCoordinator) -> bool:
-    """Returns True for a group whose messages go through queues in shared memory."""
     return isinstance(group._messenger.medium, QueueMedium)
 
 
 def metadata_bytes(value: object) -> int:
-    """Returns the bytes of a message without those of its tensors."""
     return len(codec.encode(value).metadata)
 
 
 def most_inline_bytes() -> int:
-    """Returns the size of the largest body that a message's frame holds."""
     return wire._INLINE_BYTES
 
 
@@ -46,7 +43,7 @@ def encode(value: object) -> Outgoing:
 
 
 def garbage() -> dict[str, bytes]:
-    """Heads of messages that are none, by what is wrong with them."""
+    """Returns invalid heads of messages by what is wrong with them."""
     head = encode(["value", torch.ones(3)]).head
     changed = {"noise": random.Random(0).randbytes(FRAME_BYTES), "zeros": bytes(FRAME_BYTES)}
     for what, offset, value in (
@@ -62,7 +59,7 @@ def garbage() -> dict[str, bytes]:
 
 
 def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
-    """A message of these very bytes."""
+    """Sends exactly these bytes."""
     medium = group._messenger.medium
     if way == "broadcast":
         medium.broadcast(outgoing, UserCall("broadcast_object", root=group.rank_in_group))
@@ -71,46 +68,46 @@ def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
 
 
 def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
-    """Has each message that this process encodes be this one."""
+    """Replaces every message that this process encodes with this one."""
     monkeypatch.setattr(wire, "encode", lambda *_, **__: outgoing)
 
 
 def lists_that_claim(size: int, depth: int) -> Outgoing:
-    """Lists within lists, each of which claims about as many items as the message has bytes."""
+    """Returns nested lists, each of which claims about as many items as the message has bytes."""
     lists = b"".join(struct.pack(">BI", 0xDD, size - 5 * depth) for _ in range(depth))
     body = struct.pack("<BI", codec.FORMAT_VERSION, 0) + lists + bytes(size - len(lists))
     return Outgoing(wire.head_of(wire.Header(0, 0, 0, len(body), 0), body), [])
 
 
 def false_reference() -> Outgoing:
-    """Returns a message with one tensor, whose head refers to the eighth."""
+    """Returns a message with one tensor whose head refers to the eighth."""
     outgoing = encode(torch.ones(3))
     head = bytearray(outgoing.head)
-    head[-5] = 7  # it ends with the tensor's index, four bytes, and its cut flag
+    head[-5] = 7  # it ends with the tensor's index (four bytes) and its cut flag
     return Outgoing(bytes(head), outgoing.tensors)
 
 
 def head_of_tensor(numel: int) -> Outgoing:
-    """Returns the head of a message with a tensor of so many elements, and no tensor."""
+    """Returns the head of a message with a tensor, without the tensor."""
     table = to_msgpack([["float32", (numel,), "cpu"]])
     body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
     return Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 * numel), body), [])
 
 
 def without_queue_calls(monkeypatch: Any) -> None:
-    """Removes what messages would be sent and received by that are recorded in Python."""
+    """Removes the queue calls that are recorded in Python."""
     for name in ("isend", "broadcast", "_receive_recorded"):
         monkeypatch.setattr(QueueMedium, name, None)
 
 
 def without_list_calls(monkeypatch: Any) -> None:
-    """Removes what Python would send and receive lists of tensors by."""
+    """Removes Python's calls for lists of tensors."""
     for name in ("send_list", "recv_list", "broadcast_list"):
         monkeypatch.setattr(Messenger, name, None)
 
 
 def sends_past_python(group: GroupCoordinator, spec: TensorDictSpec) -> Callable[[dict[str, Any]], bool] | None:
-    """Returns a call that sends a dict of the spec to rank 1 if C++ can, and says so; None if the form isn't known."""
+    """Returns a call that sends a dict to rank 1 by C++ and returns whether it did. None for unknown forms."""
     known, past_python = tensor_dicts._known_form(spec), group._messenger.past_python
     if known is None or past_python is None:
         return None

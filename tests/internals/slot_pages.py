@@ -1,5 +1,3 @@
-"""Which slots of a segment this process has touched, as its page table has it."""
-
 from __future__ import annotations
 
 import os
@@ -12,9 +10,9 @@ from device_communicators.cpu.host_memory import mapped_bytes
 
 
 def touched_slots(name: str, size: int) -> list[list[float]]:
-    """The share of the pages of each rank's slots that are mapped here, of each segment with `name` in its path.
+    """Returns the share of each rank's slots that this process has mapped, for each segment with `name` in its path.
 
-    A read maps up to 15 pages beside the one that was asked for.
+    A read also maps up to 15 neighbor pages.
     """
     library = native.load()
     page, size_bytes = os.sysconf("SC_PAGESIZE"), mapped_bytes(library, size)

@@ -1,4 +1,4 @@
-"""What ranks agree on over the control plane: threads stand for them, each with a stay of its own in the world."""
+"""Agreements over the control plane. Each rank is a thread with a control plane of its own."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ EVERYONE = (0, 1, 2, 3)
 
 
 class World:
-    """The ranks of one world, with an `Agreement` each."""
-
     def __init__(self, size: int = 4) -> None:
         self.watchers = [Watcher() for _ in range(size)]
         endpoints = [watcher.listen(native.load(), "127.0.0.1") for watcher in self.watchers]
@@ -41,7 +39,7 @@ class World:
             watcher.close()
 
     def each(self, call: Callable[[Agreement, int], object], ranks: Sequence[int] = EVERYONE) -> list[object]:
-        """Returns what `call` gives or raises on each of `ranks`, at once."""
+        """Runs `call` on `ranks` at once. Returns results or errors."""
 
         def attempt(rank: int) -> object:
             try:
@@ -65,7 +63,6 @@ def _kinds(outcomes: Sequence[object]) -> set[type]:
 
 
 def test_disjoint_groups_ask_the_same_without_meeting(world: World) -> None:
-    """Each of them has its own answers, in whatever order they ask."""
     pairs = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
     for step in range(3):
         names = {rank: {"name": f"{pairs[rank]} {step}"} for rank in EVERYONE}
@@ -83,7 +80,7 @@ def test_a_group_that_disagrees_is_told_so_whatever_another_one_agreed_on(world:
 
 
 def test_the_first_verdict_counts(world: World) -> None:
-    """A rank that comes after the others gave up hears what they heard, though by then everybody is there."""
+    """A rank that asks late gets the verdict of the others, although all have asked by then."""
 
     def ask(agreement: Agreement, rank: int) -> None:
         if rank == 3:
@@ -98,7 +95,7 @@ def test_the_first_verdict_counts(world: World) -> None:
 
 
 def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> None:
-    """Who comes late to an attempt goes on to the next one, to which the others come when they try again."""
+    """A rank that is late for one attempt continues with the next, in which the others try again."""
 
     def come(agreement: Agreement, rank: int) -> str:
         if rank == 3:
@@ -122,7 +119,7 @@ def test_a_rank_that_can_not_make_a_group_tells_its_members(world: World) -> Non
 
 
 def test_records_of_any_size_come_whole(world: World) -> None:
-    """Each rank sends another size, below, at and above what one agreement carries, and in the order of the call."""
+    """Records below, at and above the size of one agreement arrive in the order of `order`."""
     sizes, order = (0, 4092, 4093, 20_000), (2, 0, 3, 1)
     records = [bytes([rank]) * size for rank, size in enumerate(sizes)]
     for _ in range(2):
@@ -160,8 +157,6 @@ def test_a_watch_whose_control_plane_ended_reports_this_rank(world: World) -> No
 
 
 class Silent:
-    """Data connections that acknowledge nothing."""
-
     def __init__(self, *peers: int) -> None:
         self.peers = list(peers)
 
@@ -170,7 +165,7 @@ class Silent:
 
 
 class Told:
-    """A control plane of which only its reports are looked at, and that answers nothing."""
+    """Records reports of unreachable ranks and answers nothing."""
 
     def __init__(self, error: Exception) -> None:
         self.unreachable: list[int] = []
@@ -184,7 +179,6 @@ class Told:
 
 
 def _watching(processes: Sequence[str], error: Exception | None = None) -> tuple[Watcher, Told]:
-    """Returns what rank 0 knows of ranks in these PID namespaces."""
     watcher, told = Watcher(), Told(error or ControlError("it left"))
     watcher._rank, watcher._world = 0, told  # type: ignore[assignment]
     watcher._places = {rank: Place("", "", each, 0, "", None) for rank, each in enumerate(processes)}
@@ -332,7 +326,7 @@ def test_a_problem_of_one_ends_the_meeting_of_all(world: World) -> None:
 
 
 def test_ranks_without_an_answer_of_rank_0_agree_without_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So `reinitialize` works after it. None of them blames another one."""
+    """After an undecided agreement no rank reports another one, so `reinitialize` works."""
     survivors = EVERYONE[1:]
     for watcher in world.watchers[1:]:
         with monkeypatch.context() as patch:
@@ -340,7 +334,7 @@ def test_ranks_without_an_answer_of_rank_0_agree_without_it(world: World, monkey
             with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come or answer") as told:
                 watcher.gather("settings", EVERYONE, b"", TIMEOUT_S)
         assert told.value.suspect_ranks == (0,)
-    time.sleep(0.2)  # for reports to arrive, if there were any
+    time.sleep(0.2)  # time for reports to arrive, if there are any
     verdicts = world.each(
         lambda agreement, rank: world.watchers[rank].agree("reinitialize", 1, survivors, b"", 5.0, survivors), survivors
     )

@@ -1,4 +1,4 @@
-"""All-reduce on a host with several areas (NUMA nodes, caches), which the tests imagine: bits, and bytes that cross."""
+"""All-reduce over several simulated areas (NUMA nodes, caches): result bits, and bytes between areas."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEADLINE_S = 120.0
 NEVER = 1 << 62
 OPS = range(5)
 COUNTS = (1, 31, 1000, 4097, 65_537, 300_001)
-"""Of fewer elements than there are ranks, of one chunk, and of several times as many chunks as there are slots."""
+"""Fewer elements than ranks, one chunk, and several times as many chunks as slots."""
 PLACEMENTS = [(4, 2), (4, 1), *([(6, 2), (8, 4), (8, 2), (16, 8)] if LONG else [])]
-"""Ranks, and ranks of each area."""
+"""(ranks, ranks per area)"""
 
 try:
     LIBRARY = native.load()
@@ -52,7 +52,7 @@ def _reduced(rank: KernelRank, area_ranks: int, from_bytes: int, x: Tensor, op: 
 
 
 def _with_and_without(folder: str, area_ranks: int, seed: int) -> int:
-    """The same calls both ways, mixed with others that use the slots; returns how many were compared."""
+    """Returns how many all-reduces were compared, chained against flat."""
     with kernel_rank(folder) as rank:
         draw, compared = random.Random(seed), 0
         for dtype in DTYPES:
@@ -73,13 +73,13 @@ def _with_and_without(folder: str, area_ranks: int, seed: int) -> int:
 
 @pytest.mark.parametrize(("ranks", "area_ranks"), PLACEMENTS)
 def test_the_bits_are_those_of_the_flat_way(pools: Pools, folder: str, ranks: int, area_ranks: int) -> None:
-    """In the order of the ranks, rounded once: sums of floats show each other order."""
+    """Both ways add in rank order and round once; float sums would show any other order."""
     found = pools(ranks).run(_with_and_without, folder, area_ranks, ranks + area_ranks, timeout_s=DEADLINE_S)
     assert found == [len(DTYPES) * len(OPS) * 3] * ranks
 
 
 def _crossed(folder: str, area_ranks: int, dtype: torch.dtype, count: int) -> tuple[list[int], list[float]]:
-    """The bytes that this rank reads of other areas' slots, by the chain and flat; the slots touched by the first."""
+    """Returns the bytes read from other areas, chained and flat, and the slots mapped by the chained call."""
     with kernel_rank(folder) as rank:
         x = torch.ones(count, dtype=dtype)
         found: list[int] = []
@@ -96,11 +96,11 @@ def _crossed(folder: str, area_ranks: int, dtype: torch.dtype, count: int) -> tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("ranks", "area_ranks"), [(4, 2), *([(8, 4), (16, 8)] if LONG else [])])
 def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dtype: torch.dtype) -> None:
-    """What crosses between two sockets is at most the lower bound and 5 % of it.
+    """The bytes that cross between two sockets exceed the lower bound by at most 5 %.
 
-    A sum in the order of the ranks must bring that of the first socket to the second one, in the type in which it is
-    made (float32 for 16-bit floats), and the result back: `wide + width` bytes an element. Flat, each rank reads its
-    slice of all ranks of the other socket, and then all their slices: 2 * (ranks - ranks of a socket) * width.
+    A sum in rank order must bring the first socket's sum to the second, in the type of the sum (float32 for 16-bit
+    floats), and the result back: `wide + width` bytes per element. Flat, each rank reads its slice of all ranks of the
+    other socket, then all their slices: 2 * (ranks - ranks per socket) * width.
     """
     count = 1 << 20
     found = pools(ranks).run(_crossed, folder, area_ranks, dtype, count, timeout_s=DEADLINE_S)
@@ -108,13 +108,13 @@ def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dty
     bound = (max(dtype.itemsize, 4) + dtype.itemsize) * count
     assert bound <= chained <= 1.05 * bound
     assert flat == pytest.approx(2 * (ranks - area_ranks) * dtype.itemsize * count, rel=0.01)
-    for rank, (_, shares) in enumerate(found):  # of the other socket, each rank touches the slots of its like only
+    for rank, (_, shares) in enumerate(found):  # on the other socket, a rank touches only its counterpart's slots
         far = [each for each in range(ranks) if each // area_ranks != rank // area_ranks]
         assert [each for each in far if shares[each] > 0.1] == [(rank + area_ranks) % ranks], shares
 
 
 def _without(folder: str, absent: int) -> tuple[int, int]:
-    """The status of a chained call that a rank doesn't come to, and whom this rank suspects."""
+    """Returns the status of a chained call and its suspect."""
     with kernel_rank(folder, timeout_s=1.0) as rank:
         LIBRARY.ps_group_areas(rank.group, 2, 0)
         x = torch.ones(1000)
@@ -125,12 +125,12 @@ def _without(folder: str, absent: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("absent", [0, 3])
 def test_the_rank_that_does_not_come_is_named(pools: Pools, folder: str, absent: int) -> None:
-    """Also by those that wait for one which waits for it."""
+    """Ranks that wait for a waiting rank name the absent one, too."""
     assert pools(4).run(_without, folder, absent, timeout_s=DEADLINE_S) == [(1, absent)] * 4
 
 
 def _on_imagined_nodes(order: str, by: str) -> tuple[int, int, bool]:
-    """Ranks of a node, bytes that crossed, and whether the sum is right, of a group whose ranks say where they are."""
+    """Returns the area size, the crossed bytes, and whether the sum is right."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with pytest.MonkeyPatch.context() as patch:
         node = rank // 2 if order == "side by side" else rank % 2
@@ -147,10 +147,10 @@ def _on_imagined_nodes(order: str, by: str) -> tuple[int, int, bool]:
 
 
 def test_a_group_goes_by_the_nodes_that_its_ranks_name(pools: Pools) -> None:
-    """The op, by the layout that the ranks have told each other; only where those of a node lie side by side."""
+    """The op uses areas only if each node's ranks are contiguous."""
     found = pools(4).run(_on_imagined_nodes, "side by side", "nodes", timeout_s=DEADLINE_S)
     assert [(area_ranks, right) for area_ranks, _, right in found] == [(2, True)] * 4
-    small = 2 * 1000 * 4 * 4  # the small one: four ranks read those of two others
+    small = 2 * 1000 * 4 * 4  # the small call: four ranks read the tensors of two others
     assert sum(crossed for _, crossed, _ in found) == 2 * (1 << 19) * 4 + small
     for order, by in (("in turns", "nodes"), ("side by side", "off")):
         assert pools(4).run(_on_imagined_nodes, order, by, timeout_s=DEADLINE_S) == [(0, 0, True)] * 4

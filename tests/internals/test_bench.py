@@ -1,4 +1,4 @@
-"""The benchmark's harness: what counts as a sample, and that no figure of a wrong answer gets out."""
+"""The benchmark harness counts samples correctly and hides times of wrong answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAN = Plan(rounds=5, round_s=0.001)
 
 
 class FakeTeam:
-    """Two ranks that take 1 and 2 us a call; `problems` are the answers of check, call by call."""
+    """Two ranks that take 1 and 2 us a call. `problems` are the results of successive checks."""
 
     def __init__(self, names: list[str], problems: dict[str, list[str | None]] | None = None, fails: str = "") -> None:
         self.name, self.pids = "fake", []
@@ -51,7 +51,7 @@ def test_the_slowest_rank_counts_and_all_ranks_make_as_many_calls() -> None:
     team = FakeTeam(["one", "other"])
     row = measure([team], {}, PLAN)
     assert row.us == {"one": [pytest.approx(2.0)] * 5, "other": [pytest.approx(2.0)] * 5}
-    assert row.calls["one"] == 500  # a millisecond's
+    assert row.calls["one"] == 500  # one millisecond's worth
     assert [arguments[0] for method, arguments in team.asked if method == "run"][-4:] == [
         "other",
         "one",
@@ -158,7 +158,7 @@ def test_a_picture_has_a_line_for_each_candidate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "factor"),  # nccl-tests, doc/PERFORMANCE.md, for 8 ranks
+    ("operation", "factor"),  # factors of nccl-tests, doc/PERFORMANCE.md, for 8 ranks
     [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("broadcast", 1.0), ("all_to_all", 0.875)],
 )
 def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> None:
@@ -189,11 +189,10 @@ def test_a_graph_of_several_calls_gives_the_time_of_those_that_were_asked_for() 
     assert len(replays) == 2
 
 
-# Cases that others disturbed.
+# Cases disturbed by other processes.
 
 
 def busy_machine(monkeypatch: pytest.MonkeyPatch, cores: list[float]) -> None:
-    """Has others use so many cores, case by case."""
     monkeypatch.setattr(Strangers, "cores", lambda self: cores.pop(0))
 
 

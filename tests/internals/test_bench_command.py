@@ -1,4 +1,4 @@
-"""`python -m parallel_state bench` and `benchmarks/report.py` as a user starts them; times are not looked at."""
+"""`python -m parallel_state bench` and `benchmarks/report.py`, started as by users. No test judges a time."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from harness import through_torch
 report.QUICK_PLAN = replace(report.QUICK_PLAN, rounds=3, round_s=0.0, repeat_s=0.0)
 through_torch._WIDTH, through_torch._DEPTH = 64, 2
 """
-"""Imports once what the ranks of a team would import each. Each candidate runs, no time is looked at."""
+"""Imports once what each rank would import, and shrinks the models."""
 
 
 def report_of(words: Sequence[str]) -> str:
-    """Code that runs benchmarks/report.py, and forks the scripts that it starts."""
+    """Returns code that runs benchmarks/report.py and forks the scripts that it starts."""
     run = f"sys.exit(report.main({[*words]!r}))"
     return f"import sys, report\nfrom tests.programs import fork_scripts\nfork_scripts()\n{run}"
 
@@ -51,7 +51,6 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_what_every_installation_has(tmp_path: Path) -> None:
-    """A table and samples, in ranks of its own, of collectives and of what goes there and back."""
     operations, file = ("all_reduce", "all_gather", "barrier", "ping_pong", "object"), tmp_path / "found.json"
     words = ["--quick", "--ranks", "2", "--sizes", "1000", "65536", "--operations", *operations, "--json", str(file)]
     program = Program(module("parallel_state", ["bench", *words]), environment())
@@ -73,7 +72,7 @@ def test_what_every_installation_has(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith(VLLM_TORCH), reason="a peer for another torch isn't started")
 def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
-    """The peer's package is there and its processes end as one does that lacks an instruction; the others go on."""
+    """The peer's package is installed, but its processes die of SIGILL."""
     package = tmp_path / "peers" / "vllm" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")

@@ -1,4 +1,4 @@
-"""Every benchmark runs in its smallest form and writes what it says; times are not looked at."""
+"""Every benchmark runs in its smallest form and writes its JSON. No test judges a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 400
 
 
 def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, Any]:
-    """The JSON of a benchmark without peers, in as few rounds as there are; `before`: code that runs first."""
+    """Returns the JSON of a short benchmark without peers. `before` is code that runs first."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
     environment["PYTHONPATH"] = str(ROOT)
@@ -42,7 +42,7 @@ def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, A
 
 
 def names(content: dict[str, Any], **case: Any) -> set[str]:
-    """The candidates of the only row of this case."""
+    """Returns the candidates of the only row of this case."""
     (row,) = [row for row in content["rows"] if case.items() <= row["case"].items()]
     return set(row["us"])
 
@@ -101,7 +101,7 @@ decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
 
 
 def test_decode(tmp_path: Path) -> None:
-    """Of smaller sizes; the steps' results are checked. Four ranks that spin on fewer cores take long: two do here."""
+    """Two ranks: four spinning ranks on fewer cores are slow."""
     ours, spinning = "parallel_state", "parallel_state, spinning"
     arguments = ["--models", "0.5B", "--batches", "2"]
     content = run("decode", tmp_path / "m.json", *arguments, "--only", ours, "gloo", before=TINY)
@@ -128,7 +128,7 @@ def compile_library(recipe, target, compiler, seal=None, base=None):
 
 native_build.compile_library = compile_library
 """
-"""Takes a library that has been compiled of the same sources; without optimisation, as no time is looked at."""
+"""Uses the tests' cached library, compiled without optimization."""
 
 
 def test_failure_costs(tmp_path: Path) -> None:
@@ -144,7 +144,6 @@ def test_failure_costs(tmp_path: Path) -> None:
 
 
 def leave_out(fault: str) -> None:
-    """Starts a team with this fault and a sound one, and measures them."""
     teams = [Team(name, "tests.internals.benchmark_team", 2, {"fault": fault}) for name in ("failing", "sound")]
     with started(teams) as there:
         row = measure(there, {}, Plan(rounds=3, round_s=0.001))

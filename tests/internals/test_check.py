@@ -1,4 +1,4 @@
-"""The rules of `check` over facts that no process has collected: what each finds, of whom, and what it passes over."""
+"""The rules of `check` over constructed facts. Sound jobs have no findings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ GIB = 1 << 30
 
 
 def job(*ranks_per_host: int) -> list[Facts]:
-    """Facts of a sound job."""
     found: list[Facts] = []
     for host, count in enumerate(ranks_per_host):
         for local_rank in range(count):
@@ -95,7 +94,7 @@ Change = Callable[[list[Facts]], object]
 
 
 def _set(path: str, value: Any, *ranks: int) -> Change:
-    """Sets an attribute below the facts of some ranks; of all where none is named."""
+    """Sets an attribute of some ranks' facts; by default, of all."""
 
     def change(arrivals: list[Facts]) -> None:
         for facts in arrivals:
@@ -229,9 +228,6 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
         with_gpus(arrivals, 3), _set("gpus.paths", [GpuPath(0, 1, 18), GpuPath(1, 2, 0)])(arrivals)]),
     "no peer access": ("peer-access", "chipset not supported", (2,), lambda arrivals: [
         with_gpus(arrivals), _set("gpus.paths", [GpuPath(0, 1, 0, "SYS", "chipset not supported")])(arrivals)]),
-    "ACS": ("acs-redirect", "0000:00:01.0", (2,), lambda arrivals: [
-        with_gpus(arrivals), _set("gpus.paths", [GpuPath(0, 1, 0, "PHB")])(arrivals),
-        _set("gpus.acs_redirect", ["0000:00:01.0"])(arrivals)]),
     "far cores": ("gpu-far", "rank 1 on node0 is bound to cores 6-7", (2,), lambda arrivals: [
         with_gpus(arrivals), _set("cpu.affinity", [6, 7], 1)(arrivals)]),
     "no binding to NUMA nodes": ("numa-unbound", "any of 2 NUMA nodes", (2,), lambda arrivals: [
@@ -293,7 +289,7 @@ def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pyt
     assert facts.cpu.affinity == [4, 5, 6, 7]
 
 
-# Who is missing, and where it should have been.
+# Missing ranks, and their expected hosts.
 
 
 def test_a_missing_rank_is_named_with_its_host() -> None:
@@ -311,7 +307,7 @@ def test_a_missing_rank_is_named_with_its_host() -> None:
             assert f"host {host} (according to SLURM" in text
         else:
             (text,) = findings([two_hosts[0], *two_hosts[2:]])["rank-missing"]
-            assert "ranks 1, 4 of 5" in text  # dealt out in turns: 1 and 4 are on the second host
+            assert "ranks 1, 4 of 5" in text  # cyclic distribution: ranks 1 and 4 are on the second host
             assert f"host {host} (according to SLURM" in text
 
 
@@ -342,7 +338,7 @@ def test_torchrun_below_srun_is_no_contradiction() -> None:
     assert findings(arrivals) == {}
 
 
-# What was measured.
+# Measurements.
 
 
 def _links(speeds: dict[tuple[int, int], float], **also: Any) -> dict[int, Measured]:
@@ -397,16 +393,13 @@ def test_the_clock_that_is_off_is_named() -> None:
             link.clock_offset_s = 3600.0 * ((link.target == 3) - (number == 3))
     (text,) = findings(arrivals, measured=measured)["clock-offset"]
     assert text.startswith("the clock of node2 is 60 min ahead of")
-    by_plan = {1: Measured(clock_offset_s=0.0), 2: Measured(clock_offset_s=-7.0), 3: Measured(clock_offset_s=0.4)}
-    (text,) = findings(arrivals, measured=by_plan)["clock-offset"]
-    assert text == "the clock of rank 1 is 7.0 s behind that of the leader"
 
 
 def test_slow_ranks_groups_and_wrong_answers() -> None:
     arrivals = job(2, 2)
-    runs = {number: Measured([CpuRun(1.0, 1.1, 1.0), CpuRun(1.02, 1.1, 1.0)]) for number in (1, 2, 3, 4)}
+    runs = {number: Measured([CpuRun(1.0), CpuRun(1.02)]) for number in (1, 2, 3, 4)}
     assert findings(arrivals, measured=runs) == {}
-    runs[3].cpu = [CpuRun(3.5, 3.6, 1.0, throttled=4)]
+    runs[3].cpu = [CpuRun(3.5, throttled=4)]
     found = findings(arrivals, measured=runs)
     assert "rank 2 takes 3.50 ms" in found["rank-slow"][0] and "4 periods" in found["cpu-throttled"][0]
 
@@ -489,7 +482,7 @@ def test_facts_of_this_process_are_plausible() -> None:
     assert limits.shm_bytes > 0 and limits.files_open > 2 and not limits.tmp_problem
     assert cpu.affinity and cpu.online >= len(cpu.affinity)
     run = system.run_cpu(3)
-    assert 0 < run.best_ms <= run.median_ms and 0 < run.busy <= 1.01
+    assert 0 < run.best_ms < 1000 and run.throttled >= 0
     assert any(each.kind == "loopback" for each in system.read_interfaces())
 
 

@@ -1,4 +1,4 @@
-"""The codec by itself: whatever travels comes back as it was, and as the type it was."""
+"""The codec by itself: each value is decoded as it was encoded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def round_trip(value: Any, **kwargs: bool) -> Any:
 
 
 def fingerprint(value: Any) -> Any:
-    """Something to compare that tells 1 from True, 0.0 from -0.0, a list from a tuple, and one nan not from another."""
+    """Separates 1 from True, 0.0 from -0.0 and a list from a tuple; NaNs compare equal."""
     cls = type(value)
     if cls is float:
         return cls, struct.pack("<d", value)
@@ -74,7 +74,7 @@ SAMPLE = {
     "tensors": {"a": torch.arange(6).reshape(2, 3), "b": (torch.zeros(0, 4, dtype=torch.bfloat16),)},
 }
 
-# What travels -------------------------------------------------------------------------------------------------------
+# Values that can be sent.
 
 HASHABLE = st.recursive(
     st.none()

@@ -1,4 +1,4 @@
-"""Bytes from a hostile or broken peer: each becomes an object or a MessageDecodeError, and takes no memory unsent."""
+"""Bytes from a hostile peer become an object or a MessageDecodeError, and allocate no more than was sent."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ LEAVES += [f"test.{cls.__name__}" for cls in (Color, Access, Pair, Span, Record)
 
 
 def random_msgpack(rng: random.Random, depth: int) -> Any:
-    """Well-formed msgpack with our Ext codes in places where they make sense and where they don't."""
+    """Returns well-formed msgpack with our Ext codes in right and wrong places."""
     kind = rng.randrange(5) if depth else 0
     if kind == 0:
         return rng.choice(LEAVES)
@@ -374,7 +374,6 @@ def test_deep_extensions(code, depth):
 
 @pytest.mark.parametrize("code", [1, 2, 4, 5])
 def test_extensions_as_deep_as_a_sender_nests_them(code):
-    """`MAX_DEPTH` containers, and a value with a frame of its own within the innermost."""
     payload = frame(6, b"\x05")
     for _ in range(MAX_DEPTH):
         payload = frame(code, (b"\x92\xc0" if code in (2, 5) else b"\x91") + payload)
@@ -408,13 +407,13 @@ def test_broken_pickle():
             codec.read(message_of(Ext(16, data)), allow_pickle=True)
 
 
-# Time, too, is bounded: a peer chooses numbers whose hashes collide, and containers of such.
+# A peer can send colliding numbers: decoding time is bounded, too.
 
 WAYS = ["python", "library"]
 
 
 def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The codec with the compiled library, as in groups that share memory, or without."""
+    """With the compiled library, as in groups that share memory, or without."""
     monkeypatch.setattr(codec_values, "_library", codec_values._Library())
     if way == "library":
         try:
@@ -491,7 +490,7 @@ def test_without_the_library_keys_are_not_checked(monkeypatch: pytest.MonkeyPatc
 ), end=st.integers(0, 200), change=st.tuples(st.integers(0, 200), st.integers(0, 255)))  # fmt: skip
 @settings(max_examples=300, deadline=None)
 def test_both_looks_at_keys_agree(value: Any, end: int, change: tuple[int, int]) -> None:
-    """The library's and the reference's, of what a sender sends and of what was cut off or changed on the way."""
+    """The library and the reference agree on whole, truncated and changed bodies."""
     with pytest.MonkeyPatch.context() as patch:
         take_way("library", patch)
     check = codec_values._key_check()

@@ -1,4 +1,4 @@
-"""Types in the codec: which classes can be registered, and what a type that can't travel is told."""
+"""Which classes the codec registers, and its errors for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs and torchrun, on the CPU: what it calls, checks and writes; times are not looked at."""
+"""The benchmark for GPUs and torchrun, on the CPU. No test judges a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 
 
 def in_ranks(path: Path, *arguments: str) -> tuple[int | None, str, dict[str, Any]]:
-    """Runs a script on two ranks as torchrun does; returns rank 0's exit code, its output, and its JSON."""
+    """Returns rank 0's exit code, its output, and its JSON."""
     written = path.with_name("found.json")
     code = script(path, [*arguments, *FEW, "--json", str(written)])
     (exit_code, output), _ = run_in_ranks(code, environment(), 2, DEADLINE_S)
@@ -77,7 +77,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
-    """A replay is a call here: the buffers, the numbers of calls and the checks are tried."""
+    """A replay is a plain call here."""
     path = tmp_path / "graphs.py"
     path.write_text(
         "import sys, collectives\n"
@@ -116,7 +116,6 @@ def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with --device cuda, where nobody has started ranks."""
     import collectives
 
     file = tmp_path / "found.json"
@@ -155,7 +154,7 @@ def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
     [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("broadcast", 1.0), ("all_to_all", 0.875)],
 )
 def test_bandwidths_are_counted_as_in_nccl_tests(operation: str, busbw: float) -> None:
-    """1 MiB in 1048.576 us, 8 ranks; sizes too: an all_gather's is its output's."""
+    """1 MiB in 1048.576 us on 8 ranks. The size of an all_gather is its output's."""
     found = ranks.figures(operation, 1 << 20, [1000.0, 1048.576, 2000.0], 8)
     assert found["p50_us"] == 1048.576
     assert found["p99_us"] == 2000.0

@@ -1,4 +1,4 @@
-"""The command line as a process: what it imports, how it ends, and where its errors are written."""
+"""The command line as a process: its imports, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
 
 
 def run(command: list[str], program: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command as `python -m parallel_state` or as the console script starts it."""
+    """Runs a command as `python -m parallel_state` or the console script does."""
     by_module = program == "-m"
     code = MODULES.format(
         argv=["-m" if by_module else f"/usr/bin/{program}", *command],
@@ -57,7 +57,7 @@ def test_commands_that_need_no_torch_do_not_import_it(program: str) -> None:
 
 
 def test_live_debug_asks_without_torch() -> None:
-    """With the plain library, which wheels bring."""
+    """It loads the library without torch that wheels contain."""
     code = (
         "import sys; sys.argv[:] = ['parallel-state']\n"
         "from parallel_state.tools import debug, live\n"
@@ -74,7 +74,7 @@ def test_live_debug_asks_without_torch() -> None:
 
 
 def test_a_program_registers_the_ops_at_import() -> None:
-    """Neither the words of another module's command line nor its name make it a command of ours."""
+    """Another module's arguments or name don't make it a command of ours."""
     code = "import sys; sys.argv[:], sys.orig_argv[:] = {}; import parallel_state; print('torch' in sys.modules)"
     for words in ((["-m"], ["python", "-m", "program"]), (["-m", "a"], ["python", "-m", "parallel_state.compat", "a"])):
         ended = subprocess.run(
@@ -122,7 +122,6 @@ def test_ctrl_c_ends_a_command_with_one_line(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_check_and_its_ranks() -> None:
-    """As a terminal does, which signals the whole process group."""
     process = subprocess.Popen(
         [sys.executable, "-m", "parallel_state", "check", "--ranks", "2", "--timeout", "60"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
@@ -158,7 +157,7 @@ def test_a_tested_path_stays_as_it_was(tmp_path: Path) -> None:
 def test_check_prints_its_report_where_the_file_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "require_writable", lambda *_: None)  # the disk is full only later
+    monkeypatch.setattr(check, "require_writable", lambda *_: None)  # as if the disk became full later
     with pytest.raises(SystemExit) as stop:
         main(["check", "--ranks", "1", "--quick", "--html", "/nowhere/file"])
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""What the kernel says of a process that can't go on, and the places of threads in the program."""
+"""Why a process makes no progress, by the kernel, and the program lines of its threads."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_real_process_that_is_stopped() -> None:
     process = subprocess.Popen(["sleep", "60"])
 
     def becomes(words: str) -> bool:
-        """A process that starts may wait for a disk."""
+        """A starting process may wait for a disk."""
         until = time.monotonic() + 5
         while time.monotonic() < until:
             found = condition_of(process.pid)

@@ -1,6 +1,6 @@
-"""The core of the control plane under any fault in any order: simulated with seeds, and explored exhaustively.
+"""The core of the control plane under any fault in any order: seeded simulation and exhaustive exploration.
 
-Both programs hold the invariants; the faults that are put into the core here prove that they can fail.
+Both programs check invariants. Faults patched into the core prove that these checks can fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 
 
 def _program(name: str, patch: tuple[str, str, str] | None = None) -> Path:
-    """Returns the compiled program; `patch`: a file of the core, what is replaced in it, and by what."""
+    """`patch`: (file of the core, text, replacement)."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -57,7 +57,7 @@ def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
-    # A seed of 1,000 ranks takes 0.13 s of one core: 200 seeds take 13 s of two.
+    # 0.13 s a seed with 1,000 ranks
     [(5, 3000), (16, 1000), (96, 100), (1000, 200)]
     if not LONG
     else [(5, 30_000), (16, 10_000), (96, 1000), (1000, 10_000)],
@@ -97,7 +97,7 @@ def test_a_seed_replays() -> None:
 
 
 def test_the_events_of_a_core_replay(tmp_path: Path) -> None:
-    """Older events are dropped: the record of 96 ranks begins in the middle."""
+    """Long recordings lose their oldest events, as with 96 ranks."""
     for seed, ranks, begins in ((1, 5, True), (2, 5, True), (6, 96, False), (7, 96, False)):
         record = tmp_path / str(seed)
         _run(_program("simulator"), "--ranks", ranks, "--seed", seed, "--record", record)
@@ -121,12 +121,12 @@ def test_the_events_of_a_core_replay(tmp_path: Path) -> None:
         ("1,1,1", 0, 1, 0),
         ("2,1", 1, 0, 0),
         ("2,2", 1, 0, 1),
-        # Not "2,1" with two crashes: a crash within 0.5 s of the deadline leaves a call undecided there.
+        # Not "2,1" with two crashes: a crash within 0.5 s of the deadline leaves its call undecided.
         *([("1,1,1", 1, 1, 0), ("2,1", 1, 1, 0), ("2,2", 1, 0, 0), ("3,1", 1, 0, 1)] if LONG else []),
     ],
 )
 def test_all_orders(hosts: str, crashes: int, drops: int, first: int) -> None:
-    """`first`: the lowest member of the agreement; a lower rank is the lead, and no member."""
+    """`first` is the lowest member of the agreement. A lower rank is the lead, but no member."""
     done = _run(_program("explorer"), "--hosts", hosts, "--crashes", crashes, "--drops", drops, "--first", first)
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.split(" states")[0]) > 1000, "the exploration ended early"
@@ -198,7 +198,7 @@ FAULTS = [
         id="a peer keeps a connection that is gone",
     ),
 ]  # fmt: skip
-"""A file of the core, what is replaced in it, by what, the runs that must notice it, and words of what they say."""
+"""(file of the core, text, replacement, runs that must fail, words of their output)"""
 
 
 @pytest.mark.slow

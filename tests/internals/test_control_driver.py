@@ -1,4 +1,4 @@
-"""The driver of the control plane without Python, under sanitizers: threads, forks, and memory that runs out."""
+"""The driver of the control plane without Python, under sanitizers: threads, forks, and out of memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[1] / "native" / "control_driver.cpp"
 DEADLINE_S = 120
 FLAGS = ("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror")
-# The program replaces operator new by one that calls malloc. The check of vptrs needs a pipe, and reports an error
-# where no descriptor is left.
+# The program's operator new calls malloc. The vptr check needs a pipe, and fails without descriptors.
 ADDRESS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize=vptr",

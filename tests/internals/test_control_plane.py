@@ -1,7 +1,7 @@
-"""The control plane on real processes of this machine: who is told what, how soon, and what is left behind.
+"""The control plane on real processes: what each rank detects, how soon, and what is left behind.
 
-Ranks of different "hosts" here have only another watch domain: they reach each other over loopback. Hosts with networks
-of their own are in tests/failure/test_control_plane_hosts.py.
+Ranks of different "hosts" only have different watch domains and connect over loopback.
+tests/failure/test_control_plane_hosts.py has hosts with their own networks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def kept_pool() -> Iterator[Ranks]:
 
 @pytest.fixture
 def pool(kept_pool: Ranks, request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Ranks that tests share; one that fails, and may leave them stopped or amid a call, gives the next ones others."""
+    """After a failed test, which may leave ranks stopped or in a call, they are replaced."""
     failed = request.session.testsfailed
     yield kept_pool
     if request.session.testsfailed > failed:
@@ -71,7 +71,6 @@ def pool(kept_pool: Ranks, request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def _joined(pool: Ranks, hosts: list[int], **options: Any) -> Party:
-    """Returns ranks that have joined a world and agreed on something once."""
     party = Party(pool, hosts)
     party.join(**options)
     found = party.each(range(len(hosts)), agree, "start", list(range(len(hosts))), b"", 30.0)
@@ -83,7 +82,7 @@ def _within(trial: Callable[[], float], folder: Path) -> None:
     assert_in_time(lambda _: trial(), folder, WITHIN_S)
 
 
-# Ends.
+# Exits.
 
 
 @LAYOUTS
@@ -130,7 +129,7 @@ def test_the_lead_is_stopped_and_its_neighbour_killed(pool: Ranks, tmp_path: Pat
 
 
 def _fill(size_bytes: int) -> int:
-    """Takes resident memory, which the kernel must free before it closes the sockets of a killed process."""
+    """The kernel frees resident memory before it closes a killed process's sockets."""
     _fill.kept = bytearray(os.urandom(4096)) * (size_bytes // 4096)  # type: ignore[attr-defined]
     return len(_fill.kept)  # type: ignore[attr-defined]
 
@@ -255,7 +254,7 @@ def test_a_rank_that_leaves_and_exits_is_told_as_left(pool: Ranks, hosts: list[i
 
 
 def test_a_rank_may_leave_before_others_have_joined(pool: Ranks) -> None:
-    """Its farewell is on its board, which stays until its neighbours have opened it."""
+    """Its farewell is on its board, which remains until its neighbors have opened it."""
     party = Party(pool, ONE)
     party.join(only=[0])
     party.begin(0, _leave_and_exit)
@@ -327,7 +326,7 @@ def test_a_member_that_is_missing_at_the_deadline(pool: Ranks) -> None:
 
 
 def test_the_decider_is_killed_at_any_moment(pool: Ranks) -> None:
-    """All survivors have the same verdict: values of all ranks, or that rank 0 ended."""
+    """All survivors have the same verdict."""
     generator = random.Random(3)
     for _ in range(40 if LONG else 8):
         party = _joined(pool, TWO)
@@ -364,7 +363,6 @@ def _wrong_agreements() -> list[bool]:
 
 @pytest.fixture
 def alone() -> Iterator[World]:
-    """A world of this process alone."""
     world = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
     world.meet([Member(0, "alone", os.getpid(), start_time(os.getpid()), world.endpoint)], lambda change: None)
     yield world
@@ -405,7 +403,7 @@ def test_waits_that_cannot_be_ended_are_an_error(alone: World) -> None:
 
 
 def _has_met(world: World) -> bool:
-    """Returns whether the board says that all neighbours' boards are open: `has_met` of BoardHead."""
+    """Reads `has_met` of BoardHead."""
     return int.from_bytes(os.pread(world.endpoint.board, 8, 32), "little") == 1
 
 
@@ -455,7 +453,7 @@ def test_an_address_of_nobody(alone: World) -> None:
 def test_without_descriptors_the_limit_is_named() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(_descriptors())
-    for spare in range(6):  # each step of opening finds none in turn
+    for spare in range(6):  # each step of opening runs out in turn
         lowest = os.dup(0)
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
@@ -606,11 +604,11 @@ def test_the_callback_thread_does_not_wait_for_replies(pool: Ranks) -> None:
     party.each(ALL, leave)
 
 
-# What else there is on a machine.
+# Forks, sandboxes, strangers and limits.
 
 
 def _fork(seconds: float) -> tuple[int, list[str], list[str]]:
-    """Forks a child that lives for some time; returns its pid, what its descriptors are, and its threads."""
+    """Returns the child's pid, descriptors and threads."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -633,12 +631,11 @@ def _fork(seconds: float) -> tuple[int, list[str], list[str]]:
 
 
 def _descriptors() -> list[str]:
-    """Returns number and target of each open descriptor."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         try:
             found.append(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
-        except OSError:  # the one of this look
+        except OSError:  # the descriptor of this listing
             continue
     return found
 
@@ -665,7 +662,6 @@ def test_a_forked_child_holds_nothing_and_hides_no_death(pool: Ranks, tmp_path: 
 
 
 def _world_of_a_child() -> tuple[str, list[str]]:
-    """Forks a child that opens and joins a world of its own."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -691,22 +687,22 @@ def test_a_forked_child_may_have_a_world_of_its_own(pool: Ranks) -> None:
 
 
 _DESCRIPTORS: set[str] = set()
-"""Of a rank, before it opens a world."""
+"""This rank's descriptors before it opens a world."""
 
 
 def _numbers() -> set[str]:
-    """Numbers and kinds of the descriptors. The pipe for signals is a child's own, at the same numbers."""
+    """Drops the targets: a child has its own signal pipe at the same numbers."""
     return {each.partition(":")[0] for each in _descriptors()}
 
 
 def _note_descriptors() -> None:
-    native.load()  # it opens a pipe for signals
+    native.load()  # opens a pipe for signals
     _DESCRIPTORS.clear()
     _DESCRIPTORS.update(_numbers())
 
 
 def _fork_while_joining(count: int, members: list[Member]) -> None:
-    """Forks while connections are made and ranks agree: the child must hold none of the plane's descriptors."""
+    """A child forked during the join must hold none of its descriptors."""
     ranks_of.meet(members)
     for attempt in range(count):
         child = os.fork()
@@ -732,7 +728,7 @@ def test_forks_at_any_moment(pool: Ranks) -> None:
 @needs_filters
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
 def test_without_what_a_sandbox_refuses(pool: Ranks, tmp_path: Path, code: int) -> None:
-    """/proc stands in for pidfds, and is read every 0.2 s."""
+    """Then /proc replaces pidfds and is read every 0.2 s."""
 
     def trial() -> float:
         party = Party(pool, TWO)
@@ -793,7 +789,7 @@ def test_strangers(pool: Ranks) -> None:
 
 
 def _without_descriptors(address: tuple[str, int]) -> None:
-    """Takes all descriptors for a second, in which strangers connect."""
+    """Takes all descriptors for 1 s, in which strangers connect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     taken = []
@@ -847,7 +843,6 @@ def test_an_endpoint_travels_as_text() -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of a process' control thread."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         if (thread / "comm").read_text().strip() == THREAD:
             return int((thread / "schedstat").read_text().split()[0]) / 1e9
@@ -869,7 +864,7 @@ def test_nothing_is_left(pool: Ranks) -> None:
     if not pool._processes:
         pool._start()
     _joined(pool, TWO)
-    party.each(ALL, leave)  # what a first world loads stays
+    party.each(ALL, leave)  # what a first world loads stays open
     before = party.each(ALL, _descriptors)
     for _ in range(3):
         _joined(pool, TWO)

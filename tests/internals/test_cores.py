@@ -1,4 +1,4 @@
-"""Which cores a rank gets, on machines that the tests describe; and how the kernel's files are read."""
+"""Which cores a rank gets, on simulated machines, and the kernel's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from device_communicators.base.errors import InvalidArgumentError
 
 
 def machine(nodes: int, caches: int, physical: int, threads: int) -> list[Core]:
-    """Numbered as x86 servers are: first threads of all nodes, then second ones."""
+    """Numbered as on x86 servers: the first threads of all nodes, then the second ones."""
     total = nodes * caches * physical
     return [
         Core(thread * total + core, core, core // physical * physical, core // (caches * physical))
@@ -35,7 +35,7 @@ def test_a_rank_stays_in_its_node_where_ranks_dont_divide_the_cores() -> None:
 
 
 def test_nodes_have_ranks_by_their_cores() -> None:
-    uneven = [Core(number, number, 0, 0 if number < 6 else 1) for number in range(8)]  # a cpuset took some away
+    uneven = [Core(number, number, 0, 0 if number < 6 else 1) for number in range(8)]  # a cpuset removed some
     assert cores.shares(uneven, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert cores.shares(uneven, 8) == [[number] for number in range(8)]
 
@@ -67,7 +67,6 @@ def test_more_ranks_than_cores_is_an_error() -> None:
 
 
 def _describe(folder: Path, everywhere: list[Core]) -> None:
-    """Writes the files that the kernel would have."""
     for core in everywhere:
         cpu = folder / f"cpu/cpu{core.number}"
         for name, key in (("topology/thread_siblings_list", "physical"), ("cache/index3/shared_cpu_list", "cache")):
@@ -87,7 +86,7 @@ def _describe(folder: Path, everywhere: list[Core]) -> None:
 def test_the_kernels_files(tmp_path: Path) -> None:
     everywhere = machine(2, 2, 2, 2)
     _describe(tmp_path, everywhere)
-    (tmp_path / "node/node2").mkdir()  # of memory only
+    (tmp_path / "node/node2").mkdir()  # has memory only
     (tmp_path / "node/node2/cpulist").write_text("\n")
     assert cores.read_cores([9, 0, 5], tmp_path) == [each for each in everywhere if each.number in (0, 5, 9)]
     assert cores.area_of(frozenset({0, 1, 8, 9}), tmp_path) == Area(0, 0)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 DEADLINE_S = 600
 FLAGS = ("-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-math-errno", "-ffp-contract=off", "-pthread")
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-THREAD = ("-fsanitize=thread", "-Wno-tsan")  # GCC warns of a fence that it can't follow, which is for old kernels
+THREAD = ("-fsanitize=thread", "-Wno-tsan")  # GCC can't follow a fence for old kernels
 
 
 def _run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -27,10 +27,7 @@ def _run(command: Sequence[str | Path], **variables: str) -> subprocess.Complete
 
 
 def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None = None) -> dict[str, Path]:
-    """Returns `native/cpu_ranks.cpp` and `native/hosts_ranks.cpp`, built with the sources of the library.
-
-    Skips the test where the compiler lacks a sanitizer. `weakened`: what is replaced in `wait.cpp`, and by what.
-    """
+    """Skips the test if the compiler lacks a sanitizer. `weakened`: (text of `wait.cpp`, replacement)."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -76,7 +73,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: st
 
 
 def test_ranks_of_several_hosts(tmp_path: Path) -> None:
-    """Without a sanitizer, so with many more programs: results, failures, and how many system calls a call takes."""
+    """Without a sanitizer many more programs run. Bounds the system calls of a call, too."""
     program = _built(tmp_path / "build", ("-O2",))["hosts_ranks"]
     done = _run([program, "processes", "1", "100"])
     assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
@@ -84,7 +81,7 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
 
 
 def test_a_weaker_order_is_noticed(tmp_path: Path) -> None:
-    """The counter that says that data is there, stored without a release: the sanitizer sees these programs."""
+    """Proves that the sanitizer sees these programs: a counter is stored without release."""
     order = "value.store(next, std::memory_order_{})"
     programs = _built(tmp_path / "build", THREAD, weakened=(order.format("release"), order.format("relaxed")))
     done = _run([programs["cpu_ranks"], "threads"], TSAN_OPTIONS="exitcode=66")

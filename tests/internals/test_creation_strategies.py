@@ -1,4 +1,4 @@
-"""Which strategy makes a group, and which calls it takes: with torch's fake backend, one rank of eight."""
+"""How a group is created, and which calls of torch that takes: one rank of eight over torch's fake backend."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NCCL = GroupOptions("nccl", 5.0)
 
 
 class Calls(list[Any]):
-    """What was asked of torch, which is not asked."""
+    """Records calls of torch instead of making them."""
 
     named: Any = None
-    """The group whose NCCL was told its ranks."""
+    """The group whose ranks were named for NCCL."""
 
     def split(self, *, split_ranks: list[list[int]], **options: Any) -> object:
         self.append(("split", split_ranks))
@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(dist, "new_group", made.globally)
     monkeypatch.setattr(groups, "new_group_of_members", made.of_members)
     monkeypatch.setattr(groups, "name_ranks", lambda group: setattr(made, "named", group))
-    monkeypatch.setattr(groups, "set_timeout", lambda group, timeout_s: None)  # of no process group
+    monkeypatch.setattr(groups, "set_timeout", lambda group, timeout_s: None)  # the groups here have none
     try:
         yield made
     finally:
@@ -62,7 +62,7 @@ def pool(calls: Calls) -> ProcessGroupPool:
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the default group were NCCL's, made at once for a device."""
+    """Simulates an NCCL default group bound to a device."""
     monkeypatch.setattr(groups, "bound_device", lambda: torch.device("cuda", 0))
 
 
@@ -75,7 +75,7 @@ def test_members_make_a_group_where_no_device_is_bound(pool: ProcessGroupPool, c
 
 @pytest.mark.usefixtures("bound")
 def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool, calls: Calls) -> None:
-    """The same lists again take no call, on no rank; of other lists, those that aren't there yet."""
+    """Only lists that are missing are split; repeated lists need no call."""
     first = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     second = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     assert calls == [("split", PAIRS)] and calls.named is dist.group.WORLD
@@ -91,7 +91,7 @@ def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool
 
 @pytest.mark.usefixtures("bound")
 def test_what_only_members_ask_for_is_made_by_them(pool: ProcessGroupPool, calls: Calls) -> None:
-    """At its first use, or as a sub-group: the others aren't there to join a split. Beside one that there is: that."""
+    """Without all ranks a split is impossible. With `near`, the existing group is reused."""
     pool.acquire([2, 3], NCCL)
     axis = pool.acquire([0, 1, 2, 3], NCCL, division=lambda: HALVES)
     near = pool.acquire([0, 1, 2, 3], NCCL, near=[axis])
@@ -139,8 +139,6 @@ def test_the_setting_chooses(
 
 
 class _Made:
-    """A process group that notes how it ended."""
-
     def __init__(self) -> None:
         self.ends: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What NVRTC makes of peer/csrc, without a GPU: it compiles for every architecture, and the PTX orders what it must."""
+"""peer/csrc compiles with NVRTC for every architecture, and its PTX orders memory accesses. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ DEADLINE_S = 300
 
 @functools.cache
 def reason() -> str | None:
-    """Why NVRTC can't be used here, or None."""
     try:
         peer_kernels.nvrtc_version()
     except KernelError as error:
@@ -45,14 +44,13 @@ needs_nvrtc = pytest.mark.skipif(reason() is not None, reason=f"needs NVRTC: {re
 
 
 def kept(name: str, make: Callable[[], str]) -> str:
-    """What NVRTC or nvcc says of the kernels, asked once for these sources, options and this test."""
+    """Caches the output of NVRTC or nvcc by sources, options and this test."""
     files = [*peer_kernels.source_files(), Path(peer_kernels.__file__), Path(__file__)]
     version = peer_kernels.nvrtc_version() if reason() is None else None
     return compiled.kept(name, [version], files, lambda path: path.write_text(make())).read_text()
 
 
 def compiled_for(arch: str) -> dict[str, str]:
-    """What the assembler says of the kernels, and the PTX that it was given."""
     return dict(json.loads(kept(f"{arch}.json", lambda: json.dumps(_compile(arch)))))
 
 
@@ -68,7 +66,7 @@ def _compile(arch: str) -> dict[str, str]:
 
     with mock.patch.object(core, "Program", made):
         assert peer_kernels.compile_kernels(arch, log=log)
-    # Through the binding itself: cuda.core asks the driver before it makes PTX.
+    # Read the PTX by the binding: cuda.core asks the driver first.
     _, size = nvrtc.nvrtcGetPTXSize(programs[0].handle)
     content = b" " * size
     nvrtc.nvrtcGetPTX(programs[0].handle, content)
@@ -112,7 +110,7 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [NVRTC_OF_TORCH, NVRTC_OF_CUDA_12], ids=lambda files: files[0].version)
 def test_other_compilers_take_the_kernels(files: tuple[Reference, ...]) -> None:
-    """The newest NVRTC accepts what those of torch's wheels refuse."""
+    """Older compilers refuse code that the newest NVRTC accepts."""
     paths = [str(each.path_in_cache()) for each in files]
 
     def made() -> str:
@@ -124,7 +122,7 @@ def test_other_compilers_take_the_kernels(files: tuple[Reference, ...]) -> None:
     kept(f"nvrtc-{files[0].version}.log", made)
 
 
-OWN = {  # weak accesses: to a rank's own tensors, and to its blocks' own epochs
+OWN = {  # weak accesses to a rank's own tensors and epochs
     "ld.global.v2.b32", "st.global.v2.b32", "ld.global.v4.b32", "st.global.v4.b32", "ld.global.u32", "st.global.u32",
 }  # fmt: skip
 OWN_OF_NORMS = {"ld.global.f32", "st.global.f32", "st.u8", "st.u16", "st.u32"}  # scales, and float8 results
@@ -149,7 +147,7 @@ def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(a
         own = OWN | OWN_OF_NORMS if norm else OWN
         assert set(accesses) - own == (PACKETS if pushes else STAGES | FLAGS) | HOST, name
         variants = accesses.count("st.global.u32")
-        # A norm's block reads the epochs of its team as well.
+        # A norm's block also reads its team's epochs.
         reads = 2 * variants if norm else variants
         assert accesses.count("ld.global.u32") == reads, f"{name}: one epoch read, one written, for each body"
         assert variants == (4 if name.startswith("all_reduce") else 1), "for 2, 4, 8 and any number of ranks"
@@ -236,7 +234,7 @@ def test_another_source_or_version_is_another_cubin(
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often something was compiled; nothing is, as that takes seconds."""
+    """Counts compilations, and fakes them: each takes seconds."""
     calls: list[str] = []
 
     def compile_kernels(arch: str) -> bytes:
@@ -288,7 +286,7 @@ def test_nvcc_takes_the_same_sources(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc")
-    # To PTX: from there on it is the assembler that NVRTC has, too.
+    # To PTX only: NVRTC has the same assembler.
     command = [nvcc, "-std=c++17", "-arch=compute_90", "-ptx", "-Werror", "all-warnings"]
 
     def made() -> str:

@@ -1,6 +1,6 @@
-"""The kernels of peer/csrc, run on the CPU: results to the bit, many calls in a row, and ranks that are late or gone.
+"""The kernels of peer/csrc on the CPU: exact results, many calls in a row, and late or dead ranks.
 
-The sources are those that GPUs get; a thread stands for each CUDA thread, so blocks are small here.
+The sources are those of GPUs. Each CUDA thread is a CPU thread, so blocks are small.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def made(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Values of several magnitudes, so that another order gives other bits; some special ones."""
+    """Several magnitudes, so that another order gives other bits, and special values."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 4, (numel,), generator=generator)
     for i, special in enumerate((-0.0, float("inf"), 1e-7, 65504.0)):
@@ -172,7 +172,6 @@ def test_reduce_scatter_gives_each_rank_its_row_of_the_sum(how: str, size: int) 
 
 
 def steps_of(seed: int, count: int) -> list[tuple[str, int, int]]:
-    """Kernels, element counts and numbers of blocks, in any order."""
     dice = random.Random(seed)
     kernels = [f"all_reduce_{how}_float32" for how in HOWS]
     kernels += [f"{what}_{how}" for what in ("all_gather", "reduce_scatter") for how in ("push", "pull")]
@@ -185,7 +184,7 @@ def steps_of(seed: int, count: int) -> list[tuple[str, int, int]]:
 
 
 def run_steps(ranks: CpuRanks, steps: list[tuple[str, int, int]], seed: int) -> None:
-    """Each rank runs through all steps without looking at the others: some are ahead, as streams are."""
+    """Runs all steps without synchronization, so that ranks get ahead of each other."""
     size = ranks.size
     rows = [[torch.randint(-99, 99, (size * numel,)).float() + rank for rank in range(size)] for _, numel, _ in steps]
     outputs = [[torch.full((size * numel,), 77.0) for _ in range(size)] for _, numel, _ in steps]
@@ -221,17 +220,15 @@ def test_kernels_and_sizes_follow_each_other_in_any_order(size: int) -> None:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_thousand_replays(how: str) -> None:
-    """As a graph does it: the same call again and again."""
+    """Graphs replay one call."""
     run_steps(CpuRanks(3), [(f"all_reduce_{how}_float32", 21, 1)] * 1000, 1)
 
 
 @pytest.mark.parametrize("first", [2**30 - 3, 2**32 - 4, 2**32 - 5])
 def test_what_is_left_from_long_ago_is_not_taken_for_new(first: int) -> None:
-    """Flags and packets in both slots carry the numbers of the epochs that will first look at them.
-
-    So they would after 2^32 epochs without such a call. The slots are cleared on the way there.
-    """
-    steps = [("all_reduce_push_float32", 1, 1)] * 8  # these use one packet, and no flag
+    """Flags and packets in both slots hold the epochs that come next, as after 2^32 epochs: the slots must be
+    cleared."""
+    steps = [("all_reduce_push_float32", 1, 1)] * 8  # uses one packet and no flag
     steps += [("all_reduce_push_float32", 40, 1)] * 2 + [("all_reduce_pull_float32", 5, 1)] * 2
     ranks = CpuRanks(3)
     ranks.set_epochs(first)
@@ -250,7 +247,7 @@ def test_what_is_left_from_long_ago_is_not_taken_for_new(first: int) -> None:
 
 
 def test_a_deadline_outlasts_the_count_of_looks() -> None:
-    """2^32 looks are some minutes to an hour of waiting; the deadline may be longer."""
+    """2^32 polls take minutes to an hour, and the deadline may be later."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -304,7 +301,7 @@ def test_an_abort_ends_the_kernel_without_a_trap(how: str) -> None:
 
 
 def test_a_rank_that_stopped_gives_nobody_a_result() -> None:
-    """Rank 0 gives up its first barrier; were it to go on, the others would take what it has for the sum of a shard."""
+    """Rank 0 aborts its first barrier. If it went on, the others would add its old data."""
     ranks = CpuRanks(3, deadline_s=0.5)
     tensors = [torch.ones(40) for _ in range(3)]
     ranks.aborts[0] = 1

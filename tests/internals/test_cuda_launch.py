@@ -1,4 +1,4 @@
-"""Kernels loaded and launched through a libcuda that only keeps what it is told."""
+"""Kernels are loaded and launched through a fake libcuda that records its arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Also says which GPU and driver there is."""
     stub = ctypes.CDLL(str(library))
     stub.stand_in_last.restype = ctypes.POINTER(ctypes.c_int64)
     stub.stand_in_name.restype = ctypes.c_char_p
@@ -82,7 +81,7 @@ def test_threads_do_not_share_what_a_launch_fills_in(driver: Any) -> None:
 
 
 def test_a_thread_without_a_context_gets_one_and_one_that_has_keeps_it(driver: Any) -> None:
-    """Such a thread says that device 0 is its current one, as if it were ready; autograd's threads are such."""
+    """Such threads, autograd's for example, report device 0 as current although it isn't ready."""
     kernels, found = PeerKernels.load(0), []
 
     def launch(own: ctypes.c_void_p | None) -> None:
@@ -125,7 +124,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
 
 
 def test_structures_and_numbers_are_those_of_cuda() -> None:
-    """Of CUDA 12.9 and 13.0, as cuda.h has them; below they are compared with a toolkit's, where there is one."""
+    """Layouts of CUDA 12.9 and 13.0. The next test compares them with an installed toolkit."""
     offsets = [
         getattr(LaunchConfig, name).offset for name in ("shared_bytes", "stream", "attributes", "attribute_count")
     ]

@@ -1,4 +1,4 @@
-"""The kernels that all-reduce, add and norm, run on a CPU (tests/internals/cuda_on_cpu.py), against norms.py."""
+"""The fused all-reduce, add and norm kernels on a CPU, compared with norms.py."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ SCALE = 0.02
 
 
 class Ranks:
-    """As many ranks as threads, with regions of their own, which stay from call to call."""
-
     def __init__(self, size: int, kernels: CpuKernels, deadline_s: float = 60) -> None:
         self.size, self.kernels, self.deadline_s = size, kernels, deadline_s
         self._memory = [torch.zeros(REGION_BYTES + REGION_ALIGNMENT, dtype=torch.uint8) for _ in range(size)]
@@ -45,7 +43,6 @@ class Ranks:
         self.words = torch.zeros(size, 2, dtype=torch.int64)  # report and abort
 
     def control(self, rank: int, first: int, count: int) -> Any:
-        """Words of a rank's control area."""
         return np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(self.regions[rank] + 4 * first))
 
     def call(self, rank: int, **fields: int | float) -> Call:
@@ -80,7 +77,7 @@ def _launch(
     *,
     in_place: bool = False,
 ) -> list[tuple[Tensor, ...]]:
-    """The results on each rank: normed or quantised, y, and the scales."""
+    """Returns each rank's results: normed or quantized, y, scales."""
     rows, hidden = residual.shape
     calls, results, kept = [], [], []
     scale = torch.tensor([SCALE])
@@ -134,7 +131,7 @@ def _check(
 
 
 SHAPES = ((1, 64), (5, 7), (3, 1), (2, 1037), (3, 2500), (9, 300))
-"""Of one block and several to a row, aligned and not."""
+"""One and several blocks a row, aligned and unaligned."""
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -150,7 +147,7 @@ def test_norms(kernels: CpuKernels, operation: str, dtype: torch.dtype, size: in
 
 
 def test_calls_that_share_blocks_in_other_ways(kernels: CpuKernels) -> None:
-    """Epochs of a team's blocks differ, as smaller calls leave some of them out; other kernels come between."""
+    """Blocks of a team have different epochs, because smaller calls skip some."""
     ranks = Ranks(2, kernels)
     draw = np.random.default_rng(4)
     shapes = ((1, 40), (7, 20), (2, 1500), (1, 2600), (3, 530))
@@ -175,7 +172,7 @@ def test_calls_that_share_blocks_in_other_ways(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("start", [2**30 - 3, 2**32 - 4])
 def test_epochs_that_come_round(kernels: CpuKernels, start: int) -> None:
-    """Where slots are cleared, and where the number begins again; a block's neighbour is elsewhere."""
+    """Slots are cleared at one start and epochs wrap around at the other."""
     ranks = Ranks(2, kernels)
     for rank in range(2):
         ranks.control(rank, 0, 3)[:] = [start, start - 1, start + 1]
@@ -202,11 +199,11 @@ def test_delays_and_other_numbers_of_threads() -> None:
 
 
 def test_float8_of_every_number(kernels: CpuKernels) -> None:
-    """Through a norm that changes nothing but by the weight: every number of bfloat16, ties among them, by a scale."""
+    """Every number of bfloat16, ties included, by a norm that only multiplies by the weight."""
     ranks = Ranks(2, kernels)
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     every = torch.cat([every[every.isfinite() | every.isnan()], torch.zeros(2, dtype=torch.bfloat16)])
-    hidden = 2048  # y is 1 everywhere, so the norm is the weight as it is, but for eps
+    hidden = 2048  # y is 1 everywhere, so the norm is the weight, except for eps
     ones, zeros = torch.ones(1, hidden, dtype=torch.bfloat16), torch.zeros(1, hidden, dtype=torch.bfloat16)
     for start in range(0, len(every) - hidden, 8 * hidden):
         weight = every[start : start + hidden].clone()
@@ -221,7 +218,7 @@ def test_float8_of_every_number(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_awkward_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    """Zeros, infinities and NaNs stay in their rows; the row's length is odd."""
+    """Zeros, infinities and NaNs affect only their rows of odd length."""
     ranks = Ranks(2, kernels)
     zeros, residual = torch.zeros(5, 9, dtype=dtype), torch.ones(5, 9, dtype=dtype)
     residual[0], residual[1, 3], residual[2, 8] = 0, float("nan"), float("inf")
@@ -244,7 +241,7 @@ def test_awkward_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
 
 
 def test_a_rank_that_does_not_come(kernels: CpuKernels) -> None:
-    """Blocks of a team that wait for each other end as well, and the report names the rank that is late."""
+    """Blocks that wait for blocks of this rank end, too."""
     ranks = Ranks(2, kernels, deadline_s=0.3)
     (xs, residual, weight) = _tensors(2, 2, 1500, torch.float32)
     with pytest.raises(KernelTrappedError):
@@ -257,7 +254,7 @@ def test_a_rank_that_does_not_come(kernels: CpuKernels) -> None:
 
 
 def test_an_abort_ends_it_before_anything_is_made_of_garbage(kernels: CpuKernels) -> None:
-    """No trap; the epoch stays behind, and nothing is written."""
+    """It doesn't trap, and its epoch doesn't advance."""
     ranks = Ranks(2, kernels)
     ranks.words[0, 1] = 1
     (xs, residual, weight) = _tensors(2, 2, 40, torch.float32)

@@ -1,4 +1,4 @@
-"""The kernels of peer/csrc under ThreadSanitizer, on the CPU: what they exchange is ordered by their flags."""
+"""The kernels of peer/csrc under ThreadSanitizer, on the CPU: flags order what ranks exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ FLAGS = ("-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-rdynamic"
 
 
 def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> tuple[int, str]:
-    """How the program ended that is built with these flags, and what it and the sanitizer say."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -38,7 +37,7 @@ def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> t
 
     sources = [path for path in (*folder.iterdir(), *CUDA_SOURCES.iterdir()) if path.is_file()]
     program = kept("races", (*compiler, *FLAGS, *flags), sources, build)
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # the first one is enough
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # report the first race only
     done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")

@@ -1,4 +1,4 @@
-"""Streams by CUDA's handles, with torch.cuda's part played."""
+"""Streams by CUDA's handles, with a fake torch.cuda."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Event:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[_Stream]:
-    """The streams that were asked for; as in torch, a handle of 0 for an external stream gives one of a pool."""
+    """As in torch, an external stream of handle 0 is a pool's."""
     found: list[_Stream] = []
 
     def give(handle: int) -> _Stream:
@@ -70,7 +70,7 @@ def test_one_stream_waits_for_another(
 
 
 def test_a_capture_is_looked_for_on_the_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch asks about the current device's stream, which may be another's."""
+    """torch reports the current device's stream, which may be another device's."""
     inside: list[int] = []
 
     class Guard:

@@ -1,4 +1,4 @@
-"""What torch's process groups are told by us, beside what torch's own functions tell them: on which stream to run."""
+"""Our calls of torch's process groups use the same streams as torch's own functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RENAMED = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "alltoall_base": "all_to_all_single",
 }
-"""Methods of a process group that have another name from torch 2.13 on."""
+"""Names of these methods before torch 2.13."""
 
 
 class Recording:
-    """A process group that notes each call's name and `asyncOp`; as of NCCL's, a synchronous call has no work."""
+    """Records each call's name and `asyncOp`. As with NCCL, a synchronous call returns no work."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []

@@ -1,4 +1,4 @@
-"""A group's methods on plain CPU tensors go past torch's dispatcher; whoever could tell the difference gets the op."""
+"""Methods on plain CPU tensors bypass torch's dispatcher. Callers that would notice get the op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 NAMES = tuple(DirectCalls.__annotations__)
 STRAIGHT = {"all_reduce", "all_reduce, a maximum", "all_reduce_", "all_gather", "all_gather along 0", "reduce_scatter",
             "reduce_scatter, an average"}  # fmt: skip
-"""Those that go to the route without the op, where Python carries them."""
+"""Calls that bypass the op even where Python carries them."""
 
 CALLS: dict[str, Callable[[Group, Tensor], Any]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[Group, Tensor], Any]] = {
 
 @contextmanager
 def _watched() -> Iterator[list[bool]]:
-    """Notes of each call whether it went past the dispatcher."""
+    """Yields, for each call, whether it bypassed the dispatcher."""
     went: list[bool] = []
 
     def watch(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def _counted(group: Group, call: Callable[[], Any]) -> tuple[Any, list[tuple[str, int, int]]]:
-    """Returns what a call gives, and by how much it changes the group's traffic."""
+    """Returns a call's result and its changes of the group's traffic."""
     before = group.route.traffic()
     result = call()
     zero = Traffic()
@@ -149,7 +149,7 @@ def test_plain_calls_give_what_the_ops_do(pools: Pools) -> None:
 
 
 def _carried_by_python() -> int:
-    """A group whose tensors no C++ carries: the same calls, past the op or through it."""
+    """Without C++, direct calls and ops give the same results."""
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, CATALOG[-1:])
     register_route(group.route)
@@ -225,7 +225,6 @@ class _Other(Tensor):
 
 
 def _watchers() -> None:
-    """Modes, tracers and the profiler are told of the op, of every method."""
     group = ps.get_tp_group()
     for name, call in CALLS.items():
         with _watched() as went:
@@ -259,7 +258,6 @@ def test_modes_tracers_and_the_profiler_are_told_of_the_op(pools: Pools) -> None
 
 
 def _others() -> None:
-    """Tensors of which torch keeps more than memory."""
     group, base = ps.get_tp_group(), torch.ones(4)
     with _watched() as went:
         x = torch.ones(2, requires_grad=True)
@@ -292,7 +290,7 @@ def _others() -> None:
     else:
         group.recv((4,), torch.float32, 0)
     saved.sum().backward(retain_graph=True)
-    group.all_reduce_(base[1:3])  # a view of what the formula saved
+    group.all_reduce_(base[1:3])  # a view of what autograd saved
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
     with torch.no_grad():
@@ -309,7 +307,7 @@ def test_tensors_of_which_torch_keeps_more_than_memory(pools: Pools) -> None:
 
 
 class _Counts(Group):
-    """Overrides of a method are called by nobody but their own callers."""
+    """Must not be called by the group's other methods."""
 
     def all_gather(self, x: Tensor, times: int = 1) -> Tensor:  # type: ignore[override]
         return super().all_gather(x, 0).repeat(times)
@@ -337,7 +335,7 @@ def _groups() -> None:
         ):
             with pytest.raises(InvalidArgumentError, match=say):
                 group.all_gather(_x(group), **arguments)
-        for op in ("most", "\ud800"):  # the latter has no UTF-8
+        for op in ("most", "\ud800"):  # not valid UTF-8
             with pytest.raises(InvalidArgumentError, match=rf"op of all_reduce .*but is {re.escape(repr(op))}"):
                 group.all_reduce(_x(group), op)
         with pytest.raises(InvalidArgumentError, match=r"broadcast .*must be a rank in the group, 0 … 1, but is 2"):
@@ -357,5 +355,5 @@ def test_groups_and_arguments_that_are_left_to_the_op(pools: Pools) -> None:
 
 
 def test_it_finds_what_it_needs_of_python_and_torch() -> None:
-    """Else every call would take the long way, and only a benchmark would show it."""
+    """Without these, every call would silently take the slow path."""
     assert type_at() and tensor_at() and find_wrap()

@@ -1,4 +1,4 @@
-"""Ranks of one host that are more than a segment has room for: several segments, with connections between them."""
+"""More ranks on a host than one segment holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except native.NativeUnavailableError as error:
 
 
 def _domains(most: int) -> tuple[Any, str, list[float]]:
-    """Returns the ranks by segment and why there are several, where `most` share one, and what calls give."""
+    """Returns the ranks by segment, the reason, and results, if at most `most` ranks share one."""
     allowed, host_memory.MAX_RANKS = host_memory.MAX_RANKS, most
     try:
         with world(4):

@@ -1,4 +1,4 @@
-"""Both ends of a group's messages in one process: whatever comes, in whatever order, is what was sent."""
+"""Both ends of a group's messages in one process: messages of any kind and order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except native.NativeUnavailableError as error:
 
 @pytest.fixture(autouse=True)
 def own_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library, which a messenger gives the codec, is not for the tests that follow."""
+    """Keeps the library that messengers give the codec from later tests."""
     monkeypatch.setattr(codec_values, "_library", codec_values._Library())
 
 
@@ -85,7 +85,7 @@ def test_whatever_comes_arrives(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("value", [step(0), [1, {"t": (torch.ones(3), 2)}]], ids=["library", "codec"])
 def test_bytes_that_a_head_does_not_tell_of(tmp_path: Path, value: Any) -> None:
-    """A peer's head is one thing, the bytes that follow it another: they are counted before any is written."""
+    """Bytes that exceed the head's count are detected before any is written."""
     with messengers(tmp_path / "queue") as (sender, receiver):
         outgoing = sender.encode(value)
         told = outgoing.cpu_bytes
@@ -113,8 +113,6 @@ def test_buffers_are_filled_in_place(tmp_path: Path) -> None:
 
 
 class Halves:
-    """An all-gather group of two ranks with equal halves of each tensor."""
-
     world_size, rank_in_group = 2, 1
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -155,8 +153,6 @@ def test_slices_need_their_group(tmp_path: Path, group: Any) -> None:
 
 
 class Collectives:
-    """Keeps what is called on it."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
@@ -171,7 +167,7 @@ class Collectives:
 
 
 def test_a_reader_waits_for_a_broadcast_as_for_a_message(tmp_path: Path) -> None:
-    """Its place among the calls is taken first, and there it waits for a sender that computes still."""
+    """It takes its place among the calls first, and waits for a slow sender there."""
     with messengers(tmp_path / "queue") as made:
         for messenger in made:
             messenger.route.context.host_memory.collectives = found = Collectives()

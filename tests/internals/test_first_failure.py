@@ -1,4 +1,4 @@
-"""Which of several failures `launch` reports, where the news of them arrives in another order."""
+"""Which of several failures `launch` reports, even if reports arrive out of order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from parallel_state.launch.worker import Report
 
 @dataclass
 class Rank:
-    """What `launch` knows of a process."""
-
     rank: int
     told: Report
     ended: float | None
@@ -53,7 +51,7 @@ def _ended(rank: int, seen: float, exit_code: int) -> Rank:
     ],
 )
 def test_the_first_failure(ranks: list[Rank], first: int) -> None:
-    """A rank that ended without a word comes before those that raised because of it, whenever that was seen."""
+    """A rank that died without a report precedes those that raised because of it."""
     with pytest.raises(LaunchError) as caught:
         _raise_failure(ranks, [], 9.0, LaunchConfig(nproc=3, world_size=3))  # type: ignore[arg-type]
     assert caught.value.rank == first

@@ -1,4 +1,4 @@
-"""Tensors over memory of others: they see it, and keep its owner alive until the last view is gone."""
+"""Tensors over foreign memory share it and keep its owner alive."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_owner_lives_as_long_as_the_last_view() -> None:
 
 @pytest.mark.slow
 def test_tensors_may_outlive_the_interpreter() -> None:
-    """One in a module, one that only torch knows: neither crashes at exit."""
+    """One tensor is in a module, one only torch references."""
     program = """
 import ctypes, torch, builtins
 from device_communicators.cuda.foreign_memory import tensor_over

@@ -1,8 +1,7 @@
-"""Row 36: frames that were cut, changed, made up or nested too deep, wherever bytes of another process are read.
+"""Row 36: truncated, changed, invented or deeply nested frames, at each reader of another process's bytes.
 
-In each run some thousands; with FAILURE_TESTS=long a million in all. Each becomes an object or a MessageDecodeError,
-and takes no more memory than it has bytes, times a constant. What each kind of damage is told as is in the unit tests
-of the codec and of the wire.
+Thousands run by default, a million with FAILURE_TESTS=long. Each becomes an object or a MessageDecodeError within a
+constant multiple of its size in memory.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Boom:
 
 
 def frames(seed: int, count: int, whole: list[bytes]) -> Iterator[bytes]:
-    """Damaged forms of whole frames, and bytes that never were one."""
     rng = random.Random(seed)
     pickles = [pickle.dumps(Boom(), protocol) for protocol in range(6)]
     deep = [b"\x91" * DEEP, b"\x81\xa0" * DEEP, b"\xdd\0\0\0\1" * DEEP, b"\xc9\0\0\x27\x10\x01" * DEEP]
@@ -65,7 +63,7 @@ def frames(seed: int, count: int, whole: list[bytes]) -> Iterator[bytes]:
         elif kind == 1:
             for _ in range(rng.randrange(1, 5)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
-        elif kind == 2:  # a length that lies
+        elif kind == 2:  # a wrong length
             length = rng.choice(LENGTHS)
             size = rng.choice([size for size in (1, 2, 4, 8) if length < 1 << 8 * size] or [8])
             at = rng.randrange(len(data))
@@ -88,7 +86,7 @@ def frames(seed: int, count: int, whole: list[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def bounded_memory(most_bytes: int = MOST_BYTES) -> Iterator[None]:
-    """Fails where more was held at any time, or some stays after it."""
+    """Fails if more memory was held at any time, or if some remains."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -102,7 +100,7 @@ def bounded_memory(most_bytes: int = MOST_BYTES) -> Iterator[None]:
 
 
 def outcomes_of(read: Callable[[bytes], object], data: Iterator[bytes]) -> collections.Counter[str]:
-    """How many were read, and how many refused; any other error is the test's failure."""
+    """Any other error fails the test."""
     outcomes: collections.Counter[str] = collections.Counter()
     for each in data:
         try:
@@ -149,7 +147,7 @@ def test_row_36_frames_of_a_group() -> None:
 
 
 class Ring:
-    """A queue whose both ends are in this process, in memory of its own; each message gets new ends."""
+    """A queue with both ends in this process. Each message gets new ends."""
 
     def __init__(self) -> None:
         self._library = native.load()
@@ -161,7 +159,6 @@ class Ring:
         self._liveness = self._library.ps_liveness_new((ctypes.c_int64 * 2)(os.getpid(), os.getpid()), 2)
 
     def header_of(self, chunk: int) -> int:
-        """Its offset in the memory, counted from 0."""
         return self._control_bytes + chunk * SHAPE.chunk_bytes
 
     @contextmanager
@@ -186,7 +183,7 @@ class Ring:
 
 
 def test_row_36_headers_in_a_message_queue() -> None:
-    """What lies in shared memory before each chunk's bytes, changed after the writer wrote it."""
+    """Damages chunk headers in shared memory."""
     rng = random.Random(5)
     fields = struct.Struct("<6Q")  # magic, chunk, message, total bytes, head bytes, fingerprint
     outcomes: collections.Counter[str] = collections.Counter()

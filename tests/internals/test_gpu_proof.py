@@ -1,4 +1,4 @@
-"""The GPU day's script: deadlines, evidence on the way, and what follows a failure; steps are small programs here."""
+"""The script of a GPU day, with small programs as steps: deadlines, evidence, failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = Path(gpu_proof.__file__)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the steps' programs are; its `out` is the evidence's."""
+    """Holds the steps' programs, and the evidence in `out`."""
     monkeypatch.setattr(gpu_proof, "BENCHMARKS", tmp_path)
     monkeypatch.setattr(gpu_proof, "CARRIED", tmp_path / ".gpu")
     monkeypatch.setattr(gpu_proof, "missing_packages", list)
@@ -57,7 +57,7 @@ def log_of(folder: Path, name: str, call: str = "first") -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Within some seconds; where nobody waits for orphans they stay as zombies."""
+    """Orphans that no process reaps remain as zombies."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -76,7 +76,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], 
 open("CHILD", "w").write(str(child.pid))
 time.sleep(60)
 """
-"""Its child has a session of its own, as a daemon has."""
+"""Its child has its own session, as a daemon has."""
 
 
 def test_after_a_failure_and_a_deadline_it_goes_on_and_all_evidence_is_there(
@@ -148,7 +148,7 @@ def test_the_second_call_has_the_firsts_evidence(folder: Path, monkeypatch: pyte
 
 
 def test_a_script_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
-    """And a step's program ends with the script that is told to end."""
+    """Its steps exit with it."""
     (tmp_path / "first.py").write_text("print('evidence')")
     pid = tmp_path / "pid"
     slow = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
@@ -200,7 +200,6 @@ def test_the_outcome_of_tests(code: int | None, said: str, expected: tuple[str, 
 
 @pytest.fixture
 def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of its own, whose tests/gpu has two tests."""
     monkeypatch.setattr(gpu_proof, "ROOT", folder)
     (folder / "tests" / "gpu").mkdir(parents=True)
     (folder / "tests" / "gpu" / "test_x.py").write_text(
@@ -213,7 +212,7 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
-    """pytest runs nothing at all then."""
+    """pytest would then run no test at all."""
     names = ("test_x.py::test_gone[2]", "test_x.py::test_one[2]", "test_y.py::test_one", "test_x.py::test_one[3]",
              "test_x.py::test_two")  # fmt: skip
     assert call(tree, Step("tests", 60, tests=names)) == ["failed"]
@@ -225,7 +224,7 @@ def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
 def test_tests_under_mps_have_a_daemon_of_their_own(
     tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By a stand-in of NVIDIA's daemon: it is ready, then told to quit, and ends with the step."""
+    """The daemon is a stand-in. It exits with the step."""
     (tmp_path / "gpu_proof.py").write_text(SCRIPT.read_text(encoding="utf-8"))
     control, said = tmp_path / "bin" / gpu_machine.MPS, tmp_path / "said"
     control.parent.mkdir()
@@ -249,7 +248,6 @@ def test_tests_under_mps_have_a_daemon_of_their_own(
 
 
 def test_what_failed_comes_first() -> None:
-    """`--again`, or a line each of .gpu/again."""
     (first, *rest) = gpu_proof.steps_of("second", ["tests/gpu/test_nccl.py::test_one_rank", "", "test_x.py::test_x"])
     assert first.tests == ("test_nccl.py::test_one_rank", "test_x.py::test_x")
     assert rest == list(gpu_proof.SECOND)
@@ -258,7 +256,7 @@ def test_what_failed_comes_first() -> None:
 
 
 def test_a_carried_cache_is_this_users_alone(folder: Path) -> None:
-    """A cache that others may write to isn't used: in a copy of the tree files may have any mode."""
+    """A cache that others can write to isn't used, and a copied tree may have any mode."""
     cached = folder / ".gpu" / "cache" / "parallel_state" / "kernels.cubin"
     cached.parent.mkdir(parents=True)
     cached.write_bytes(b"compiled")
@@ -346,7 +344,7 @@ def test_a_question_that_fails_leaves_the_others_answers(
 
 
 def test_a_dry_run_fails_where_the_kernels_cant_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there is no NVRTC."""
+    """Also without NVRTC."""
     from device_communicators.peer import kernels
 
     def refuse(*_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The report of the GPU tests, of outcomes that nobody had."""
+"""The report of the GPU tests, for made-up outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ MACHINE = {"gpu": "NVIDIA H200 (a | b)", "torch": "2.11.0+cu130", "driver": None
 
 
 def phase(name: str, when: str, outcome: str, longrepr: Any = "", **found: Any) -> Any:
-    """As pytest's TestReport."""
     return SimpleNamespace(
         nodeid=f"tests/gpu/{name}", when=when, outcome=outcome, duration=0.5, longrepr=longrepr,
         longreprtext=longrepr if isinstance(longrepr, str) else "", user_properties=list(found.items()),
@@ -79,7 +78,7 @@ def test_a_part_of_the_tests_adds_to_the_days_report(tmp_path: Path) -> None:
 
 
 def test_another_commits_run_adds_to_the_days_report(tmp_path: Path) -> None:
-    """Two calls, the tree mended in between: a check is that of the last run, and says of which commit."""
+    """The last run's result of a check counts, with its commit."""
     first = Recorder(Report(MACHINE, tmp_path))
     told(first, "test_a.py::test_one", *FAILED)
     told(first, "test_a.py::test_third", *PASSED)

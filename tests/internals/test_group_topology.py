@@ -1,7 +1,5 @@
-"""What ranks make of what they told each other: sharing, NVLink, peer access; variables of ranks that share a GPU.
-
-One process plays all ranks.
-"""
+"""What ranks conclude from their exchanged GPU facts: sharing, NVLink, peer access, variables. One process simulates
+all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Place = tuple[Topology, str | None]
 
 
 def agree(places: Sequence[Place]) -> list[GroupTopology]:
-    """All ranks' agreements; an exchange is played by asking the ranks one after the other."""
+    """Returns each rank's result, asking the ranks one after the other."""
     size = len(places)
     devices = [group_topology._own_gpu(*place) for place in places]
     gpus = [RankGpu(**each) for each in devices]
@@ -46,7 +44,7 @@ def agree(places: Sequence[Place]) -> list[GroupTopology]:
 
 
 def one(places: Sequence[Place]) -> GroupTopology:
-    """What all ranks say alike."""
+    """Returns the result if all ranks agree."""
     found = agree(places)
     assert all(each == found[0] for each in found)
     return found[0]
@@ -83,7 +81,7 @@ def test_pcie() -> None:
 
 
 def test_one_rank_that_sees_otherwise_is_enough() -> None:
-    """As with links that are down, or a driver that forbids it, on one rank's view only."""
+    """Links that are down, or a driver that forbids P2P, on one rank's view only."""
     good = machine("dgx-h100")
     bad = machine("dgx-h100", p2p_status={"1 0 1": 4, "1 0 2": 4})
     found = one([(good, good.gpus[0].uuid), (bad, bad.gpus[1].uuid)])
@@ -124,7 +122,7 @@ def test_slices_of_one_gpu() -> None:
 
 
 def test_ranks_in_one_slice_share_memory_unless_the_slice_is_not_known() -> None:
-    """Should CUDA name the GPU where it means a slice of it."""
+    """CUDA may report the GPU when it means a slice of it."""
     node = machine("a100-mig")
     (gpu,) = node.gpus
     assert one([(node, gpu.slices[1].uuid)] * 2).peer_access

@@ -1,4 +1,4 @@
-"""The exchange of what ranks know of their GPUs, over a group's gloo group: ranks that see different things agree."""
+"""Ranks that see different GPU facts agree by an exchange over gloo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.workers import WorkerPool
 
 
 def agree(broken: int | None, absent: int | None) -> tuple[Any, ...]:
-    """The driver of rank `broken` reports that its GPU can't read rank 0's memory; rank `absent` has no driver."""
+    """Rank `broken` can't read rank 0's memory, by its driver. Rank `absent` has no driver."""
     context = get_tp_group().context
     node = machine("dgx-h100", p2p_status={f"{broken} 0 0": 4} if context.rank == broken else {})
     me = None if context.rank == absent else node.gpus[context.rank].uuid

@@ -1,4 +1,4 @@
-"""Look-ups of names: one function makes them, and reports an impossible name like one that doesn't resolve."""
+"""One function resolves all names, and reports an impossible name like an unknown one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sources import nodes_of
 
 ROOT = Path(__file__).parents[2]
 NO_NAMES = ("job-0..default.svc", "m" * 64, "." * 3, "é" * 64)
-"""An empty label, and labels above 63 letters: `socket` raises a UnicodeError for them, which is a ValueError."""
+"""An empty label, or labels above 63 letters. `socket` raises UnicodeError, a ValueError, for them."""
 LOOK_UPS = {"getaddrinfo", "create_connection", "gethostbyname", "gethostbyname_ex", "getfqdn", "getnameinfo"}
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels by themselves: tensors in arenas, the fused norm, waiting that costs nothing."""
+"""The compiled kernels by themselves: tensors in arenas, the fused norm, idle waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder() -> Iterator[str]:
 
 WAYS = ("in place", "symmetric", "private", "private input", "private input, in place")
 COUNTS = (1, 7, 100, 2048, 4097, 16384, 65537, 200_003)
-"""Through slots and directly, odd and even."""
+"""Both below and above the limit of the slots, odd and even."""
 
 
 def _place(draw: random.Random) -> int:
@@ -97,13 +97,13 @@ def _broadcast(rank: KernelRank, seed: int, count: int, dtype: torch.dtype, own:
 
 
 def _mixed(folder: str, seed: int, calls: int) -> None:
-    """The same calls on every rank, at places of its own; what was given is overwritten as soon as a call returns."""
+    """Every rank makes the same calls, at its own places, and overwrites the inputs after each call."""
     with kernel_rank(folder) as rank:
         draw, own = random.Random(seed), random.Random(seed * 64 + rank.rank)
         for number in range(calls):
             body = draw.choice((_all_reduce, _all_reduce, _all_gather, _reduce_scatter, _broadcast))
             count, dtype = draw.choice(COUNTS), draw.choice(list(DTYPES))
-            # Ranks need not be alike in where their tensors lie.
+            # Ranks may place their tensors differently.
             which = draw if draw.random() < 0.5 else own
             way = which.choice(WAYS)
             if own.random() < 0.1:
@@ -141,7 +141,6 @@ def test_ranks_that_disagree_are_told(pools: Pools, folder: str, how: str) -> No
 
 
 def test_a_rank_that_does_not_come(pools: Pools, folder: str) -> None:
-    """The others give up at their deadline, and say who is missing."""
     found = pools(4).run(_disagree, folder, "absent", timeout_s=DEADLINE_S)
     assert [status for status, _ in found] == [_TIMED_OUT, 0, _TIMED_OUT, _TIMED_OUT]
     assert found[0][1][0] == 1
@@ -167,7 +166,7 @@ def _norm(folder: str, rows: int, hidden: int, dtype: torch.dtype, way: str) -> 
         status = rank.call("all_reduce_add_rms_norm", out, residual, x, residual, weight, rows, hidden, 1e-5, dtype)
         assert status == 0
         assert torch.equal(residual, expected)
-        # The squares are summed in another order: the last bit may differ.
+        # The squares are summed in another order, so the last bit may differ.
         torch.testing.assert_close(out, normed, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
         return hashlib.sha256(bytes(out.view(torch.uint8).tolist())).hexdigest()
 
@@ -179,12 +178,12 @@ def _norm(folder: str, rows: int, hidden: int, dtype: torch.dtype, way: str) -> 
 def test_all_reduce_add_rms_norm(
     pools: Pools, folder: str, ranks: int, rows: int, hidden: int, dtype: torch.dtype, way: str
 ) -> None:
-    """As the composition does it, residual in place; and the same bits on every rank."""
+    """All ranks get the bits of the composed ops."""
     assert len(set(pools(ranks).run(_norm, folder, rows, hidden, dtype, way, timeout_s=DEADLINE_S))) == 1
 
 
 def _idle(folder: str) -> float:
-    """How much of a core a rank used while it waited for another one, after the first 100 ms."""
+    """Returns the share of a core that a waiting rank uses after its first 100 ms."""
     with kernel_rank(folder, spin_us=150, yields=0) as rank:
         if rank.rank == 0:
             time.sleep(1.3)
@@ -202,7 +201,7 @@ def test_a_waiting_rank_sleeps(pools: Pools, folder: str) -> None:
 
 
 def _pairs(folder: str, calls: int) -> int:
-    """Waits that end in sleep, at all distances from the publishing: a lost wake-up would end in the deadline."""
+    """Returns how many waits were slow. A lost wake-up would end at the deadline."""
     with kernel_rank(folder, timeout_s=10.0, spin_us=0, yields=0) as rank:
         own = random.Random(rank.rank)
         slow = 0
@@ -211,7 +210,7 @@ def _pairs(folder: str, calls: int) -> int:
                 pass
             started = time.monotonic()
             assert rank.call("barrier") == 0
-            slow += time.monotonic() - started > 0.015  # the sleeper looks again after 20 ms
+            slow += time.monotonic() - started > 0.015  # sleepers poll every 20 ms
         return slow
 
 
@@ -240,7 +239,7 @@ SPECIAL = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("sources", [2, 3, 4])
 def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, sources: int) -> None:
-    """Of every 16-bit pattern, NaNs, subnormal numbers and what overflows among them."""
+    """Includes NaNs, subnormal numbers and overflows."""
     library = native.load()
     count = 65536 + 13
     bits = [torch.arange(count).roll(each * 7919).to(torch.int64) for each in range(sources)]

@@ -1,4 +1,4 @@
-"""Where rank 0 listens for the others."""
+"""The address on which rank 0 listens."""
 
 from __future__ import annotations
 

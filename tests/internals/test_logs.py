@@ -1,4 +1,4 @@
-"""The log of a program that has configured none: time, rank and level; and faults of a host, reported by one rank."""
+"""Logs of a program without logging configuration, and host faults that one rank reports."""
 
 from __future__ import annotations
 

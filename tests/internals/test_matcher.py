@@ -1,4 +1,4 @@
-"""The matcher of transfers in all orders of posts, arrivals and cancels; its faults are found."""
+"""Explores all orders of posts, arrivals and cancels in the matcher of transfers, and finds injected faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When `auto` switches on what is off elsewhere: by a row that was measured under the very same conditions."""
+"""`auto` needs a row that was measured under exactly the same conditions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], 
 
 @pytest.fixture(autouse=True)
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user's rows are; none at first."""
+    """The user's table, empty at first."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv(settings.PEER_MEMORY_TABLE.name, raising=False)
     peer_thresholds.warn_once.cache_clear()
@@ -64,7 +64,7 @@ def test_a_row_that_is_cited_or_unproven_never_counts(lacking: dict[str, Any]) -
 
 
 def test_a_row_of_shared_gpus_is_evidence_and_never_used_by_auto(user: Path) -> None:
-    """Also not for ranks that share one themselves."""
+    """Not even for ranks that share a GPU."""
     shared = dataclasses.replace(ROW, one_gpu_each=False, link="none")
     assert covering([shared], dataclasses.replace(HERE, one_gpu_each=False, link="none")) is None
     peer_thresholds.dump([shared], user, "a test")

@@ -1,4 +1,4 @@
-"""Meetings of ranks that are threads of one process, over a launcher's store in its memory."""
+"""Rendezvous of ranks that are threads of one process, over a launcher's store in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AMPLE_S = 30.0
 
 
 class Job:
-    """A launcher's store and the processes that meet there, each a thread."""
+    """A launcher's store, and a thread for each process."""
 
     def __init__(self) -> None:
         self.launcher = dist.HashStore()
@@ -55,7 +55,7 @@ class Job:
         return self._threads.submit(meeting.enter_world if meeting.place.rank else meeting.open_world)
 
     def kill(self, meeting: _Meeting) -> None:
-        """Ends the control plane of a process, and what it holds."""
+        """Closes the process's control plane."""
         self._watchers[meeting.own_place.pid].close()
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ def job() -> Iterator[Job]:
 
 
 def _entered(monkeypatch: pytest.MonkeyPatch) -> dict[int, BoundedStore]:
-    """Returns the stores of the worlds that ranks have entered, by rank, as they enter."""
+    """Fills the returned dict with the store of each rank that enters."""
     entered: dict[int, BoundedStore] = {}
     enter = _Meeting._enter
 
@@ -101,7 +101,7 @@ def test_all_ranks_get_the_places_of_all(job: Job) -> None:
 
 
 def test_a_rank_that_ends_is_named_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 3 is missing, rank 2 ends: also above a missing rank, and though it was never read."""
+    """Rank 3 is missing, so rank 2 was never read when it ended."""
     entered = _entered(monkeypatch)
     futures = {rank: job.start(job.meeting(rank, 4)) for rank in (0, 2, 3)}
     _until(lambda: len(entered) == 2)
@@ -129,7 +129,7 @@ def test_rank_0_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
-    """Rank 2 never comes; rank 1, which started first, gives up and ends before rank 0's time is over."""
+    """Rank 2 is missing. Rank 1, which started first, gives up before rank 0's timeout."""
     opened = job.start(job.meeting(0, 3))
     with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
         job.meeting(1, 3, 1.0).enter_world()
@@ -148,7 +148,7 @@ def test_a_rank_whose_own_name_resolves_late_is_on_its_host(monkeypatch: pytest.
 
 
 def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The endpoint of an earlier round refuses. While its rank 0 lives, another process has this rank's place."""
+    """The earlier round's endpoint refuses: while its rank 0 lives, another process has this rank's place."""
     old = [job.meeting(rank, 2) for rank in range(2)]
     for future in [job.start(meeting) for meeting in old]:
         future.result(AMPLE_S)
@@ -164,7 +164,7 @@ def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_leaves_the_world_of_an_earlier_round_while_its_rank_0_lives(job: Job) -> None:
-    """torchrun starts the next round while rank 0 of the last one still saves something."""
+    """torchrun starts the next round while the last one's rank 0 still saves a checkpoint."""
     old = job.start(job.meeting(0, 3))
     came = job.start(job.meeting(1, 3))
     time.sleep(0.5)
@@ -176,7 +176,7 @@ def test_a_rank_leaves_the_world_of_an_earlier_round_while_its_rank_0_lives(job:
 
 
 def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are told, soon, with both hosts and both ports."""
+    """All ranks get an error soon, with both hosts and ports."""
     first, second, far = (job.meeting(rank, 3) for rank in range(3))
     for meeting, host in ((first, "a"), (second, "a"), (far, "b")):
         address = {"a": "10.0.0.1", "b": "10.0.0.2"}[host]
@@ -211,7 +211,7 @@ def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: py
 
 
 def test_a_rank_stays_in_the_world_that_was_decided(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's start failed at once, and it is back, before the other rank reads the verdict."""
+    """Rank 0's start failed, and it is back before the other rank reads the verdict."""
     entered = _entered(monkeypatch)
     first, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3))
     _until(lambda: 1 in entered)
@@ -226,7 +226,7 @@ def test_a_rank_stays_in_the_world_that_was_decided(job: Job, monkeypatch: pytes
 
 
 def test_a_rank_that_can_not_listen_ends_the_start_of_all(job: Job) -> None:
-    """Rank 0's store would close under the start, as it is in the control plane."""
+    """Its control plane would have served rank 0's store."""
     meetings = [job.meeting(rank, 3) for rank in range(3)]
     deaf = meetings[2]
     deaf.own_place = deaf.own_place._replace(endpoint="", obstacle="ports 5000-5001 are in use")
@@ -240,7 +240,7 @@ def test_a_rank_that_can_not_listen_ends_the_start_of_all(job: Job) -> None:
 def _enter_and_lose(
     job: Job, monkeypatch: pytest.MonkeyPatch, cause: Callable[[], Exception], lost_s: float, timeout_s: float = AMPLE_S
 ) -> tuple[Future[BoundedStore], Future[BoundedStore]]:
-    """Returns ranks 0 and 1 of 3; the requests of rank 1 fail for this long, once it entered."""
+    """Returns ranks 0 and 1 of 3. Once rank 1 has entered, its requests fail for `lost_s`."""
     entered = _entered(monkeypatch)
     opened, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3, timeout_s))
     _until(lambda: 1 in entered)
@@ -282,7 +282,7 @@ def test_rank_0_that_does_not_answer_is_suspected(job: Job, monkeypatch: pytest.
 
 
 def test_a_late_rank_reads_the_verdict_at_the_launcher_s_store(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 served it for a second, and ended."""
+    """Rank 0 has served the verdict for 1 s and exited."""
     entered = _entered(monkeypatch)
     first = job.meeting(0, 3)
     job.start(first), (other := job.start(job.meeting(1, 3)))
@@ -295,7 +295,7 @@ def test_a_late_rank_reads_the_verdict_at_the_launcher_s_store(job: Job, monkeyp
 
 
 def test_a_complaint_of_a_rank_that_enters_then_is_withdrawn(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 was stopped, or the network was cut for some seconds."""
+    """As after a pause of rank 0, or a network outage."""
     first, other = job.meeting(0, 3), job.meeting(1, 3)
     name, launcher = first.own_place.endpoint, dist.PrefixStore("start", job.launcher)
     opened = job.start(first)

@@ -1,4 +1,4 @@
-"""A tensor and its memory: deferred values, bytes of any stride, dtypes; and objects that travel past groups."""
+"""Tensors as bytes: deferred values, strides, dtypes, and objects outside of groups."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_dense_is_not_copied() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0,), (0, 3), (2, 0, 3), (1, 4, 1)])
 def test_bytes_of_any_stride(shape: tuple[int, ...]) -> None:
-    """One element, or none, is contiguous whatever its strides."""
+    """With at most one element, any strides are contiguous."""
     for dtype in random_objects.DTYPES:
         x = torch.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
         for stride in (1, 7) if x.numel() <= 1 else ():
@@ -75,7 +75,7 @@ def test_every_dtype_is_copied() -> None:
 
 
 def test_a_dtype_is_refused_where_torch_makes_no_plain_tensor_of_it() -> None:
-    """Of every dtype that torch lists: what a receiver allocates must be plain, and to be filled byte by byte."""
+    """A receiver must be able to allocate each dtype as a plain tensor and to fill it byte by byte."""
     for dtype in DTYPES.values():
         made = torch.empty(2, dtype=dtype)
         assert (dtype_refusal(dtype) is not None) == made.is_quantized == (dtype in QUANTIZED), dtype
@@ -96,7 +96,7 @@ def _by_queue(obj: Any) -> Any:
 
 
 def _by_packed(obj: Any) -> Any:
-    """As a message to all between hosts, of one transfer."""
+    """Sends it as one transfer, like a broadcast message between hosts."""
     outgoing = wire.encode(obj, allow_pickle=False)
     data, _ = wire.packed(outgoing, 1 << 30)
     flat = bytes(data.tolist())
@@ -124,8 +124,8 @@ def test_objects_past_the_group(carry: Callable[[Any], Any]) -> None:
 
 
 def test_a_tensor_without_elements_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that tells of it, and no part: the shortcut for objects without tensors is not for it."""
-    monkeypatch.setattr(codec_values, "_library", codec_values._Library())  # which other tests go without
+    """It needs its head: the shortcut for objects without tensors must not apply."""
+    monkeypatch.setattr(codec_values, "_library", codec_values._Library())  # other tests run without it
     try:
         codec_values.use_library()
     except native.NativeUnavailableError as error:

@@ -1,4 +1,4 @@
-"""Message queues between processes: whole and in order whatever the sizes, and failures that name who is to blame."""
+"""Message queues between processes: messages of any size and order, and failures that name the cause."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ except native.NativeUnavailableError as error:
 
 
 def _message(seed: int, number: int, limit: int) -> tuple[bytes, list[Tensor]]:
-    """A head and tensors that every rank can compute."""
+    """Returns a head and tensors that every rank can compute."""
     draw = random.Random(seed * 1_000_003 + number)
     sizes = [
         draw.choice((0, 1, 63, 4096, 65_471, 65_472, 65_473, draw.randrange(limit))) for _ in range(draw.randrange(4))
@@ -49,7 +49,7 @@ def _message(seed: int, number: int, limit: int) -> tuple[bytes, list[Tensor]]:
 
 
 def _split(head: bytes, tensors: list[Tensor], number: int) -> Message:
-    """Every other head in two."""
+    """Splits every other head in two."""
     at = len(head) // 3 if number % 2 else len(head)
     return Message(head[:at], tensors, number, head[at:])
 
@@ -68,7 +68,7 @@ def _same(got: tuple[bytes, list[Tensor], int], message: tuple[bytes, list[Tenso
 
 
 def _broadcasts(path: str, rank: int, size: int, seed: int, count: int) -> None:
-    """Every rank sends to all others in turn, with pauses of its own."""
+    """Every rank broadcasts in turn, after pauses of its own."""
     own = random.Random(seed * 64 + rank)
     with channels(Path(path), rank, size) as ends:
         for number in range(count):
@@ -96,7 +96,7 @@ def _leave_together(ends: Channels, size: int) -> None:
 
 
 def _run(pools: Pools, size: int, body: Callable[..., object], tmp_path: Path, *args: object) -> list[object]:
-    """The body's results; each rank is told the file, its rank and the size."""
+    """Runs the body on each rank with the file, its rank and the size."""
     path = tmp_path / f"queue-{time.monotonic_ns()}"
     return pools(size).run(_call, body, str(path), size, args, timeout_s=DEADLINE_S)
 
@@ -112,7 +112,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(pools: Pools, tmp_path: 
 
 
 def _pairs(path: str, rank: int, size: int) -> None:
-    """All to all at once: sends don't wait, receives are started before, and waited for from the last."""
+    """All ranks send to all at once. Receives are started first and waited for in reverse."""
     with channels(Path(path), rank, size) as ends:
         others = [other for other in range(size) if other != rank]
         for n in (1, 70_000, LARGE_BYTES):
@@ -138,7 +138,7 @@ def test_everyone_sends_to_everyone(pools: Pools, tmp_path: Path, size: int) -> 
 
 
 def _huge_both_ways(path: str, rank: int, size: int, blocking: bool) -> None:
-    """Without waiting, then receive; or a receive that was started before, then a send that waits."""
+    """Sends without waiting, then receives; or starts a receive, then sends and waits."""
     with channels(Path(path), rank, size) as ends:
         x, out = torch.full((LARGE_BYTES,), rank, dtype=torch.uint8), torch.empty(LARGE_BYTES, dtype=torch.uint8)
         if blocking:
@@ -160,7 +160,6 @@ def test_two_ranks_that_send_much_to_each_other(pools: Pools, tmp_path: Path, bl
 
 
 def _from_two_threads(path: str, rank: int, size: int) -> list[int]:
-    """Messages of two threads of one sender don't mix."""
     with channels(Path(path), rank, size) as ends:
         if rank == 0:
             threads = [threading.Thread(target=_send_many, args=(ends, value)) for value in (1, 2)]
@@ -216,7 +215,7 @@ def test_a_buffer_of_another_form_stays_untouched(pools: Pools, tmp_path: Path, 
 
 
 def _report(path: str, call: Callable[[], object]) -> None:
-    """Writes the outcome into a file: the pool has no answers where a rank dies."""
+    """Writes the outcome to a file, because the pool returns nothing after a death."""
     started = time.monotonic()
     try:
         call()
@@ -227,7 +226,7 @@ def _report(path: str, call: Callable[[], object]) -> None:
 
 
 def _dies(path: str, rank: int, size: int, outcomes: str, who: str) -> None:
-    """The writer is killed between the chunks of a message; or a reader, with the ring full."""
+    """The writer is killed between chunks, or a reader while the ring is full."""
     with channels(Path(path), rank, size) as ends:
         killed = 0 if who == "writer" else size - 1
         large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
@@ -251,7 +250,7 @@ def _read_in_part(ends: Channels, large: Tensor, tell: bool) -> None:
     with receiver.lock:
         receiver.next()
         receiver.read(*pieces_of([large[: 1 << 20]]))
-        if tell:  # and hold up the writer, which is never more than a ring ahead, until it is dead
+        if tell:  # The writer is at most a ring ahead. Stop reading until it is dead.
             ends.transfers.send(torch.zeros(1), 0)
             with pytest.raises(PeerDiedError):
                 ends.transfers.irecv_(torch.empty(1), 0).wait()
@@ -269,7 +268,7 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path, who: str) -> None:
     outcomes = {path.name: path.read_text().split(" ", 2) for path in tmp_path.iterdir() if path.name != "queue"}
     failed = {"1", "2", "3"} if who == "writer" else {"0", "1", "2"}
     assert outcomes.keys() == failed
-    # Where the last reader is gone the others see that, or that the writer stopped because of it, and left.
+    # After the last reader dies, others see that death, or that the writer stopped because of it.
     suspects = {"0": ("(3,)",), "1": ("(0,)", "(3,)"), "2": ("(0,)", "(3,)"), "3": ("(0,)",)}
     for rank, (seconds, kind, told) in outcomes.items():
         assert kind == "PeerDiedError", (rank, told)
@@ -278,7 +277,7 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path, who: str) -> None:
 
 
 def _late(path: str, rank: int, size: int) -> list[str]:
-    """A writer that never comes, and a reader that never reads."""
+    """The peer never writes and never reads."""
     told = []
     with channels(Path(path), rank, size, timeout_s=0.5) as ends:
         calls: list[Callable[[], object]] = [
@@ -303,7 +302,7 @@ def test_who_does_not_come_is_named_at_the_deadline(pools: Pools, tmp_path: Path
 
 
 def _leaves(path: str, rank: int, size: int) -> str:
-    """What was sent before its sender left is there; then the readers hear that nothing more comes."""
+    """Messages sent before the sender left arrive. Then the reader gets an error at once."""
     with channels(Path(path), rank, size) as ends:
         if rank == 0:
             ends.transfers.send(torch.ones(5), 1)
@@ -322,7 +321,6 @@ def test_a_writer_that_has_left_is_told_from_one_that_is_late(pools: Pools, tmp_
 
 
 def _closed_amid(path: str, rank: int, size: int) -> list[str]:
-    """Threads that wait in a receive and in a send are sent back when the channels are closed."""
     told: list[str] = []
     with channels(Path(path), rank, size) as ends:
         if rank == 0:

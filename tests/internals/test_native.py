@@ -1,4 +1,4 @@
-"""The compiled part: made once, under a lock, or the reason why not."""
+"""The compiled library is built once, under a lock; otherwise the reason is reported."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
 def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one for another build of the same version of torch, or another Python."""
+    """For example, one for another build of the same torch, or another Python."""
     (tmp_path / "module.so").write_text("no library")
     monkeypatch.setattr(native, "find_or_compile", lambda recipe: (tmp_path / "module.so", ""))
     monkeypatch.setattr(extension, "recipe", lambda: None)
@@ -89,7 +89,7 @@ def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
 
 
 def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, str]:
-    """The environment in which a script stands for the compiler; the build is the one without torch's headers."""
+    """Returns the environment in which a script replaces the compiler. The build doesn't use torch's headers."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -98,7 +98,6 @@ def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, st
 
 @pytest.fixture(scope="module")
 def linked() -> Path:
-    """The plain library, which a compiler has made of these sources: now, or in an earlier run."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -107,7 +106,7 @@ def linked() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(linked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the plain library, made under a umask that lets the group write."""
+    """A cache with the library without torch, compiled under a umask that allows group writes."""
     cache = tmp_path_factory.mktemp("compiled")
     output = _run(cache, 0o002, **_quick(linked, cache))
     assert VERSION in output, output
@@ -120,7 +119,7 @@ def quick(linked: Path, tmp_path: Path) -> dict[str, str]:
 
 
 def _quick(library: Path, folder: Path) -> dict[str, str]:
-    """A compiler that takes no time: what it links is this library."""
+    """Returns an instant compiler, which "links" this library."""
     script = f"""
 shared=
 for word; do
@@ -133,7 +132,7 @@ if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
 
 
 def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Path) -> None:
-    """Those that come while one compiles wait for it; later ones find it."""
+    """Concurrent processes wait for the one that compiles."""
     counter = tmp_path / "calls"
     how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 0.1\nexec {quick["CXX"]} "$@"')
     outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
@@ -184,7 +183,7 @@ for word; do
     [ "$word" = -shared ] && made=1 && copied=${{copied:-{linked}}}
     [ "$word" = -ltorch_cpu ] && copied=${{module:-{full.path}}}
     [ "$word" = -ltorch_python ] && module={module.__file__} && copied=$module
-    case "$before $word" in "-c "*module.cpp | "-c "*bindings.cpp) touch {tmp_path}/at-$(basename "$word"); waits=1;; esac
+    case "$before $word" in "-c "*module.cpp | "-c "*bindings.cpp) waits=1; touch {tmp_path}/at-$(basename $word);; esac
     [ "$before" = -o ] && out=$word
     before=$word
 done
@@ -240,7 +239,7 @@ def test_each_file_is_compiled_once_and_those_of_a_row_exist() -> None:
 
 
 def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], tmp_path: Path) -> None:
-    """A compiler too old for torch's headers, or no headers: the collectives are there, the ops go through Python."""
+    """Without torch's headers, or with too old a compiler, the ops go through Python."""
     script = f'case "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec {quick["CXX"]} "$@"'
     output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
     assert "no ops: " in output and "too old" in output
@@ -250,7 +249,6 @@ def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], t
 
 
 def _copy(compiled: Path, target: Path) -> Path:
-    """The library in a cache of the test's own."""
     shutil.copytree(compiled / "parallel_state", target / "parallel_state")
     (library,) = (target / "parallel_state").glob("*.so")
     return library
@@ -297,7 +295,7 @@ def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, st
 
 
 def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
-    """There is no room for the reason either, so it is taken before."""
+    """Space for the reason is reserved first."""
     full = tmp_path / "full"
     full.mkdir()
     script = 'while [ "$1" ]; do [ "$1" = -o ] && made=$2; shift; done\nhead -c 99999 /dev/zero > "$made" || exit 1'
@@ -341,7 +339,7 @@ ps.destroy_distributed_environment()
 
 @pytest.mark.slow
 def test_a_compile_is_over_before_the_start_has_a_deadline(quick: dict[str, str], tmp_path: Path) -> None:
-    """Ranks of a host wait for the one that compiles; those of other hosts, whose clocks run, have minutes for it."""
+    """Ranks wait for their host's compiler. Other hosts, whose clocks run, give it minutes."""
     compile_s, start_s = 8, 5
     how = _compiler(tmp_path, f'[ "$1" = -shared ] && sleep {compile_s}\nexec {quick["CXX"]} "$@"')
     with socket.socket() as probe:
@@ -369,7 +367,7 @@ def test_a_compiler_with_a_launcher_before_it(quick: dict[str, str], tmp_path: P
 def test_environments_with_the_same_torch_share_what_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key has no path in it; another build of torch has other headers."""
+    """The key contains no path. Another build of torch has other headers."""
     here = native_build.full_recipe()
     root = Path(torch.__file__).parent
     elsewhere = tmp_path / "site-packages" / "torch"

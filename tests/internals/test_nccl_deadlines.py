@@ -1,4 +1,4 @@
-"""The thread that looks after a group's streams: deadlines by markers that are told when they are reached."""
+"""The thread that watches a group's streams: deadlines by fake markers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTEXT = GroupContext("tp:0", (0, 1), 0, torch.device("cpu"), 1.0)
 
 
 class Device:
-    """Its markers are reached up to a number of records."""
+    """Its markers are reached up to record number `done`."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -83,7 +83,7 @@ def test_a_device_that_gets_on_has_no_deadline_however_far_behind_it_is(watch: W
     started = time.monotonic()
     while time.monotonic() < started + 2.5:
         _call(watch)
-        device.done = max(0, device.records - 20)  # a fifth of a second behind
+        device.done = max(0, device.records - 20)  # 0.2 s behind
         time.sleep(0.01)
     assert watch.failure is None
     assert not watch.device_is_done()

@@ -1,4 +1,4 @@
-"""What NCCL is told about a world, over mappings: os.environ stays as it is."""
+"""NCCL's variables for a world, set in mappings: os.environ stays unchanged."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_system_that_tells_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_the_system_tells_is_understood() -> None:
-    """Of loopback, which every machine has."""
+    """Every machine has loopback."""
     assert interfaces.ipv4_of("lo") == "127.0.0.1"
     assert interfaces.ipv4_of("nowhere") is None
     assert not interfaces._is_up("nowhere")

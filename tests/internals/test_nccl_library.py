@@ -1,8 +1,7 @@
-"""The binding of NCCL fits NCCL: signatures, layouts and numbers of each version, as their headers have them.
+"""The binding matches NCCL's signatures, layouts and numbers, by version.
 
-What the headers say is recorded in tests/nccl_versions (see tests/internals/nccl_facts). With
-NCCL_WHEELS=2.28.9,2.32.3 (or `all`) the wheels of these versions are fetched, one after the other, and the records
-compared with them.
+tests/nccl_versions records the headers (see nccl_facts). With NCCL_WHEELS=2.28.9,2.32.3 (or `all`) the wheels of these
+versions are downloaded one by one and compared with the records.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def test_versions_from_2_27_to_2_32_are_recorded() -> None:
 
 
 def _kind_of(told: str) -> Any:
-    """The ctypes type of a C type, but what is pointed to."""
+    """Returns the ctypes type of a C type, without its pointee."""
     if told.endswith("*") or told in ("ncclComm_t", "cudaStream_t", "ncclWindow_t"):
         return "char*" if told == "const char*" else "pointer"
     return {"size_t": ctypes.c_size_t, "ncclUniqueId": UniqueId}.get(told, ctypes.c_int)
@@ -94,7 +93,7 @@ def _check_the_layout_of_the_configuration(version: str) -> None:
 
 
 def test_a_version_between_two_that_are_known_gets_what_both_have() -> None:
-    """NCCL takes what the configuration's size doesn't reach as undefined."""
+    """NCCL takes fields beyond the configuration's size as undefined."""
     known = {told["version"]: told["config"]["size"] for told in map(facts, RECORDED)}
     assert ctypes.sizeof(nccl_library.config_type(23005)) == known[23004]
     assert ctypes.sizeof(nccl_library.config_type(29999)) == known[max(known)]
@@ -129,7 +128,7 @@ def _wanted() -> list[str]:
 
 @pytest.mark.parametrize("version", _wanted() or [pytest.param("", marks=pytest.mark.skip("NCCL_WHEELS isn't set"))])
 def test_the_real_library(version: str, tmp_path: Path) -> None:
-    """What is recorded is what the wheel's header says; the library loads, without a GPU, and is bound."""
+    """The wheel's header matches the record. The library loads and binds without a GPU."""
     try:
         header, path = nccl_facts.fetch(version, tmp_path)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -141,7 +140,6 @@ def test_the_real_library(version: str, tmp_path: Path) -> None:
 
 
 def test_the_installed_library(tmp_path: Path) -> None:
-    """As above, where NCCL is installed beside torch."""
     header = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "include" / "nccl.h"
     if not header.exists():
         pytest.skip("there is no NCCL beside this torch")
@@ -157,7 +155,7 @@ def _check_real(header: Path, path: Path, folder: Path, recorded: dict[str, Any]
     assert set(library.missing) == set(nccl_library.FUNCTIONS) - set(told["functions"])
     assert ctypes.sizeof(library.config()) == told["config"]["size"]
     assert library.text_of(nccl_library.REMOTE_ERROR).startswith("ncclRemoteError, ")
-    # It looks at the arguments before it looks for a GPU: so much of a call can be tried anywhere.
+    # NCCL checks arguments before it looks for a GPU, so these calls work anywhere.
     state = ctypes.c_int()
     assert library.ncclCommGetAsyncError(None, ctypes.byref(state)) == INVALID_ARGUMENT
     assert library.ncclGroupStart() == library.ncclGroupEnd() == nccl_library.SUCCESS

@@ -1,4 +1,4 @@
-"""The ledger of a group's registered memory: which part a tensor gets, by the calls so far alone."""
+"""The ledger of registered memory places tensors by the sequence of calls alone."""
 
 from __future__ import annotations
 

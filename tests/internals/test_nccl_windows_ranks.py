@@ -1,4 +1,4 @@
-"""`group.empty` in memory that is registered with NCCL: over the stand-in, which logs the offsets."""
+"""`group.empty` in memory that is registered with NCCL: the stand-in logs offsets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def _group(library: str, **changes: Any) -> Iterator[tuple[Any, Any]]:
-    """The tp group over the stand-in, and its communicator; `changes` are to its context."""
+    """Yields the tp group and its communicator over the stand-in. `changes` apply to its context."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group: Any = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, **changes), (_ROW, CATALOG[-1]))
@@ -56,7 +56,7 @@ def _lines(nccl: Any, *names: str) -> list[str]:
 
 
 def _sum(group: Any, x: torch.Tensor) -> list[str]:
-    """Adds ones up in place; returns what NCCL was told."""
+    """Sums ones in place. Returns NCCL's log."""
     (nccl, *_) = group.route.communicators
     nccl.library.clear()
     x.fill_(1)
@@ -128,7 +128,7 @@ def _reuse_body(library: str) -> list[int]:
 
 
 def test_memory_is_used_again_once_all_ranks_have_let_go_of_it(pools: Pools, stand_in: str) -> None:
-    """A view keeps it, and so does another rank; another stream is ordered behind those that used it."""
+    """A view keeps it, and so does another rank. A stream that reuses it waits for its earlier users."""
     assert pools(2).run(_reuse_body, stand_in, tp=2) == [[512, 0, 1024, 0]] * 2
 
 
@@ -147,7 +147,7 @@ def test_a_setting_limits_the_memory(pools: Pools, stand_in: str) -> None:
 
 def _close_body(library: str) -> list[Any]:
     found: list[Any] = []
-    windows.free_closed()  # of the bodies before, whose tensors lived longer than their groups
+    windows.free_closed()  # earlier bodies' tensors outlived their groups
     with _group(library) as (group, nccl):
         x = group.empty([4])
         group.empty([20 * MIB], torch.uint8)
@@ -215,7 +215,7 @@ def test_a_rank_without_memory_is_asked_again(pools: Pools, stand_in: str) -> No
 
 
 def _full_body(library: str) -> bool:
-    """torch's cache has what one rank lacks."""
+    """Rank 1 lacks memory that torch's cache holds."""
     with _group(library) as (group, nccl):
         if group.rank_in_group == 1:
             nccl.library.tell("refuse_memory", UNHANDLED_CUDA_ERROR)
@@ -228,7 +228,7 @@ def test_a_full_device_gets_what_torch_keeps(pools: Pools, stand_in: str) -> Non
 
 
 def _late_body(library: str, how: str) -> tuple[str, str, float]:
-    # Without the memory, which a failed group gives up: it is also that of the tests after this one.
+    # Without host memory, which later tests also use: a failed group gives it up.
     with _group(library, timeout_s=1.0, host_memory=None) as (group, nccl):
         nccl.set_up()
         started = time.monotonic()
@@ -258,7 +258,7 @@ def test_a_rank_that_never_comes_ends_the_wait(stand_in: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_the_registration_ends_the_others_wait(stand_in: str) -> None:
-    """It waits for the others to say how they got on; they are in NCCL until their watch aborts it."""
+    """It waits for the others' results, which are in NCCL until their watch aborts it."""
     pool = WorkerPool(2)
     try:
         answers = pool.run(_late_body, stand_in, "register", tp=2)
@@ -293,7 +293,7 @@ def test_a_window_is_proven_by_its_first_sum(stand_in: str) -> None:
 
 
 def _ordinary_body(library: str) -> tuple[list[str], str, str]:
-    """What doesn't ask the other ranks at all."""
+    """Cases that don't ask the other ranks."""
     with _group(library) as (group, nccl):
         nccl.set_up()
         nccl.library.clear()
@@ -347,14 +347,14 @@ def test_a_rank_that_turned_it_off_turns_it_off_for_all(pools: Pools, stand_in: 
 
 
 def _error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """Of a communicator's call, which has no time: the route above counts it."""
+    """For a communicator's own call, without the route's time."""
     with pytest.raises(ps.CommunicationError) as raised:
         call()
     return type(raised.value).__name__, str(raised.value)
 
 
 def _debug_body(library: str) -> list[tuple[str, str]]:
-    """Each rank another part, which NCCL would add up wrong."""
+    """Each rank passes another part, which NCCL would add up wrong."""
     with _group(library) as (group, nccl):
         memory = nccl.context.host_memory
         memory.debug = True

@@ -1,4 +1,4 @@
-"""The quantisation behind the fused norms, exactly as `norms` describes it."""
+"""The quantization of the fused norms, exactly as in `norms`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def every(dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Every number of a 16-bit dtype; of a wider one bfloat16's, and what is next to each float8 and tie, × scale."""
+    """Returns every number of a 16-bit dtype. Of others: bfloat16's, and those next to each float8 and tie, × scale."""
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     if dtype.itemsize == 2:
         return patterns.view(dtype)

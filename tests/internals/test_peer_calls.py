@@ -1,4 +1,4 @@
-"""Which kernel carries what, who may use them, and what becomes of a rank that is late or gone: kernels on the CPU."""
+"""Peer kernels on the CPU: kernel choice, refusals, and late or dead ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
-    """The environment of ranks, with a table of small sizes."""
+    """The ranks' environment, with a table of small sizes."""
     folder = tmp_path_factory.mktemp("peers")
     row = Thresholds(arch="9.0", world_size=8, measured=True, source="a test", **BOUNDS)
     peer_thresholds.dump([row], folder.parent / f"{folder.name}.json", "a test")
@@ -70,7 +70,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
 
 
 def _group(env: Env, change: Callable[[Device], None] | None = None, **changes: Any) -> tuple[GroupCoordinator, Device]:
-    """A twin of this rank's tp group over the kernels; `change` is made to the device, `changes` to the context."""
+    """Returns a twin of the tp group over the kernels. `change` applies to the device, `changes` to the context."""
     os.environ.update(env)
     device = Device()
     if change is not None:
@@ -92,7 +92,6 @@ def _route_with(context: Any, device: Device) -> Route:
 
 
 def _launched(device: Device, call: Callable[[], object]) -> list[str]:
-    """The kernels that a call launches."""
     if device.made is None:
         return []
     device.made.launched.clear()
@@ -100,7 +99,7 @@ def _launched(device: Device, call: Callable[[], object]) -> list[str]:
     return list(device.made.launched)
 
 
-# Which kernel.
+# Kernel choice.
 
 
 def _choice_body(env: Env) -> dict[str, list[str]]:
@@ -145,8 +144,8 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
 
 
 def _without_room(group: GroupCoordinator, x: Tensor) -> None:
-    """The norm of a row that is too long for the device, as any is for one without blocks."""
-    group.all_reduce(x)  # has its call ready from now on
+    """Calls the norm of a row that is too long for the device: with no blocks, any row is."""
+    group.all_reduce(x)  # prepares the call for later ones
     made = group.route.communicators[0].group  # type: ignore[attr-defined]
     made.max_blocks, kept = 0, made.max_blocks
     group.all_reduce_add_rms_norm(x, x, x)
@@ -183,7 +182,7 @@ def test_sizes_choose_the_kernel_and_what_is_not_carried_goes_on(pools: Pools, e
 
 
 def _pinned_body(env: Env) -> tuple[list[str], list[bytes], bool]:
-    """The sum of the same numbers, alone and in the midst of a tensor that is larger than all thresholds."""
+    """Compares a sum alone with the same numbers inside a tensor above all thresholds."""
     group, device = _group(env)
     whole = real_numbers(Form((20_003,)), torch.bfloat16, group.rank_in_group)
     found: list[Tensor] = []
@@ -261,7 +260,7 @@ def test_norms_have_the_numerics_of_all_communicators(pools: Pools, env: Env) ->
 
 
 def _pinned_norm_body(env: Env) -> bool:
-    """The norm of the same row, alone and in the midst of a batch that is larger than the threshold."""
+    """Compares the norm of a row alone with the same row in a batch above the threshold."""
     group, device = _group(env)
     rows = real_numbers(Form((99, 64)), torch.bfloat16, group.rank_in_group)
     weight, found = torch.full((64,), 0.7, dtype=torch.bfloat16), []
@@ -285,7 +284,7 @@ CALLS = 1000 if LONG else 200
 
 
 def _many_body(env: Env, seed: int) -> int:
-    """Calls of any size and kind, each rank with its own delays, gloo's collectives between them."""
+    """Makes random calls with delays, and gloo's collectives between them."""
     group, device = _group(env)
     rank, size = group.rank_in_group, group.world_size
     assert device.made is not None
@@ -321,7 +320,7 @@ def test_many_calls_with_delays_and_another_communicator_between(pools: Pools, e
 
 
 def _blocks_body(env: Env) -> float:
-    """One rank's device holds fewer blocks than the others': block b must meet block b everywhere."""
+    """Rank 1's device holds fewer blocks, but block b of each rank must meet block b of the others."""
     rank = ps.get_tp_group().rank_in_group
     group, _ = _group(env, lambda device: setattr(device, "max_blocks", 1 if rank == 1 else 4), timeout_s=5.0)
     found = float(group.all_reduce(torch.ones(50_000))[-1])
@@ -349,7 +348,7 @@ def test_ranks_on_one_gpu_divide_its_blocks(pools: Pools, env: Env) -> None:
 
 
 def _threads_body(env: Env) -> int:
-    """Two threads of a rank, each with tensors of its own; whose call meets whose on the other rank isn't said."""
+    """Two threads per rank. Either may meet either thread of the other rank."""
     group, _ = _group(env)
     communicator = group.route.communicators[0]
     wrong: list[bool] = []
@@ -358,7 +357,7 @@ def _threads_body(env: Env) -> int:
         for _ in range(50):
             x = torch.full((64,), value)
             found = communicator.all_reduce(x, "sum").tolist()
-            wrong.append(found not in ([value + 1] * 64, [value + 1000] * 64))  # whichever the other rank's was
+            wrong.append(found not in ([value + 1] * 64, [value + 1000] * 64))  # of either thread of the other rank
 
     threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 1000.0)]
     for thread in threads:
@@ -392,7 +391,7 @@ def test_calls_on_other_streams_wait_for_each_other_but_not_in_a_capture(pools: 
     assert pools(2).run(_streams_body, env, tp=2) == [[(8, 7), (7, 8)]] * 2
 
 
-# Who may use them.
+# Refusals.
 
 
 def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
@@ -459,7 +458,7 @@ def test_what_speaks_against_it_on_one_rank_has_all_do_without(
 
 
 def _start_body(env: Env) -> str | None:
-    """CUDA can't be started on one rank, which none of the others sees."""
+    """CUDA fails to start on one rank, which the others can't see."""
     os.environ.update(env)
     group = ps.get_tp_group()
 
@@ -529,7 +528,7 @@ def test_two_ranks_need_no_nvlink(pools: Pools, env: Env) -> None:
     assert pools(2).run(_two_without_links_body, env, tp=2) == [["peer_memory", CATALOG[-1].name]] * 2
 
 
-# Late, gone, and after the end.
+# Late, dead and closed.
 
 
 def _late_body(env: Env) -> tuple[str, tuple[int, ...], str, float, str]:
@@ -553,7 +552,7 @@ def _late_body(env: Env) -> tuple[str, tuple[int, ...], str, float, str]:
 
 
 def test_a_late_rank_is_named_at_the_deadline(env: Env) -> None:
-    pool = WorkerPool(4)  # what fails here fails the tp group, whose shared memory the twin has
+    pool = WorkerPool(4)  # A failure here fails the tp group, whose shared memory the twin uses.
     try:
         answers = pool.run(_late_body, env, tp=4)
     finally:
@@ -569,7 +568,7 @@ def test_a_late_rank_is_named_at_the_deadline(env: Env) -> None:
 
 
 def _unseen_body(env: Env) -> tuple[str, str]:
-    """A replay gives up: no call sees it."""
+    """A replay times out, which no call sees."""
     group, _ = _group(env, timeout_s=2.0)
     said: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -611,7 +610,7 @@ def _dying_body(env: Env) -> tuple[str, tuple[int, ...], float]:
 
 
 def test_a_rank_that_ends_frees_those_that_wait_for_it(env: Env) -> None:
-    """Long before the deadline, which is a minute."""
+    """The deadline is a minute."""
     pool = WorkerPool(4)
     try:
         answers = pool.survivors(_dying_body, env, timeout_s=90)
@@ -624,7 +623,7 @@ def test_a_rank_that_ends_frees_those_that_wait_for_it(env: Env) -> None:
 
 
 def _stuck_body(env: Env) -> int:
-    """The device doesn't get done what it was given: what it may still write to is kept."""
+    """The device never completes its work, so its memory must be kept."""
     group, device = _group(env)
     group.all_reduce(torch.ones(8))
     device.streams.stuck = True
@@ -667,7 +666,7 @@ def test_a_closed_one_is_of_no_use(pools: Pools, env: Env) -> None:
 
 
 def _auto_body(env: Env, table: str, changes: dict[str, Any]) -> tuple[bool, str]:
-    """`changes` are made on the last rank."""
+    """`changes` apply to the last rank."""
     os.environ.update(env, **{TABLE: table, "PARALLEL_STATE_PEER_MEMORY": "auto"})
     try:
 

@@ -1,7 +1,4 @@
-"""The kernels in peer memory carry what they should: the bodies of contract tests, over the kernels on the CPU.
-
-What they refuse is carried by process groups, so that every case of a body has an answer.
-"""
+"""Contract tests over the peer kernels on the CPU. Process groups carry what the kernels refuse."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ NOT_CARRIED = (
     "test_gradients_of_uneven_shapes", "test_gradient_of_broadcast",
     "test_an_average_of_integers_wraps_and_is_divided_toward_zero",
 )  # fmt: skip
-"""Of these the kernels carry nothing."""
+"""Tests of which the kernels carry no call."""
 
 for _module in (test_all_gather, test_all_reduce, test_gradients, test_inference, test_reduce_scatter):
     for _name, _test in list(vars(_module).items()):
@@ -45,8 +42,6 @@ for _module in (test_all_gather, test_all_reduce, test_gradients, test_inference
 
 
 class StandInCarrier(Carrier):
-    """Groups whose tensors the kernels carry, on the CPU."""
-
     def __init__(self, size: Size, pools: Pools, settings: dict[str, str]) -> None:
         super().__init__(ROW, size, pools)
         self._settings = settings
@@ -59,7 +54,7 @@ class StandInCarrier(Carrier):
 
 
 def member_of(settings: dict[str, str]) -> Member:
-    """This rank's tp group, over the kernels, and process groups for what they refuse."""
+    """This rank's tp group over the kernels."""
     os.environ.update(settings)
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (ROW, CATALOG[-1]))
@@ -86,7 +81,6 @@ def run_on_rank(settings: dict[str, str], body: Callable[..., Any], args: tuple[
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of ranks that have the kernels on the CPU."""
     folder = tmp_path_factory.mktemp("peers")
     return {peer_stand_in.FOLDER: str(folder), peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
 

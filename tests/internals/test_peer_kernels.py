@@ -1,4 +1,4 @@
-"""benchmarks/peer_kernels.py over the kernels on the CPU: its answers, checks and targets; times are not looked at."""
+"""benchmarks/peer_kernels.py over the kernels on the CPU: answers, checks and targets. No test judges a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW = ("--emulate", "--rounds", "1", "--round-ms", "0.1")
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    build()  # skips where there is no compiler
+    build()  # skips without a compiler
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_crash_of_the_others_loses_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NCCL and torch's symmetric memory may end the process, so they begin when the kernels' rows are written."""
+    """NCCL and torch's symmetric memory may crash, so they start after the kernels' rows are written."""
     file, picture = tmp_path / "k.json", tmp_path / "k.svg"
 
     def crash(device: torch.device) -> Others:
@@ -115,13 +115,13 @@ def test_torchs_multicast_is_off_before_cuda_is_asked(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_its_check_alone(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a sanitizer is to run: no kernel waits for another one."""
+    """For sanitizers: no kernel waits for another one."""
     assert peer_kernels.main(["--emulate", "--check", "--ranks", "2", "8", "--dtype", dtype, "--hidden", "768"]) == 0
     assert capsys.readouterr().out.count(": right (") == 6
 
 
 class Faulty(CpuKernels):
-    """Does nothing where rank 0 is to run `kernel`, or copies its input."""
+    """On rank 0, replaces `kernel` by a copy of its input or by nothing."""
 
     kernel, copies = "", False
 
@@ -154,7 +154,7 @@ def test_a_kernel_that_does_too_little_is_never_timed(
 
 
 def test_a_kernel_that_waits_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not set back, rank 0 is an epoch ahead of what is there: it gives up, and on a GPU CUDA would be gone."""
+    """Without a rewind, rank 0 is an epoch ahead: it aborts, and on a GPU CUDA would be lost."""
     monkeypatch.setattr(peer_kernels_ranks, "DEADLINE_S", 0.1)
     monkeypatch.setattr(Regions, "rewind", lambda self, blocks, members: None)
     assert peer_kernels.main([*FEW, "--sizes", "1024"]) == 1
@@ -162,7 +162,7 @@ def test_a_kernel_that_waits_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_blocks_that_share_a_row_tell_each_other_anew() -> None:
-    """Set back, nothing is left of what they said; what the other ranks have sent is."""
+    """A rewind clears what the blocks sent each other, but not what other ranks sent."""
     team = KernelTeam(EmulatedMachine(), 2, ["eager"], 1 << 40, few=True)
     case = {"part": "norm", "ranks": 2, "dtype": "bfloat16", "bytes": 3072, "hidden": 1536}
     assert "fused, eager" in team.prepare(case)
@@ -217,7 +217,7 @@ def test_targets() -> None:
 
 
 def test_bytes_that_must_be_moved() -> None:
-    """By hand, of 1,000 bytes and 4 ranks."""
+    """Computed by hand for 1,000 bytes and 4 ranks."""
     moved = {
         "push, graph": 1000 + 3 * 2000 + 3 * 2000 + 1000,
         "pull, eager": 1000 + 1000 + 4 * 1000 + 1000,
@@ -231,7 +231,7 @@ def test_bytes_that_must_be_moved() -> None:
 
 
 def test_others_in_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gloo in NCCL's place, what is measured beside runs and is checked; symm_mem has no CPU and says so."""
+    """gloo replaces NCCL. symm_mem has no CPU and says so."""
     start = dist.init_process_group
 
     def over_gloo(backend: str, store: Any, rank: int, world_size: int, device_id: Any) -> None:

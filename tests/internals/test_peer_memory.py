@@ -1,4 +1,4 @@
-"""The two ways of sharing GPU memory, as far as they can be told from torch's without a GPU: with torch's played."""
+"""Both methods of sharing GPU memory, without a GPU: torch's part is faked."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_rendezvous_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gpus_that_have_one_number_in_their_processes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would say that they overlap."""
+    """torch would report overlapping GPUs."""
     sharing = _symmetric(monkeypatch, lambda tensor, group: pytest.fail("not to be tried"))
     with pytest.raises(NotSharedError, match=r"ranks 0 and 2 are both cuda:0 .*set_device"):
         sharing.map([[0, "a"], [1, "b"], [0, "c"]])
@@ -131,6 +131,6 @@ kept[1].close()
 
 @pytest.mark.slow
 def test_memory_that_is_left_outlives_the_interpreter() -> None:
-    """Its end must not wait for a device that may never get done, nor ask a CUDA context that is gone."""
+    """Freeing must not wait for a stuck device, nor use a CUDA context that is gone."""
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")) == (0, ["freed closed", ""]), done.stderr

@@ -1,4 +1,4 @@
-"""Regions that the ranks of a group share: one way after the other, by all ranks together."""
+"""All ranks of a group try the methods of sharing regions together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _share_body(folder: str) -> tuple[str, list[int], int]:
     os.environ[FOLDER] = folder
     context, way = _context(), FileWay()
     memory = share(context, 1 << 16, [way])
-    # Each rank writes its number into every region, at its own place; all see what all wrote.
+    # Each rank writes its number into every region. Every region then has all numbers.
     for address in memory.addresses:
         ctypes.c_uint64.from_address(address + 8 * context.rank).value = 100 + context.rank
     run_on_all_ranks(context, "test", lambda: None)

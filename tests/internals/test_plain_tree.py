@@ -1,4 +1,4 @@
-"""The library packs the same messages as Python, and makes the same objects of them; the rest is left to Python."""
+"""The library packs and unpacks the same messages as Python, and leaves the rest to Python."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_what_does_not_travel_is_told_with_its_path(value: Any, match: str) -> N
     assert not codec_values.use_library().takes_apart(value, LIMIT)
 
 
-# Whole messages, packed by one walk in C.
+# Whole messages, packed in one pass in C.
 
 
 def message(value: Any) -> tuple[bytes, list[tuple[int, int]]] | None:
-    """Returns the head, and addresses and sizes of the tensors with elements; None for what Python packs."""
+    """Returns the head, and address and size of each nonempty tensor. None if Python packs it."""
     objects = codec_values.use_library()
     objects.free()
     if not objects.takes_apart(value, LIMIT):

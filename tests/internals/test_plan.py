@@ -1,4 +1,4 @@
-"""`python -m parallel_state plan`: its numbers against Layout, its remarks and suggestions by hand, its exit codes."""
+"""`python -m parallel_state plan`: numbers match Layout; remarks, suggestions and exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from parallel_state.tools.plan.remarks import CHECKS, remarks_on
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300
 RECORD = str(ROOT / "tests/topologies/dgx-h100.json")
-FIT_S = 5.0  # 0.25 s here for the worst of 16,384 ranks; generous, for shared machines
+FIT_S = 5.0  # worst measured: 0.25 s for 16,384 ranks
 
 THE_EXAMPLE = ["--world-size", "1024", "--tp", "8", "--pp", "8", "--cp", "2", "--ep", "8",
                "--gpus-per-node", "8", "--order", "megatron"]  # fmt: skip
@@ -180,7 +180,7 @@ def test_warnings_come_first_and_say_how_many_groups() -> None:
     remarks = remarks_on(plan_of(1024, tp=8, pp=8, cp=2, ep=8))
     assert [remark.level for remark in remarks] == ["warning", "note"]
     assert "128 of 128 ep groups cross nodes (up to 8)" in remarks[0].text
-    assert "--etp 1" in remarks[0].text  # and it is true:
+    assert "--etp 1" in remarks[0].text  # the suggestion works:
     assert plan_of(1024, tp=8, pp=8, cp=2, ep=8, etp=1).made("ep").nodes == 1  # type: ignore[union-attr]
 
 
@@ -246,7 +246,6 @@ def test_each_change_fits_and_is_needed(world_size: int, tp: int, pp: int, ep: i
 
 
 def test_nearest_size_is_the_nearest() -> None:
-    """Against all sizes, by ratio."""
     for tp in (3, 5, 6, 7, 9, 11, 13, 24, 100):
         fits = [size for size in range(1, 65) if 64 % size == 0]
         best = min(max(size, tp) / min(size, tp) for size in fits)
@@ -284,7 +283,7 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("axis", [axis for axis in AXES if axis.size_parameter], ids=lambda axis: axis.name)
 def test_each_axis_has_both_options(axis: Any, capsys: pytest.CaptureFixture[str]) -> None:
     order = "-".join(["tp", "ep", *_DENSE[1:]])
-    extra = ["--tp", "2"] if axis.name == "dcp" else []  # which lies within tp
+    extra = ["--tp", "2"] if axis.name == "dcp" else []  # dcp divides tp
     found = []
     for option in (axis.name, axis.size_parameter):
         words = ["--world-size", "2", f"--{option.replace('_', '-')}", "2", "--order", order, "--json", *extra]
@@ -325,7 +324,7 @@ def test_bad_sizes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world-size", "8", "--gpus-per-node", "0"], "at least 1"),
         (["--world-size", "8", "--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
         (["--world-size", "8", "--json", "/dev/full"], "cannot write /dev/full: No space"),
-        (["--world-size", "16385", "--svg", "x.svg"], "at most 16384 ranks"),
+        (["--world-size", "16385", "--html", "x.html"], "at most 16384 ranks"),
     ],
 )
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,7 +359,7 @@ def test_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert main(["plan", *THE_EXAMPLE, "--rank", "37", "--json", str(path)]) == 0
-    assert "rank 37" in capsys.readouterr().out  # the text comes as well
+    assert "rank 37" in capsys.readouterr().out  # also the text
     found = json.loads(path.read_text(encoding="utf-8"))
     assert set(found) == {
         "format", "world_size", "gpus_per_node", "nodes", "order", "layout", "sizes", "groups", "missing", "warnings",
@@ -400,7 +399,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--svg", "--html", "--json"])
+@pytest.mark.parametrize("option", ["--html", "--json"])
 def test_a_file_on_stdout_comes_alone(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--world-size", "8", "--tp", "2", option, "-"]) == 0
     out = capsys.readouterr().out
@@ -410,7 +409,7 @@ def test_a_file_on_stdout_comes_alone(option: str, capsys: pytest.CaptureFixture
 
 
 def kinds_by_their_lists(request_: Request) -> dict[str, tuple[object, ...]]:
-    """What `make_plan` tells of each kind, from all its lists of ranks."""
+    """Returns `make_plan`'s facts of each kind, computed from all rank lists."""
     layout = request_.resolve()
     lists = {axis.name: layout.groups(axis.name) for axis in AXES if axis.name in layout.names}
     found = {}
@@ -445,7 +444,7 @@ def test_kinds_are_what_their_lists_of_ranks_are() -> None:
 
 
 def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--etp 1` changes no size that was given: it is the smallest change wherever it fits."""
+    """`--etp 1` changes no given size, so it is the smallest change."""
     assert main(["plan", "--world-size", "32", "--tp", "8", "--ep", "8"]) == 2
     assert "smallest change: --etp 1 (from 8, the tensor-parallel size unless given)" in capsys.readouterr().err
     assert main(["plan", "--world-size", "32", "--tp", "8", "--ep", "8", "--etp", "1"]) == 0
@@ -479,19 +478,19 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ch
 
 @pytest.mark.slow
 def test_as_a_process(tmp_path: Path) -> None:
-    """A reader that stops reading ends a command without a traceback; a full disk, and an error, are told in a line."""
+    """A closed pipe ends a command without a traceback. A full disk is one line."""
     plan = ["plan", "--world-size", "64", "--json"]
     commands = [("pipe", ["topology"]), ("pipe", plan), ("pipe", ["--help"]), ("/dev/full", plan[:3])]
-    commands += [("/dev/full", plan), ("/dev/full", ["topology", "--replay", RECORD, "--svg", "-"])]
+    commands += [("/dev/full", plan), ("/dev/full", ["topology", "--replay", RECORD, "--json"])]
     commands += [("/dev/null", ["plan", "--world-size", "7", "--tp", "2"])]
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps(commands), str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
-    *_, code_of_text, code_of_json, code_of_picture, code_of_error = json.loads(done.stdout)
-    *stopped, text, tree, picture, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
+    *_, code_of_text, code_of_json, code_of_topology, code_of_error = json.loads(done.stdout)
+    *stopped, text, tree, topology, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
     assert not [errors for errors in stopped if "Traceback" in errors or "BrokenPipe" in errors]
-    for code, full in ((code_of_text, text), (code_of_json, tree), (code_of_picture, picture)):
+    for code, full in ((code_of_text, text), (code_of_json, tree), (code_of_topology, topology)):
         assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
     assert code_of_error == 2
     assert error.startswith("error: 7 ranks are not divisible by tp=2;")

@@ -1,4 +1,4 @@
-"""Started transfers that nobody waits for cost nothing while nothing of them can move."""
+"""A started transfer costs nothing while it can't move."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.workers import WorkerPool
 DEADLINE_S = 60.0
 BEGIN_S, IDLE_S = 0.5, 1.0
 MOST_SWITCHES = 3
-"""While idle: the machine may move a sleeping thread."""
+"""The kernel may move a sleeping thread."""
 
 
 def _switches() -> int:
-    """Returns how often this process' progress threads were scheduled so far."""
+    """Counts how often this process's progress threads were scheduled."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "ps-transfers":
@@ -53,7 +53,7 @@ def test_an_outstanding_receive_between_hosts_is_idle() -> None:
 
 
 def _receive_idly() -> tuple[int, float]:
-    """Returns the switches of an idle receive on rank 1, and how long it takes once rank 0 sends."""
+    """Returns the switches of rank 1's idle receive, and its seconds after rank 0 sends."""
     ps.init_distributed_environment(timeout=DEADLINE_S)
     ps.initialize_model_parallel(2)
     group, out, switches = ps.get_tp_group(), torch.zeros(4), 0
@@ -83,7 +83,7 @@ def test_an_outstanding_receive_within_a_host_is_idle(pools: Callable[[int], Wor
 
 
 def _wait_for_one_that_leaves() -> str:
-    """Returns the error of rank 1, whose idle receive ends as rank 0 leaves."""
+    """Returns the error of rank 1's idle receive."""
     ps.init_distributed_environment(timeout=DEADLINE_S)
     ps.initialize_model_parallel(2)
     group = ps.get_tp_group().make_sub_group(range(2))

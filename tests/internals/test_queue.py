@@ -1,4 +1,4 @@
-"""One process at both ends of a message queue: its deadline, and a ring whose headers are not those of the message."""
+"""One process at both ends of a message queue: deadlines and wrong chunk headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.internals.queue_memory import channels
 
 TIMEOUT_S = 0.15
 MAGIC, CHUNK, MESSAGE, TOTAL_BYTES, HEAD_BYTES, FINGERPRINT = range(6)
-"""The words of `ChunkHeader` in csrc/queue.h."""
+"""Words of `ChunkHeader` in csrc/queue.h."""
 
 try:
     native.load()
@@ -29,13 +29,13 @@ except native.NativeUnavailableError as error:
 
 @pytest.mark.slow
 def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
-    """The median of five, of readers that nobody writes for and of writers that nobody reads for."""
+    """Median of five, for waiting readers and for waiting writers."""
     readers: list[float] = []
     writers: list[float] = []
     x = torch.zeros(8 << 20, dtype=torch.uint8)
     with channels(tmp_path / "queue", 0, 6, timeout_s=TIMEOUT_S, meet=False) as ends:
         for other in range(1, 6):
-            sender = ends.sender(other, MESSAGES)  # its memory takes time as well
+            sender = ends.sender(other, MESSAGES)  # allocation takes time, too
             for waits, call in (
                 (readers, ends.receiver(other, MESSAGES).next),
                 (writers, functools.partial(sender.send, Message(b"", (x,)))),
@@ -51,7 +51,7 @@ def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
 
 
 def _word(ends: Channels, chunk: int, word: int) -> ctypes.c_uint64:
-    """A word of the header of a chunk, counted from 0, of the ring from rank 0 to rank 1."""
+    """Returns a header's word in the ring from rank 0 to rank 1."""
     place = ends.sender(1, MESSAGES)._place
     return ctypes.c_uint64.from_address(place.data + chunk * place.shape.chunk_bytes + 8 * word)
 

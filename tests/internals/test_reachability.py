@@ -1,4 +1,4 @@
-"""Whether hosts reach each other: who answers at an address, and how much of what is found can be told."""
+"""Which process answers at a host's address, and how findings fit into a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def world() -> Iterator[World]:
 
 
 def _found(endpoint: Endpoint, limit_s: float = 5.0) -> dict[int, str]:
-    """Returns what rank 0 finds of rank 1, at this endpoint."""
+    """Returns rank 0's findings about rank 1 at this endpoint."""
     places = {0: OWN, 1: Address("2", "127.0.0.2", endpoint=str(endpoint))}
     return reachability._unreached(places, 0, [0, 1], limit_s)
 
@@ -69,7 +69,7 @@ def test_nobody_answers() -> None:
 
 
 def test_the_kernel_s_reason_is_told() -> None:
-    """A socket that isn't allowed to broadcast."""
+    """By a socket that may not broadcast."""
     assert "Network is unreachable" in _found(Endpoint(3, "255.255.255.255", 9, "", 0))[1]
 
 

@@ -1,4 +1,4 @@
-"""The reductions give the same bits with every instruction set, and on another processor."""
+"""Reductions give the same bits with every instruction set, and on another processor."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ DTYPES = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
 )  # fmt: skip
 REDUCTIONS = 5
-"""As in reduce.h, which numbers both."""
+"""Numbered as in reduce.h."""
 COUNT = 1031  # whole vectors, and a rest
 
 
 def _fingerprints(compiler: Sequence[str], *runner: str) -> dict[str, set[str]]:
-    """By dtype, reduction and number of sources: the fingerprints of all instruction sets."""
+    """Returns all instruction sets' fingerprints by dtype, reduction and number of sources."""
     files = [ROOT / "tests" / "native" / "reduce_bits.cpp", SOURCES / "reduce.cpp"]
     flags = ["-O3", "-std=c++17", "-fno-math-errno", "-static", f"-I{SOURCES}"]
 
@@ -57,7 +57,7 @@ def _own_compiler() -> Sequence[str]:
 
 
 def _drawn(dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """Numbers of either sign that round at each step, zeros and denormals too, and integers of all bits."""
+    """Draws numbers of either sign that round at each step, zeros, denormals, and integers of all bits."""
     if not dtype.is_floating_point:
         return torch.randint(0, 256, (COUNT * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
     numbers = torch.randn(COUNT, dtype=torch.float64, generator=draw)
@@ -67,7 +67,6 @@ def _drawn(dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
-    """Of the compiled library, with its flags."""
     library = native.load()
     draw = torch.Generator().manual_seed(7)
     instruction_sets = set()
@@ -90,7 +89,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 
 def test_another_processor_gives_the_same_bits() -> None:
-    """An ARM in emulation, where the tools for it are installed."""
+    """ARM in emulation, if its tools are installed."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None or emulator is None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64-static")

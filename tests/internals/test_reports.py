@@ -1,4 +1,4 @@
-"""What ranks conclude from each other's reports after a failure, without a control plane."""
+"""What ranks conclude from each other's failure reports, without a control plane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.internals.asked_peers import Peers
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:
-    """`r0="3 barrier gather"`: rank 0 was in the group's third operation, a barrier, after a gather."""
+    """`r0="3 barrier gather"`: rank 0 was in the group's third call, a barrier, after a gather."""
     told = {int(name[1:]): [*words.split(), ""] for name, words in calls.items()}
     reports = {each: Report(int(words[0]), words[1], before=words[2]) for each, words in told.items()}
     context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0)
@@ -49,7 +49,7 @@ def test_one_that_was_late_is_told_so() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
-    """As where one was stopped in the middle of it and goes on when the others have given up."""
+    """A rank was stopped in it and resumes after the others gave up."""
     there, ahead = "3 gather barrier", "4 barrier gather"
     found = _conclude(rank, r0=ahead, r1=ahead, r2=there, r3=there)
     assert type(found) is CommunicationError
@@ -57,7 +57,7 @@ def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
 
 
 def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
-    """Ranks 0 and 1 are through the third operation, with which all had come."""
+    """Ranks 0 and 1 have completed the third call."""
     peers = Peers()
     watchers = [peers.join(rank) for rank in range(4)]
 

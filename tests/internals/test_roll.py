@@ -1,4 +1,4 @@
-"""The call of the roll by which ranks that share only a store of torch find each other's control planes."""
+"""Ranks that share only a torch store find each other's control planes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failure does to a route: which errors end a group, what each later call raises, and who is told."""
+"""Which errors end a group, what later calls raise, and which observers are called."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ X = torch.ones(3)
 
 
 class Server:
-    """What carries the registered ops past the route."""
+    """Carries registered ops without the route."""
 
     def __init__(self) -> None:
         self.served: list[bool] = []
@@ -62,7 +62,7 @@ class Server:
 
 
 class Failing(Communicator):
-    """Carries what it is asked for, and then raises `error` if there is one."""
+    """Carries a call, then raises `error` if it is set."""
 
     name = "failing"
     tells_sending = True
@@ -117,7 +117,7 @@ def route(failing: Failing) -> Route:
 
 @pytest.fixture
 def told() -> Iterator[list[int]]:
-    """Grows by one with each call of those that hear of a group's first failure."""
+    """Gets an entry for each first failure of a group."""
     calls: list[int] = []
 
     def hear(_: FailureEvent) -> None:
@@ -237,7 +237,7 @@ def test_the_first_failure_stays(route: Route, told: list[int]) -> None:
 def test_a_death_anywhere_in_the_failure_domain_ends_the_group(
     route: Route, watcher: Watcher, failing: Failing, told: list[int]
 ) -> None:
-    """Before anything is sent, and named: rank 0 isn't in the group."""
+    """Nothing is sent, and rank 0, outside the group, is named."""
     _call(route)
     watcher.report(0, "has ended")
     assert route.has_failed
@@ -257,7 +257,7 @@ def test_a_death_outside_of_the_failure_domain_is_nothing_to_the_group(route: Ro
 
 
 def test_all_that_died_together_are_named(route: Route, watcher: Watcher, failing: Failing) -> None:
-    """One of them was the neighbour whose connection broke."""
+    """One of them was the neighbor whose connection broke."""
     failing.error = PeerDiedError("gone", **_facts())
     original = Failing.all_reduce
 
@@ -287,7 +287,7 @@ def test_a_destroyed_group_keeps_nothing(route: Route, failing: Failing, told: l
 
 
 class Graph:
-    """What a capture leaves, held by a cycle as the frames of an exception are."""
+    """A capture's remains, in a reference cycle as in an exception's frames."""
 
     def __init__(self) -> None:
         self.own = self

@@ -1,4 +1,4 @@
-"""Signals in waits of the main thread: which interrupt them, and when the interpreter lock is taken for that."""
+"""Which signals interrupt waits of the main thread, and when that takes the interpreter lock."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_wait_takes_the_interpreter_lock_for_signals_only(options: list[str], 
 
 @pytest.fixture
 def reader() -> int:
-    """The descriptor that the compiled library reads, which is empty."""
+    """The read end of the library's signal pipe, drained."""
     value = wakeup.SignalPipe.from_address(native.load().signal_pipe).reader
     assert value >= 0
     _drain(value)

@@ -1,4 +1,4 @@
-"""The memory behind each rank's slots comes from that rank: the kernel takes it from the node that the rank runs on."""
+"""Each rank allocates its own slots, so that their memory is on its NUMA node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def segment() -> Iterator[Segment]:
 
 
 def _backed(segment: Segment, start: int, end: int) -> int:
-    """Counts the bytes between that the file has memory for, and that somebody has touched."""
+    """Returns how many bytes in between are allocated."""
     found, at = 0, start
     while at < end:
         try:
@@ -47,7 +47,7 @@ def _slots_of(rank: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("order", [range(SIZE), reversed(range(SIZE))], ids=["first to last", "last to first"])
 def test_each_rank_backs_its_own_slots(segment: Segment, order: Iterator[int]) -> None:
-    """In any order: the first rank's segment may still be empty when another one comes."""
+    """The first rank's part may still be empty when another one allocates."""
     size_bytes = mapped_bytes(LIBRARY, SIZE)
     address = LIBRARY.ps_map(segment.descriptor, size_bytes, 0)
     done: set[int] = set()
@@ -59,7 +59,7 @@ def test_each_rank_backs_its_own_slots(segment: Segment, order: Iterator[int]) -
                 start, end = _slots_of(each)
                 assert _backed(segment, start, end) == (end - start if each in done else 0), (rank, each)
             own = sum(end - start for start, end in map(_slots_of, done))
-            shared = size_bytes - (_slots_of(SIZE - 1)[1] - _slots_of(0)[0])  # lines and archives, and members
+            shared = size_bytes - (_slots_of(SIZE - 1)[1] - _slots_of(0)[0])  # lines, archives and members
             assert os.fstat(segment.descriptor).st_blocks * 512 == own + (shared if 0 in done else 0)
     finally:
         LIBRARY.ps_unmap(address, size_bytes)

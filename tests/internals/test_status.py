@@ -1,4 +1,4 @@
-"""What ranks tell each other about the calls they are in, with control planes in one process."""
+"""Ranks exchange the states of their calls, with control planes in one process."""
 
 from __future__ import annotations
 

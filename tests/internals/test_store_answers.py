@@ -1,4 +1,4 @@
-"""The service at a store's address: torch's store, a launch's store, or another service, which the error names."""
+"""Identifies the service at a store's address: torch's, a launch's, or another, which the error names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reads_lines(connection: socket.socket) -> None:
 
 
 def hangs_up(connection: socket.socket) -> None:
-    """Closes it."""
+    """Closes the connection."""
 
 
 def is_silent(connection: socket.socket) -> None:
@@ -75,7 +75,7 @@ def test_a_store_of_torch_answers_and_works_on(libuv: bool) -> None:
 
 @pytest.mark.slow
 def test_a_store_of_torch_may_answer_late() -> None:
-    """Between this process and the store is one that passes bytes on after the time in which a service would answer."""
+    """A proxy delays all bytes beyond the time in which another service would answer."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def passes_on(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Transfers between two ranks on different hosts, over pairs of sockets in one process: each rank is a thread."""
+"""Transfers between ranks on different hosts. Ranks are threads, connected by socket pairs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,11 @@ HEAD = struct.Struct("<4sIi4xQQ")
 """`Head` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body."""
 AT_ONCE, ANNOUNCED, ASKED_FOR, ANSWER = b"PSM\1", b"PSMA", b"PSMB", b"PSMC"
 KEPT_BYTES = 256
-"""Beside a kept message's body."""
+"""Overhead of a kept message."""
 BYTE = DTYPE_NUMBERS[torch.uint8]
 
 
 class Rank:
-    """A rank's transfers, and the sockets that they go over."""
-
     def __init__(
         self,
         rank: int,
@@ -89,7 +87,7 @@ class Rank:
         return self.transfers.irecv_(out, src, tag)
 
     def facts(self, peer: int) -> tuple[int, int, int, int]:
-        """Returns the bytes stored for later receives; sent at once; received of these; and taken by this rank."""
+        """Returns the bytes stored for later receives, sent at once, received of these, and taken by this rank."""
         words = (ctypes.c_uint64 * 4)()
         native.load().ps_streams_facts(self.transfers.address, peer, words)
         return tuple(words)
@@ -110,7 +108,7 @@ def _two(count: int = 1, **options: Any) -> tuple[Rank, Rank]:
 
 @pytest.fixture(params=[1, 3], ids=["one connection", "three connections"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, Rank]]:
-    """Two ranks; with several connections most bodies are striped."""
+    """With several connections most bodies are striped."""
     pair = _two(request.param, striped_bytes=STRIPED_BYTES)
     yield pair
     for end in pair:
@@ -131,7 +129,7 @@ def ranks(early_bytes: int) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _both(*calls: Callable[[], Any]) -> list[Any]:
-    """Runs the ranks; returns what they return, or raise."""
+    """Returns each rank's result or error."""
     found: list[Any] = [None] * len(calls)
 
     def run(rank: int) -> None:
@@ -173,7 +171,7 @@ SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 
 
 def _call(end: Rank, seed: int, own: int) -> None:
-    """Sends messages of two tags; receives as many, the tags in another order than they were sent in."""
+    """Sends messages of two tags, and receives the tags in another order."""
     draw, other = random.Random(seed), 1 - own
     sizes = [draw.choice(SIZES) for _ in range(5)]
     sends = [
@@ -226,7 +224,7 @@ def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Rank, Rank]
 
 @pytest.mark.parametrize("striped", [299, 300, 301])
 def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
-    """Of bodies around the least that is striped; of three bytes over four connections one carries nothing."""
+    """Bodies around the smallest striped one. One of four connections carries nothing of three bytes."""
     near, far = _two(4, striped_bytes=min(striped, 300))
     for size in (striped, 1000, 3):
         body, out = _bytes(random.Random(size).randbytes(size)), _room(size)
@@ -285,7 +283,7 @@ def test_hostile_heads_break_the_connection(ends: tuple[Rank, Rank], hostile: st
 
 
 def test_many_small_messages_that_nobody_receives_are_bounded() -> None:
-    """Together beyond the grant: heads alone take memory, too."""
+    """Heads alone take memory, too."""
     granted = 32 << 10
     ends = _two(early_bytes=granted)
     _socket(ends[0], 1).sendall(_head(AT_ONCE, 0, 7) * (granted // 256 + 1))
@@ -306,7 +304,7 @@ def test_a_message_of_another_size_is_refused(ends: tuple[Rank, Rank], kind: byt
 
 
 def test_strangers_hold_nobody_up() -> None:
-    """Silent ones, one with another token, one who leaves; and who is expected, whose words come one by one."""
+    """Some are silent, have another token or leave. The expected peer sends byte by byte."""
     meeting = SimpleNamespace(has_lost_a_rank=lambda: False)
     token, made, began = bytes(range(16)), dict[tuple[int, int], socket.socket](), time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -337,7 +335,7 @@ def test_strangers_hold_nobody_up() -> None:
 
 @pytest.fixture
 def three() -> Iterator[tuple[Rank, dict[int, Rank]]]:
-    """Rank 0, and ranks 1 and 2, which are connected to it alone."""
+    """Rank 0, and ranks 1 and 2, connected only to it."""
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
     here = Rank(0, {rank: pair[:1] for rank, pair in pairs.items()})
     theirs = {rank: Rank(rank, {0: pair[1:]}) for rank, pair in pairs.items()}
@@ -362,7 +360,7 @@ def test_who_has_sent_all_may_go(three: tuple[Rank, dict[int, Rank]]) -> None:
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 def test_a_receive_from_any_rank_takes_the_next_message(three: tuple[Rank, dict[int, Rank]], count: int) -> None:
-    """Before and after the message has come; a rank that has gone ends it only when all have."""
+    """Before and after it arrives. The wait fails only when all ranks have left."""
     here, theirs = three
     out = torch.zeros(count)
     received = here.irecv(out, Transfers.ANY_SOURCE)
@@ -394,7 +392,7 @@ def test_a_transfer_keeps_its_memory_until_it_is_done(ends: tuple[Rank, Rank]) -
 
 
 def _next_call(end: Rank) -> None:
-    """Lets go of what other threads ended: they have no interpreter lock."""
+    """Frees what other threads ended without the interpreter lock."""
     until = time.monotonic() + LIMIT_S
     while end.transfers.waiting_sends(1) and time.monotonic() < until:
         time.sleep(0.01)
@@ -410,7 +408,7 @@ def test_a_connection_with_an_error_lets_go_of_memory(ends: tuple[Rank, Rank], e
     there.irecv(memory[1], 1)
     memory.clear()
     end(there)
-    time.sleep(0.05)  # the progress thread may be on its way out
+    time.sleep(0.05)  # the progress thread may be exiting
     _next_call(there)
     assert [each() for each in alive] == [None] * 2
     with pytest.raises((TransferError, GroupDestroyedError)):
@@ -439,7 +437,7 @@ def test_a_wait_ends_as_another_thread_closes_or_fails(
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
-    """Who closes a connection with something unread in it resets it: writing fails then, and reading doesn't."""
+    """Closing a connection with unread bytes resets it. Then writes fail, but reads still work."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -460,7 +458,7 @@ def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.01])
 def test_ctrl_c_ends_a_wait(spin_s: float) -> None:
-    """And all of the group: what was interrupted may have been a part of a message."""
+    """The whole group ends, because the receive may have been partial."""
     near, far = socket.socketpair()
     here = Rank(0, {1: [near]}, spin_s=spin_s)
     started = here.irecv(_room(4), 1)
@@ -498,7 +496,7 @@ def test_a_forked_child_ends_nothing(ends: tuple[Rank, Rank]) -> None:
 
 
 class _Model:
-    """Messages by tag, in the order in which a receiver gets them, and the bytes that bring them."""
+    """Messages by tag in receive order, and their bytes."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -513,7 +511,7 @@ class _Model:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
-    """Messages with receives before and after they come."""
+    """Receives are posted before and after the messages arrive."""
     draw = random.Random(seed)
     model, (near, far) = _Model(draw), socket.socketpair()
     here = Rank(0, {1: [near]})
@@ -537,7 +535,7 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 cut = draw.choice((1, 31, 32, 33, 1000, 65_536, 200_000))
                 sent += far.send(model.stream[sent : sent + cut])
-            with contextlib.suppress(BlockingIOError):  # answers to large messages, as the protocol has them
+            with contextlib.suppress(BlockingIOError):  # the protocol's answers to large messages
                 far.recv(1 << 20)
             if sent == len(model.stream):
                 receive_some(len(to_receive))
@@ -610,7 +608,7 @@ def test_threads_wait_at_once(ranks: tuple[Rank, Rank]) -> None:
 
 @pytest.mark.parametrize("count", [SMALL, LARGE // 4])
 def test_only_so_much_is_kept_before_it_is_received(ranks: tuple[Rank, Rank], count: int, early_bytes: int) -> None:
-    """A hundred tensors before the one that the receiver waits for; what is kept comes to no more than the bound."""
+    """A hundred other tensors arrive first, but no more than the bound is kept."""
     xs = [torch.full((count,), float(number)) for number in range(100)]
     kept: list[int] = []
 
@@ -635,7 +633,7 @@ def test_only_so_much_is_kept_before_it_is_received(ranks: tuple[Rank, Rank], co
 
 
 def test_room_comes_back_with_what_was_received(ranks: tuple[Rank, Rank], early_bytes: int) -> None:
-    """Else all that follows the first 64 MiB would wait for its receive."""
+    """Otherwise everything after the first 64 MiB would wait for its receive."""
     count = max(1, early_bytes // 16)
     for number in range(12):
         sent = ranks[0].isend(torch.full((count,), float(number)), 1)

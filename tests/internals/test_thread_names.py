@@ -1,4 +1,4 @@
-"""Each thread that this library starts has a kernel name, such as `ps-control` in `top -H`."""
+"""Each thread of this library has a kernel name, such as `ps-control` in `top -H`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
     native.load()
     creation.load()
 
 
 def _tasks() -> dict[int, str]:
-    """Returns the kernel's names of this process' threads."""
+    """Returns the kernel's names of this process's threads."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             found[int(task.name)] = (task / "comm").read_text().strip()
-        except OSError:  # it has ended
+        except OSError:  # it has exited
             continue
     return found
 
@@ -80,7 +79,7 @@ def _threads_at_rest() -> list[str]:
 
 
 def _threads_of_started_transfers() -> tuple[int, list[float]]:
-    """Returns how many threads move transfers of three groups that nobody waits for, and what came."""
+    """Returns how many threads move the pending transfers of three groups, and the results."""
     ps.init_distributed_environment(timeout=DEADLINE_S)
     ps.initialize_model_parallel(2)
     groups = [ps.get_tp_group().make_sub_group(range(2)) for _ in range(3)]
@@ -115,7 +114,7 @@ def _names_over_torch() -> tuple[list[str], dict[str, str]]:
 
 
 def _told(before: dict[int, str]) -> tuple[list[str], dict[str, str]]:
-    """Returns the kernel's names of the threads since `before`, and those of this library's threads by Python's."""
+    """Returns the kernel names of threads since `before`, and those of our threads by Python name."""
     ours = {each.name: each.native_id for each in threading.enumerate() if each.name.startswith(exits.THREADS)}
     _until(lambda: all(_tasks().get(number or 0, "ps-").startswith("ps-") for number in ours.values()))
     now = _tasks()
@@ -124,7 +123,7 @@ def _told(before: dict[int, str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _check(told: list[tuple[list[str], dict[str, str]]], expected: set[str], others: tuple[str, ...] = ()) -> None:
-    """`others`: prefixes of the names of torch's threads."""
+    """`others` are name prefixes of torch's threads."""
     for new, named in told:
         assert named
         assert named == {name: f"ps-{name.removeprefix(exits.THREADS)}"[:15] for name in named}
@@ -144,7 +143,7 @@ def test_threads_of_a_world(shared_memory: bool) -> None:
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_has_few_threads(shared_memory: bool) -> None:
-    """ps-helper: an idle thread of the pool, if a store was asked."""
+    """ps-helper is an idle thread of the pool, if a store was used."""
     env = {} if shared_memory else {"PARALLEL_STATE_SHARED_MEMORY": "off"}
     for names in ps.launch(_threads_at_rest, 2, env=env, timeout=DEADLINE_S):
         assert len(names) <= 3

@@ -1,4 +1,4 @@
-"""The topology of machines that were put together after public descriptions, and of this one where it has a GPU."""
+"""Topologies of machines recorded from public descriptions, and of this one if it has a GPU."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_links_that_are_down_do_not_count() -> None:
     down = machine("dgx-h100", link_is_active={"3 0": False, "3 1": False})
     assert [path.nvlinks for (one, _), path in down.paths.items() if one == 3] == [16] * 7
     assert down.paths[0, 1].nvlinks == 18
-    one_way = machine("h200-nvl-2x4", link_is_active={"1 0": False, "1 5": False})  # to GPU 0, as this one counts them
+    one_way = machine("h200-nvl-2x4", link_is_active={"1 0": False, "1 5": False})  # to GPU 0, in this GPU's numbering
     assert one_way.paths[0, 1].nvlinks == one_way.paths[1, 0].nvlinks == 4
 
 
 def test_links_that_are_up_but_of_no_use() -> None:
-    """As without the switches' manager."""
+    """As without the fabric manager."""
     found = machine("dgx-h100", p2p_status={f"{a} {b} 2": 5 for a, b in permutations(range(8), 2)})
     assert found.paths[0, 1].nvlinks == 18
     assert found.paths[0, 1].nvlink_problem == "P2P nvlink is not supported"
@@ -120,7 +120,7 @@ def test_a_driver_that_says_nothing_but_uuids(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_refused_question_matters_beyond_itself(name: str) -> None:
-    """Whatever one question's answer is missing, or all are after it, there is a topology and a text."""
+    """Whichever answer is missing, alone or with all later ones, there is a topology and a text."""
     whole = record(name)
     for question in whole:
         found = read_topology(Recording({**whole, question: {"*": REFUSAL}}))
@@ -225,7 +225,7 @@ def test_a_recorder_keeps_refusals() -> None:
 
 
 def run_command(library: Path, *commands: list[str], **environment: str) -> str:
-    """Returns what the commands print, in one process, which its loader has told where NVML is."""
+    """Returns the commands' output. Loading the library first makes pynvml use it."""
     code = (
         f"import ctypes, sys; ctypes.CDLL({str(library / NVML)!r})\n"
         "from parallel_state.__main__ import main\n"
@@ -245,7 +245,7 @@ def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_through_pynvml(nvml_folder: Path) -> None:
-    """Its structures and functions, on a library that answers as NVML's headers say."""
+    """pynvml's structures and functions work on a library that follows NVML's headers."""
     told = json.loads(run_command(nvml_folder, ["topology", "--json"], CUDA_VISIBLE_DEVICES="1,0"))
     one, two = told["gpus"]
     assert (told["driver_version"], told["cuda_version"]) == ("580.65.06", "13.0")
@@ -297,7 +297,7 @@ def test_pci_ids_as_the_kernel_writes_them(told: str, short: str) -> None:
 
 
 def test_this_machine() -> None:
-    """Where there is a GPU: what the driver says makes sense, and agrees with torch's CUDA."""
+    """The driver's facts are plausible and match torch's CUDA."""
     import torch
 
     found = read_topology()

@@ -1,4 +1,4 @@
-"""What torch.distributed is asked through names of its own."""
+"""Private functions of torch.distributed."""
 
 from __future__ import annotations
 

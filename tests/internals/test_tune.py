@@ -1,4 +1,4 @@
-"""A tuning over the kernels on a CPU: candidates are measured, the choice is proven, and a wrong result is no row."""
+"""Tuning over the kernels on a CPU: candidates are measured, choices proven, wrong results rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Spoil = Callable[[StandInPeerMemory, Event], None]
 
 
 def _tuned(env: dict[str, str], spoil: Spoil) -> tuple[Thresholds | str, list[Any]]:
-    """The row, or the error; and the times of each operation. The proof's start sets the event that `spoil` gets."""
+    """Returns the row or the error, and the times. `spoil` gets an event that is set when the proof starts."""
     os.environ.update(env)
     tune.CALLS_IN_A_GRAPH = 2  # kernels on a CPU are slow
     group = ps.get_tp_group()
@@ -83,7 +83,7 @@ def test_every_candidate_is_measured_and_the_choice_is_proven(pools: Pools, env:
 
 def _spoiled_body(env: dict[str, str]) -> Any:
     def spoil(peers: StandInPeerMemory, proving: Event) -> None:
-        """Now and then a result is wrong on the last rank, and never where the candidates are looked at first."""
+        """Makes some results wrong on the last rank, but only during the proof."""
         right, calls = peers.group.all_reduce, [0]
 
         def wrong(out: torch.Tensor, x: torch.Tensor, how: str) -> None:
@@ -98,7 +98,6 @@ def _spoiled_body(env: dict[str, str]) -> Any:
 
 
 def test_a_result_that_is_wrong_once_in_a_while_is_no_row(pools: Pools, env: dict[str, str]) -> None:
-    """On any rank."""
     for text in pools(2).run(_spoiled_body, env, tp=2):
         assert isinstance(text, str) and text.startswith("no row is written: "), text
         assert " of 60 calls were wrong on rank 1" in text

@@ -1,4 +1,4 @@
-"""A call in two words, as ranks tell it over shared memory, and in the words of errors."""
+"""A call as two integers, as in shared memory, and as text, as in errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [
     ((), "[]"), ((0,), "0"), ((7,), "7"), ((3, 4), "[3, 4]"), ((1 << 29, 2), f"[{1 << 29}, 2]"),
     ((2, 0, 3), "[2, 0, 3]"), ((1,) * 6, "[1, 1, 1, 1, 1, 1]"), ((1 << 31, 2), str(1 << 32)), ((1,) * 15, "1"),
 ]  # fmt: skip
-"""And as errors show them: those that don't fit into the word, by their elements."""
+"""(shape, its text in errors). Shapes that don't fit show their element count."""
 
 
 @pytest.mark.parametrize(("shape", "shown"), SHAPES)
@@ -39,7 +39,7 @@ def test_the_words_of_rows_and_of_messages() -> None:
 
 
 def test_shapes_of_as_many_elements_have_other_digests() -> None:
-    """24 bits: of a million pairs, some hundredths of one would share theirs by chance."""
+    """With 24 bits, a million pairs would collide a few hundredths of a time."""
     by_numel: dict[int, list[UserCall]] = {}
     for shape in itertools.chain.from_iterable(itertools.product(range(1, 25), repeat=dims) for dims in (1, 2, 3)):
         by_numel.setdefault(math.prod(shape), []).append(UserCall("all_reduce", shape=shape))

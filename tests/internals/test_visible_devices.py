@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES: NVIDIA's own examples, MIG slices, and what torch makes of random lists."""
+"""CUDA_VISIBLE_DEVICES: NVIDIA's examples, MIG slices, and torch's parsing of random lists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def indices(text: str | None, gpus: list[Gpu] = GPUS) -> list[int]:
         (f"{UUIDS[2]},{UUIDS[0]}", [2, 0]),
         ("GPU-8932f937", [0]),  # also from the guide: enough digits to be unique
         ("GPU-1,GPU-b", [2, 3]),
-        ("GPU-b,GPU-8932", [3]),  # names two
+        ("GPU-b,GPU-8932", [3]),  # matches two
         ("GPU-b,GPU-ffff,GPU-1", [3]),
         ("GPU-b,0", [3]),
         ("0,GPU-b", [0]),
@@ -68,7 +68,7 @@ def test_what_is_meant_needs_no_remark(text: str) -> None:
 
 
 def test_as_torch_does() -> None:
-    """torch reads the variable itself, without CUDA; its answer for random lists of all kinds of entries."""
+    """torch parses the variable without CUDA."""
     if not hasattr(torch.cuda, "_parse_visible_devices"):
         pytest.skip("this torch has no _parse_visible_devices")
     dice = random.Random(5)

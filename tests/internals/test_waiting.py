@@ -1,4 +1,4 @@
-"""Waits for torch's works: in slices, between which deaths are looked for; a dead rank's last bytes may still come."""
+"""Waits for torch's works poll for deaths. A dead rank's last bytes may still arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from device_communicators.routing.waiting import Watched, WatchedByThread
 
 
 class Collective:
-    """A work of torch's that is done, or fails, so many seconds after it began; never where that is None."""
+    """A torch work that completes or fails after `done_s`, or never if None."""
 
     def __init__(self, done_s: float | None, error: str = "") -> None:
         self._ends = time.monotonic() + done_s if done_s is not None else float("inf")
@@ -55,7 +55,7 @@ def _seconds(call: Callable[[], object], error: type[Exception]) -> float:
 
 @pytest.mark.parametrize("kind", [Watched, WatchedByThread])
 def test_what_a_dead_rank_had_sent_completes_the_call(kind: type[Watched]) -> None:
-    """It died before the wait began; its bytes come within `NOTICE_S` after."""
+    """The bytes arrive within `NOTICE_S` after the death."""
     watcher = Watcher()
     watcher.report(3, "has ended")
     kind(Collective(0.13), _context(watcher), "all_reduce").wait()
@@ -83,7 +83,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> None:
-    """A process that is killed counts from then on; one of which only the first thread has gone doesn't."""
+    """A killed process counts at once. One that lost only its first thread doesn't."""
     commands = (["sleep", "60"], [sys.executable, "-c", WITHOUT_ITS_FIRST_THREAD])
     killed, other = (subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands)
     watcher = Watcher()
@@ -92,7 +92,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
         while Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
             time.sleep(0.01)
         watcher.listen(native.load(), LOOPBACK)
-        watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would tell of the end
+        watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would report the exit
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(4), 0)] == [1]
         killed.kill()
@@ -127,7 +127,7 @@ def test_a_death_in_another_domain_ends_no_wait() -> None:
 
 @pytest.mark.slow
 def test_a_wait_ends_at_the_deadline() -> None:
-    """In a slice of 50 ms at most after it, the median of three."""
+    """At most one poll of 50 ms late, as the median of three."""
     waits = [
         _seconds(Watched(Collective(None), _context(Watcher(), 0.2), "all_reduce").wait, RuntimeError) for _ in range(3)
     ]

@@ -1,4 +1,4 @@
-"""A file that is mapped as it is used (csrc/windows.h): what was handed out never moves, every place is found again."""
+"""A file that is mapped on demand (csrc/windows.h): addresses never change, and are found again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = 1 * MIB
 
 
 class Mapped:
-    """Windows over a sparse file without a name, whose descriptor is closed."""
+    """Windows over a sparse memfd, whose descriptor is closed."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.library: Any = native.load()
@@ -78,7 +78,7 @@ def test_places_are_found_again_and_never_move(order: str) -> None:
             assert address is not None
             ctypes.c_int64.from_address(address + size_bytes - 8).value = offset + 1
         for offset, size_bytes in places:
-            # A larger window may show the place as well. Where it was found first, it still is.
+            # A larger window may also map this place. The first address stays valid.
             for address in (found[offset], file.at(offset, size_bytes)):
                 assert address is not None
                 assert ctypes.c_int64.from_address(address + size_bytes - 8).value == offset + 1
@@ -91,7 +91,7 @@ def test_as_much_is_mapped_as_was_asked_for() -> None:
         before = address_space()
         file.at(0, 100)
         assert address_space() - before <= FIRST
-        file.at(3000 * MIB, MIB)  # over what nobody asked for
+        file.at(3000 * MIB, MIB)  # leaves a gap that wasn't requested
         assert address_space() - before <= 3 * FIRST
 
 
@@ -106,7 +106,7 @@ def test_without_address_space_less_is_mapped_or_nothing() -> None:
     with mapped() as file:
         first = file.at(0, 64 * MIB)
         with address_space_left(72 * MIB):
-            second = file.at(64 * MIB, 60 * MIB)  # twice the first has no room, what is needed has
+            second = file.at(64 * MIB, 60 * MIB)  # twice the first doesn't fit, the needed size does
             assert second is not None
             assert file.at(200 * MIB, 60 * MIB) is None
             assert [file.at(0, 64 * MIB), file.at(64 * MIB, 60 * MIB)] == [first, second]

@@ -1,4 +1,4 @@
-"""Frames by themselves: what `encode` makes is read back, whatever else comes is a MessageDecodeError, at no cost."""
+"""Frames by themselves: encoded messages are read back; anything else is a MessageDecodeError."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VALUE, ERROR = 0, 1
 
 
 class FakeGroup(NamedTuple):
-    """As much of an all-gather group as `encode` looks at."""
+    """What `encode` needs of an all-gather group."""
 
     world_size: int
     rank_in_group: int
@@ -52,14 +52,14 @@ def frame_of(
     body_bytes: int | None = None,
     tensor_bytes: int = 0,
 ) -> Tensor:
-    """A frame with any header, and the beginning of any body."""
+    """Returns a frame with any header and the beginning of any body."""
     told = len(body) if body_bytes is None else body_bytes
     data = HEADER.pack(magic, kind, 0, slices, tensors, 0, told, tensor_bytes) + body[:INLINE_BYTES]
     return torch.frombuffer(bytearray(data.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def read(frame: Tensor, rest: Tensor | None = None, allow_pickle: bool = False) -> tuple[codec.Message, list[bool]]:
-    """As a receiver does it, up to the tensors."""
+    """Reads a message as a receiver does, without its tensors."""
     header = wire.parse_frame(frame, CONTEXT, SRC)
     buffer = wire.rest_buffer(header)
     assert buffer is None or buffer.numel() <= settings.MAX_METADATA_BYTES.get()
@@ -69,7 +69,7 @@ def read(frame: Tensor, rest: Tensor | None = None, allow_pickle: bool = False) 
 
 
 def check_refused(frame: Tensor, match: str) -> None:
-    """It is refused before its tensors are received, or when they are there."""
+    """The frame is refused before its tensors are received, or once they have arrived."""
     with pytest.raises(MessageDecodeError, match=match) as raised:
         message, _ = read(frame)
         assert sum(metadata.nbytes for metadata in message.tensors) <= BYTES
@@ -90,7 +90,7 @@ BYTES = 6 * 4 + 3 * 8
 METADATA_LIMIT = settings.MAX_METADATA_BYTES.default
 
 
-# There and back.
+# Round trips.
 
 
 @pytest.mark.parametrize("size", [0, 100, *range(INLINE_BYTES - 12, INLINE_BYTES + 4), 100_000])
@@ -136,7 +136,7 @@ def test_the_form_of_a_frame() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_slices(rank: int) -> None:
-    """Of three ranks each sends its third; what doesn't divide, is excepted or is empty, is sent whole by all."""
+    """Each of three ranks sends a third of a tensor. Indivisible, excepted and empty tensors are sent whole."""
     value = {
         "cut": torch.arange(12.0).view(4, 3),
         "strided": torch.arange(12.0).view(4, 3).t(),
@@ -206,7 +206,7 @@ def test_a_long_error_text_is_cut_to_the_frame(monkeypatch: pytest.MonkeyPatch) 
         read(outgoing.frame)
 
 
-# Headers that lie.
+# Wrong headers.
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 31, 32, 33, FRAME_BYTES - 1, FRAME_BYTES + 1])
@@ -282,7 +282,7 @@ def test_a_slice_of_an_empty_tensor() -> None:
     check_refused(frame_of(body + b"\1", tensors=1, slices=2), r"of shape \[0, 4\] can't be cut into 2 slices")
 
 
-# Bodies that are none.
+# Invalid bodies.
 
 
 def test_every_truncated_body() -> None:
@@ -366,7 +366,7 @@ def test_the_limit_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(frame, f"has {limit} bytes, more than {limit - 1}")
     refused = wire.encode(two_tensors(), allow_pickle=False)
     assert isinstance(refused.error, InvalidArgumentError)
-    with pytest.raises(RemoteError, match=f"at most {limit - 1} bytes"):  # a text may be longer than the limit
+    with pytest.raises(RemoteError, match=f"at most {limit - 1} bytes"):  # a text may exceed the limit
         read(refused.frame)
 
 
@@ -383,7 +383,7 @@ def test_a_pickled_value_is_not_loaded() -> None:
     assert wire.build(message, [], CONTEXT, SRC) == [2j, slice(1)]
 
 
-# Any bytes.
+# Random bytes.
 
 
 SAMPLES: list[Any] = [
@@ -395,7 +395,7 @@ SAMPLES: list[Any] = [
 
 
 def mutate(data: bytearray, chance: random.Random) -> None:
-    """A few bytes changed: to anything, to an edge of their range, by a bit, or with a stretch moved."""
+    """Changes some bytes: to random or extreme values, by one bit, or by moving a range."""
     for _ in range(chance.choice([1, 1, 2, 5])):
         at = chance.randrange(len(data)) if chance.random() < 0.3 else chance.randrange(min(140, len(data)))
         kind = chance.randrange(4)
@@ -424,7 +424,7 @@ def test_mutated_messages() -> None:
             try:
                 header = wire.parse_frame(frame, CONTEXT, SRC)
                 if header.rest_bytes > 1 << 20:
-                    continue  # allowed, and read as zeros below: not here, 3000 times
+                    continue  # allowed, but too slow for 3,000 messages
                 message, _ = read(frame, outgoing.rest if header.rest_bytes == 100 else None)
                 if sum(metadata.nbytes for metadata in message.tensors) < 1 << 20:
                     tensors = [torch.zeros(metadata.shape, dtype=metadata.dtype) for metadata in message.tensors]

@@ -1,4 +1,4 @@
-"""The store of a world beside torch's TCPStore: the same answers, waits that are woken, and how it ends."""
+"""A world's store gives torch's TCPStore's answers, wakes waits, and closes cleanly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(params=["world", "world, for torch", "TCPStore"])
 def make_store(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
-    """Gives connections to one store, of either kind."""
+    """Returns connections to one store of either kind."""
     if request.param.startswith("world"):
         world, wrap = request.getfixturevalue("world"), for_torch if "torch" in request.param else lambda store: store
         yield lambda: wrap(store_of(world))
@@ -156,7 +156,7 @@ def sockets() -> set[str]:
 def _target_of(number: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # of the listing itself
+    except OSError:  # the listing's own descriptor
         return ""
 
 
@@ -177,7 +177,7 @@ def test_a_wait_that_times_out_keeps_its_connection(world: World) -> None:
 
 
 def test_the_end_of_a_vanished_host_s_connections_is_noticed(world: World) -> None:
-    """Both ends probe an idle connection. The kernel then ends it; here its options are read."""
+    """Both ends probe idle connections. This test reads their socket options."""
     before = sockets()
     store_of(world).set("key", "value")
     limits = []
@@ -203,7 +203,7 @@ def test_a_name_server_that_is_silent_ends_no_deadline(world: World, monkeypatch
 
 
 def test_torch_s_store_says_where_it_is(world: World) -> None:
-    """Also if torch alone keeps it."""
+    """Even if only torch references it."""
     prefix = dist.PrefixStore("a", for_torch(store_of(world)))
     gc.collect()
     address = "127.0.0.1", world.endpoint.port
@@ -218,7 +218,7 @@ class _HandledError(Exception):
 
 @contextlib.contextmanager
 def _ended_by_a_handler() -> Iterator[None]:
-    """Checks that the error of a signal's handler ends a wait at once."""
+    """Checks that an error raised by a signal handler ends a wait at once."""
 
     def handle(number: int, frame: object) -> None:
         raise _HandledError
@@ -266,10 +266,7 @@ dist.destroy_process_group()
 
 
 def test_torch_s_threads_need_no_interpreter_lock(world: World) -> None:
-    """gloo connects two ranks at their first message: its threads then read addresses in the store.
-
-    Rank 0 holds its interpreter lock meanwhile.
-    """
+    """gloo's threads read addresses in the store at the first message, while rank 0 holds its interpreter lock."""
     command = [sys.executable, "-c", RANK]
     variables = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
@@ -324,7 +321,7 @@ def test_a_world_that_leaves(world: World) -> None:
 
 
 def test_a_world_that_starts_again_at_its_port(world: World) -> None:
-    """A kept connection leads to the old one."""
+    """The kept connection is to the old world."""
     store = store_of(world)
     store.set("a", "old")
     world.leave()
@@ -379,7 +376,7 @@ def test_a_server_that_is_silent() -> None:
 
 
 def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: World) -> None:
-    """It is found out before a request is sent, also if it shows what a listener sent to others."""
+    """It is detected before a request is sent, even if it replays a real listener's greeting."""
     with socket.create_connection(("127.0.0.1", world.endpoint.port)) as stranger:
         greeting = stranger.recv(20 + 40 + 16, socket.MSG_WAITALL)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -416,7 +413,7 @@ def test_a_held_key_ends_with_its_store(world: World) -> None:
 
 
 def test_a_held_key_ends_with_its_process(world: World) -> None:
-    """A forked child of the process holds no key: here one lives on after the key is gone."""
+    """A forked child keeps no key, even if it outlives the process."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

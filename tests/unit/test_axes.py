@@ -1,7 +1,6 @@
-"""Sizes and orders to layouts: the table, the rules by which one size follows from others, presets, nodes, messages.
+"""Sizes and orders become layouts: axes, derived sizes, presets, nodes, errors.
 
-Groups are compared with lists written out by hand. Whether the incumbents have the same ones is in
-`test_incumbent_layouts`; look-ups in a layout are in `test_layout`.
+Expected groups are written by hand. `test_incumbent_layouts` compares with the incumbents; `test_layout` tests lookups.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def test_every_row_is_in_some_layout_and_each_layout_has_or_explains_every_row()
 
 
 def table_with(row: str) -> ModuleType:
-    """What table and resolution would be, had the table one row more."""
+    """Returns the module of the axes, executed with one more row in its table."""
     source = Path(str(axes_module.__file__)).read_text(encoding="utf-8")
     assert source.count("\nAXES = (\n") == 1
     changed = ModuleType("axes_with_a_row")
@@ -157,7 +156,7 @@ def test_a_size_that_is_given_twice(first: int | None) -> None:
 def test_sizes_by_position_behind_the_first_two_are_refused_with_what_each_incumbent_means(
     function: Callable[..., object], before: tuple[object, ...]
 ) -> None:
-    """Megatron's third argument is the virtual pipeline size, vLLM's that of prefill context."""
+    """Megatron's third argument is the virtual pipeline size, vLLM's the prefill context size."""
     for sizes in ((2, 2, 2), (2, 2, None), (2, 2, 3, 4, "nccl")):
         with pytest.raises(InvalidArgumentError, match="by position") as caught:
             function(*before, *sizes)
@@ -493,7 +492,7 @@ def test_decode_context_parallel_groups_are_those_of_pcp_or_of_pcp_and_tp() -> N
 
 
 def test_optimizer_instances_divide_dp_and_cp_together() -> None:
-    """Three data-parallel ranks and two instances: the first has one and a half of the parts of each sequence."""
+    """With three data-parallel ranks and two instances, each has one and a half parts of a sequence."""
     layout = resolve_layout(12, {"cp": 4, "ep": 1, "num_distributed_optimizer_instances": 2})
     assert layout.size("dp") == 3
     assert layout.groups("intra_dp_cp") == [list(range(6)), list(range(6, 12))]
@@ -553,7 +552,7 @@ def test_the_ranks_of_a_node_and_across_nodes_as_in_hybrid_sharding() -> None:
     "order", ["tp-dp-pp", "dp-tp-pp", "pp-tp-dp", "tp-dp_replicate-pp", "dp_shard-dp_replicate-tp-pp"]
 )
 def test_nodes_divide_data_parallel_groups_or_are_missing_for_a_reason(order: str) -> None:
-    """Against each rank's node by itself: evenly parted groups are found, others said to be uneven."""
+    """Compared with each rank's node: evenly divided groups exist; uneven ones are reported."""
     parted = uneven = 0
     for tp, dp, pp in itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2)):
         world_size = tp * dp * pp

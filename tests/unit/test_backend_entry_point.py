@@ -1,4 +1,4 @@
-"""How torch finds the backend by its name: by the package's entry point, from torch 2.14 on, or by an import before."""
+"""torch finds the backend by the package's entry point (from torch 2.14 on) or by an earlier import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROJECT = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
 
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch as it is before anything has registered the backend; put back afterwards."""
+    """Yields with torch's tables as before any registration, and restores them."""
     for name, value in (
         ("_plugins", dict),
         ("backend_list", list),
@@ -38,7 +38,7 @@ def _declared() -> EntryPoint:
 
 
 def _ensure_backend_registered(name: str, entry_points: list[EntryPoint]) -> None:
-    """What torch 2.14 and 2.15 do with a name before they look for it: `Backend._ensure_backend_registered`."""
+    """Does what `Backend._ensure_backend_registered` of torch 2.14 and 2.15 does."""
     (found,) = (each for each in entry_points if each.name.lower() == name.lower())
     registrar = found.load()
     assert callable(registrar)

@@ -1,4 +1,4 @@
-"""Stores: each operation ends by its deadline, and only one file calls a torch store's methods."""
+"""Each store operation ends by its deadline, and only one file calls a torch store's methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RAW = ("Store", "TCPStore", "PrefixStore", "FileStore", "HashStore", "rendezvous
 NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "c10d._get_default_store"}
 OPERATIONS = ("check", "multi_get", "multi_set", "compare_set", "delete_key", "num_keys")
 AMBIGUOUS = ("get", "set", "add", "wait", "append")
-"""Also methods of dicts, sets and works: of a receiver with "store" in its name they are a store's."""
+"""Also methods of dicts, sets and works. They count if the receiver's name contains "store"."""
 
 MAY_HOLD_RAW = {
     "device_communicators/c10d/group.py:Group.split": "torch's options of a new backend take a store",
@@ -39,7 +39,7 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:_serve": "made within a deadline",
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
-    "parallel_state/startup/stores.py:tcp_store": "made within a deadline",
+    "parallel_state/startup/stores.py:open_tcp_store": "made within a deadline",
     "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
     "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
     "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
@@ -52,7 +52,6 @@ MAY_HOLD_RAW = {
     "parallel_state/compat/vllm/utils.py:create_tcp_store": "the caller's",
     "parallel_state/compat/vllm/utils.py:get_cached_tcp_store_client": "the caller's",
     "parallel_state/compat/vllm/utils.py:stateless_init_torch_distributed_process_group": "given to gloo",
-    "parallel_state/compat/vllm/device_communicators/pynccl.py:PyNcclCommunicator._make": "given to gloo, or to NCCL",
     "parallel_state/tools/check/meeting.py:open_meeting": "given to Meeting, which makes it bounded",
     "parallel_state/tools/check/meeting.py:_serve": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
@@ -61,7 +60,7 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/job_store.py:store_in_words": "reads an address",
     "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",
 }
-"""Functions in which a store of torch's is made, named or handed on, each with what bounds its operations."""
+"""Functions that make, name or pass on a torch store, with what bounds its operations."""
 
 
 class Found(NamedTuple):
@@ -71,7 +70,7 @@ class Found(NamedTuple):
 
 
 def raw_stores(tree: ast.Module, name: str) -> Iterator[Found]:
-    """Yields each place where a store of torch's appears outside of `BoundedStore(…)`."""
+    """Yields uses of a torch store outside of `BoundedStore(...)`."""
 
     def walk(node: ast.AST, scope: str) -> Iterator[Found]:
         for child in ast.iter_child_nodes(node):
@@ -94,7 +93,7 @@ def raw_stores(tree: ast.Module, name: str) -> Iterator[Found]:
 
 
 def operations_in(tree: ast.Module, name: str, functions: set[str]) -> Iterator[Found]:
-    """Yields calls that look like a store's operation in `functions`, which may hold a store of torch's."""
+    """Yields apparent store operations in `functions`, which may hold a torch store."""
 
     def walk(node: ast.AST, scope: str) -> Iterator[Found]:
         for child in ast.iter_child_nodes(node):
@@ -140,7 +139,7 @@ def test_the_lint_finds(code: str) -> None:
 
 
 class SilentStore:
-    """A store whose server is stopped until `answer` is set."""
+    """Never answers before `answer` is set."""
 
     def __init__(self) -> None:
         self.answer = threading.Event()
@@ -159,7 +158,7 @@ def test_an_operation_without_an_answer_ends_at_its_deadline() -> None:
     with pytest.raises(StoreSilentError, match="has not answered"):
         store.within(0.2).check(["key"])
     assert 0.2 <= time.monotonic() - started < 1.0
-    with pytest.raises(StoreSilentError):  # waits for the first one's answer: torch's lock is held by that
+    with pytest.raises(StoreSilentError):  # waits for the first answer, which holds torch's lock
         store.within(0.1).check(["key"])
     assert silent.asked == 1
     silent.answer.set()
@@ -197,6 +196,6 @@ def test_an_idle_helper_holds_no_store() -> None:
     assert bounded.check(["key"])
     alive = weakref.ref(bounded)
     del bounded
-    time.sleep(0.05)  # the helper thread comes to its next job
+    time.sleep(0.05)  # the helper thread waits for its next job
     gc.collect()
     assert alive() is None

@@ -1,4 +1,4 @@
-"""The shape of Megatron's parallel state, what of it needs no processes: rank lists as Megatron's own, and install."""
+"""The module with Megatron's parallel state, as far as it needs no processes: Megatron's rank lists, and install."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
 from parallel_state.compat import megatron as mpu
-from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks, with_gtp_remat
+from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks
 from tests.references import MEGATRON
 
 NAME = "megatron.core.parallel_state"
@@ -20,7 +20,7 @@ NAME = "megatron.core.parallel_state"
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Any]:
-    """Megatron's own functions of ranks; groups that they make are the lists."""
+    """Megatron's functions of ranks, patched to return rank lists as groups."""
     einops, numpy = pytest.importorskip("einops"), pytest.importorskip("numpy")
     import math
 
@@ -76,16 +76,6 @@ def test_hierarchical_and_hybrid_lists_are_megatrons(theirs: dict[str, Any], cou
 def test_embedding_rankers_pick_what_megatrons_do(theirs: dict[str, Any], stages: list[int]) -> None:
     for name in ("default_embedding_ranks", "default_position_embedding_ranks"):
         assert getattr(mpu, name)(list(stages)) == theirs[name](list(stages))
-
-
-def test_the_axis_of_gathered_weights_has_its_place_in_an_order() -> None:
-    assert with_gtp_remat("tp-cp-ep-dp-pp", "tp") == "tp-gtp_remat-cp-ep-dp-pp"
-    assert with_gtp_remat("tp-cp-ep-dp-pp", "ep") == "tp-cp-ep-gtp_remat-dp-pp"
-    assert with_gtp_remat("tp-dp", "ep") == "tp-gtp_remat-dp"
-    generator = mpu.RankGenerator(2, 1, 2, 1, 1, "tp-gtp_remat-dp", gtp_remat=2)
-    assert generator.get_gtp_ranks(2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    with pytest.raises(AssertionError):
-        generator.get_gtp_ranks(4)
 
 
 def test_before_initialisation_it_answers_as_megatron() -> None:

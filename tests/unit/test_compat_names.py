@@ -1,4 +1,5 @@
-"""Every name of every neighbour is the same, explained or said to be missing; and the comparison finds what differs."""
+"""Every name of the neighbor projects is equal, explained or listed as missing, and the comparison finds
+differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's module is built from: names, their parameters, and the reason for a name that isn't there."""
+"""The tables that build an engine's module: names, parameters, and reasons for missing names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from parallel_state.compat import errors, tables
 
 
 class Group:
-    """Calls what it is told."""
-
     def gather(self, x: int, dst: int = 0, dim: int = -1, *, out: Any = None) -> tuple[int, int, int]:
         """Gathers."""
         return x, dst, dim

@@ -1,4 +1,4 @@
-"""The groups that `use()` makes current: for tasks, threads and thread pools, backward passes and compiled code."""
+"""The groups that `use()` makes current, in tasks, threads, pools, backward passes and compiled code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def _none_are_left() -> Iterator[None]:
 
 
 def in_thread(function: Any) -> list[Any]:
-    """What `function` returns or raises in a thread of its own, which is started here."""
     results: list[Any] = []
 
     def run() -> None:
@@ -53,7 +52,7 @@ def in_thread(function: Any) -> list[Any]:
 
 
 def test_two_tasks_of_one_thread() -> None:
-    """They take turns inside of their `use()`; each sees its own groups, and afterwards nobody sees any."""
+    """Each reads its own groups inside its `use()`, and none afterwards."""
 
     async def task(groups: ps.ParallelGroups) -> list[float]:
         seen = []
@@ -111,7 +110,7 @@ def test_a_thread_inherits() -> None:
 
 
 def test_a_thread_keeps_what_it_was_started_with() -> None:
-    """As a task does; and its own `use()` goes before."""
+    """As tasks do. Its own `use()` takes precedence."""
     left, seen = threading.Event(), []
 
     def run() -> None:
@@ -153,7 +152,7 @@ def test_a_timer_inherits_and_other_variables_do_not() -> None:
 
 
 def test_a_wrapper_of_thread_start_stays() -> None:
-    """Somebody else wraps it within `use()`: theirs is left in place, and still nobody inherits outside."""
+    """A wrapper installed within `use()` stays, and outside no thread inherits."""
     own = threading.Thread.start
     with PAIR.use():
         ours = threading.Thread.start
@@ -194,7 +193,7 @@ def test_a_thread_below_threading_has_the_process_wide_groups() -> None:
 
 
 def test_a_worker_of_a_pool_raises() -> None:
-    """Its next work may come from anywhere; with a context of its own, a piece of work has that one's groups."""
+    """Its work may come from anywhere. Work with its own context has that context's groups."""
     with ThreadPoolExecutor(1) as pool:
         with PAIR.use():
             for get in (ps.try_get_current_groups, ps.get_tp_group, ps.try_get_tp_group):
@@ -262,7 +261,7 @@ def test_a_backward_has_the_groups_of_its_forward(
         return forward(x, seen).sum()
 
     with PAIR.use():
-        (x * 2).sum()  # nodes of others, before and after
+        (x * 2).sum()  # nodes of other forwards
     loss = run() if groups is None else _within(groups, run)
     with EIGHT.use():
         (x * 2).sum()
@@ -281,7 +280,7 @@ def _within(groups: ps.ParallelGroups, function: Any) -> Any:
 
 
 class Deep(torch.autograd.Function):
-    """Calls backward in its backward, `depth` times: below some depth autograd goes on in a thread of its own."""
+    """Calls backward in its backward `depth` times. Below some depth autograd uses another thread."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, depth: int, seen: list[Any]) -> Tensor:
@@ -333,7 +332,7 @@ def test_many_forwards_are_forgotten_with_an_error() -> None:
 
 
 def test_tasks_have_those_around_their_backward() -> None:
-    """Who made a node isn't known where tasks take turns."""
+    """With tasks that take turns, the task that made a node is unknown."""
     x = torch.ones(2, requires_grad=True)
 
     async def train(groups: ps.ParallelGroups) -> list[Any]:
@@ -360,7 +359,7 @@ def product(x: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_compiled_code_follows() -> None:
-    """One graph for each groups, guarded by them, in every task and thread; nothing compiles twice."""
+    """Each groups object has one graph with guards, in every task and thread."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(product, fullgraph=True, backend="eager")

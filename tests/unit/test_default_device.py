@@ -1,6 +1,6 @@
-"""Tensors of the library's own lie where it says, whatever `torch.device(…)` or a default device its caller has set.
+"""The library's own tensors ignore `torch.device(...)` contexts and default devices.
 
-A model is built under `with torch.device("meta")`, or "cuda", and its groups may be made, or send, in there.
+A model is built under `with torch.device("meta")`, and may make groups or send there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.sources import nodes_of
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRUCTORS = {each.__name__ for each in _device_constructors()}
 BUT = ("parallel_state/tools/bench/",)
-"""Programs of their own, which set no default."""
+"""Programs that set no default device."""
 
 
 def _calls_without_a_device(path: Path) -> list[str]:

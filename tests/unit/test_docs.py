@@ -1,4 +1,4 @@
-"""The docs say what is true: the front page's length and links, the matrix of faults, the pictures, the build."""
+"""The docs match the source: length and links of the front page, the matrix of faults, pictures, the build."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check_links(page: Path) -> None:
 
 
 def test_texts_of_the_troubleshooting_table_are_in_the_source() -> None:
-    """A fragment of an error or a log line, or the name of an error."""
+    """Parts of errors or log lines, or error names."""
     table = (DOCS / "troubleshooting.md").read_text().partition("## Exit codes")[0]
     texts = [
         text
@@ -92,7 +92,7 @@ ROWS = {
 
 
 def named_tests(folder: str) -> set[str]:
-    """Returns the names of the tests in a folder, such as `failure/test_killed.py::test_row_01_…`."""
+    """Returns names such as `failure/test_killed.py::test_row_01_...`."""
     found = set()
     for path in (ROOT / "tests" / folder).glob("test_*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -128,7 +128,7 @@ def test_a_test_of_a_row_is_named_by_it() -> None:
             assert any(fnmatch(test, pattern) for pattern in patterns), f"row {number} does not name {test}"
 
 
-# What is made from the source.
+# Generated from the source.
 
 
 def test_the_pictures_are_those_of_the_source() -> None:

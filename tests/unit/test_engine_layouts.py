@@ -1,7 +1,7 @@
-"""Our lists of ranks are those of vLLM, SGLang and fairseq2: their own code is run, with a recorder of groups.
+"""Our rank lists equal those of vLLM, SGLang and fairseq2, whose own code runs with a recorder of groups.
 
-The function that lays the groups out is cut out of the release's source (`tests/references.py`), and given stand-ins
-for the rest of its program. `LAYOUT_CASES` and `LAYOUT_SEED` as in `test_incumbent_layouts`.
+The layout functions are cut out of their releases (`tests/references.py`) and run with stand-ins. `LAYOUT_CASES` and
+`LAYOUT_SEED` are as in `test_incumbent_layouts`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.unit.test_incumbent_layouts import CASES, MIN_SHARE, RARE_SHARE, SEED
 
 
 class Stated(SimpleNamespace):
-    """An object with these attributes and no others: what else a program reads fails the test."""
+    """An object with exactly these attributes: reading another one fails the test."""
 
 
 class Recorder:
-    """What the programs ask of torch and of themselves while they lay groups out."""
+    """Replaces the torch calls and program state that layout code uses."""
 
     def __init__(self) -> None:
         self.world_size = 1
@@ -51,7 +51,7 @@ class Recorder:
 
     def record(self, lists: Groups, *_: object, group_name: str, **__: object) -> SimpleNamespace:
         assert group_name not in self.lists
-        self.lists[group_name] = sorted(list(ranks) for ranks in lists)  # in the order in which it numbers its ranks
+        self.lists[group_name] = sorted(list(ranks) for ranks in lists)  # numbered in this order
         return Stated(lists=self.lists[group_name], rank_in_group=0, pynccl_comm=None)
 
 
@@ -66,7 +66,7 @@ def ours_or_refusal(resolve: Callable[[], Layout]) -> Layout | str:
 
 
 class Vllm(Recorder):
-    """vLLM's `initialize_model_parallel`, and the check of its configuration that goes before."""
+    """vLLM's `initialize_model_parallel`, after its check of the configuration."""
 
     GLOBALS = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
 
@@ -78,7 +78,7 @@ class Vllm(Recorder):
         exec(references.VLLM_CONFIG.cut("_validate_parallel_config", strip_decorators=True), self.checks)
 
     def groups(self, world_size: int, tp: int, pp: int, pcp: int, dcp: int, dp: int) -> dict[str, Groups] | str:
-        """The lists of each of its groups; what it says where it refuses."""
+        """Returns its groups' lists, or its refusal."""
         self.world_size, self.lists = world_size, {}
         self.state.update(dict.fromkeys(self.GLOBALS))
         parallel = Stated(
@@ -142,7 +142,7 @@ def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm) -> None:
 
 
 def _check_order_of_dcp(ours: Layout, lists: Groups) -> None:
-    """The same ranks, numbered pcp first; torch numbers them ascending in the group that vLLM makes, as we do."""
+    """vLLM lists the same ranks pcp first. torch numbers them ascending in the group, as we do."""
     assert ours.groups("dcp") == sorted(map(sorted, lists))
     tp, pcp = ours.group_of(0, "tp"), ours.group_of(0, "pcp")
     for ranks in lists:
@@ -162,7 +162,7 @@ def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm) 
 
 # --- SGLang -----------------------------------------------------------------------------------------------------------
 
-# The globals that it keeps its groups in -> our names, in Megatron's order.
+# SGLang's globals -> our axes, in Megatron's order.
 SGLANG_GROUPS = {
     "_TP": ("tp", "cp", "dp"), "_ATTN_TP": ("tp",), "_ATTN_CP": ("cp",), "_PP": ("pp",), "_MOE_EP": ("ep",),
     "_MOE_TP": ("etp",), "_MOE_DP": ("edp",), "_DCP": ("dcp",),
@@ -170,8 +170,6 @@ SGLANG_GROUPS = {
 
 
 class Sglang(Recorder):
-    """SGLang's `initialize_model_parallel`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.widths = Stated()
@@ -189,7 +187,7 @@ class Sglang(Recorder):
         exec(references.SGLANG.cut("initialize_model_parallel"), self.state)
 
     def groups(self, world_size: int, **widths: int) -> dict[str, Groups] | str:
-        """The lists of each of its groups by the global that holds it; what it says where it refuses."""
+        """Returns its groups' lists by global, or its refusal."""
         self.world_size, self.lists = world_size, {}
         self.widths = Stated(**widths, shared_experts_tp_size=None, override_permanently=lambda **_: None)
         self.state.update(dict.fromkeys([*SGLANG_GROUPS, "_SHARED_EXPERTS_TP", "_SELF_PP", "_PDMUX_PREFILL_TP_GROUP"]))
@@ -208,7 +206,7 @@ class Sglang(Recorder):
 
 
 def test_every_group_that_sglang_makes() -> None:
-    """Its sizes fit each other, as its arguments are checked elsewhere; two differences are ours, and are told."""
+    """Sizes fit each other, because SGLang checks them elsewhere. Two known differences are counted."""
     sglang, random_ = Sglang(), random.Random(f"{SEED} sglang")
     outcomes: Counter[str] = Counter()
     for _ in range(CASES // 2):
@@ -234,7 +232,7 @@ def test_every_group_that_sglang_makes() -> None:
             outcomes["dcp beyond attention's tp"] += 1
             continue
         assert isinstance(ours, Layout), (world_size, sizes, ours)
-        if cp > moe_dp:  # its group for the gather before the experts, which is attention's cp there
+        if cp > moe_dp:  # then its group for the gather before the experts is attention's cp
             assert theirs.pop("_MOE_DP") == theirs["_ATTN_CP"]
             outcomes["cp beyond the experts' dp"] += 1
         for name, lists in theirs.items():
@@ -251,7 +249,7 @@ def test_every_group_that_sglang_makes() -> None:
 
 
 class Gang:
-    """A gang of these ranks as `rank` sees it: the part of fairseq2's interface that `Gangs` is made with."""
+    """The part of fairseq2's gang interface that `Gangs` needs, as `rank` sees it."""
 
     def __init__(self, ranks: list[int], rank: int) -> None:
         self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(rank)
@@ -264,7 +262,7 @@ class Gang:
 
 
 class Fairseq2:
-    """Its `Gangs` and the factories of them; a gang of one rank, which it makes of nothing, is that of `rank`."""
+    """fairseq2's `Gangs` and their factories. Its gangs of one rank belong to `rank`."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -294,7 +292,7 @@ def ranks_of(gangs: Any) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (8, 1), (8, 2), (8, 8), (12, 3), (24, 2)])
 def test_the_gangs_of_fairseq2(world_size: int, tp: int) -> None:
-    """Not sharded, rdp is dp and sdp has one rank: a DDP user reduces over rdp. `create_fsdp_groups` divides them."""
+    """Unsharded, rdp is dp and sdp has one rank, and DDP reduces over rdp. `create_fsdp_groups` divides them."""
     fairseq2 = Fairseq2()
     for rank in range(world_size):
         theirs, ours = fairseq2.gangs(world_size, rank, tp), simulate(rank, world_size, tp)

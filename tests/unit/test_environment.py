@@ -1,4 +1,4 @@
-"""Who started this process, over mappings: no process, no socket, and os.environ stays as it is."""
+"""Which launcher started this process. The tests use mappings, and leave os.environ unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SRUN = {
     "SLURM_STEP_NODELIST": "node[07-08]",
     "SLURM_JOB_NODELIST": "node[03-08]",
 }
-# what sbatch leaves in its script: a rank, but no step
+# in a script of sbatch: a rank, but no step
 SBATCH = {
     "SLURM_JOB_ID": "4711",
     "SLURM_PROCID": "0",
@@ -123,7 +123,7 @@ def test_srun_with_pmi2_is_slurm():
     assert detect({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}) == detect(SRUN)
 
 
-# What is half set or wrong
+# Incomplete and wrong variables
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_never_an_empty_address(nodelist):
 
 
 def test_an_arbitrary_distribution_needs_an_address():
-    """Rank 0 may be on any node of the list, which is sorted."""
+    """The list of nodes is sorted, so rank 0 may be on any."""
     arbitrary = {**SRUN, "SLURM_DISTRIBUTION": "arbitrary"}
     with pytest.raises(SettingError, match=r"arbitrary.*set MASTER_ADDR"):
         detect(arbitrary)
@@ -311,7 +311,7 @@ def test_a_job_id_that_is_no_number():
         detect({**SRUN, "SLURM_JOB_ID": "4711_1"})
 
 
-# What else there is
+# Other cases
 
 
 def test_without_rendezvous_nobody_needs_an_address():
@@ -339,7 +339,7 @@ def test_explicit_takes_the_local_rank_where_it_finds_one():
     assert explicit(3, 4, rendezvous=False, environ={"LOCAL_RANK": "2"}).local_rank == 2
     assert explicit(5, 8, rendezvous=False, environ=SRUN).local_rank == 1
     assert explicit(3, 4, rendezvous=False, environ={}).local_rank == 3
-    assert explicit(3, 4, rendezvous=False, environ={"WORLD_SIZE": "8"}).local_rank == 3  # half set, and not needed
+    assert explicit(3, 4, rendezvous=False, environ={"WORLD_SIZE": "8"}).local_rank == 3  # incomplete, but not needed
 
 
 def test_explicit_needs_an_address_as_detect_does():

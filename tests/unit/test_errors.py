@@ -40,7 +40,6 @@ WAYS: tuple[Callable[[Any], Any], ...] = (*BY_PICKLE, copy.copy, copy.deepcopy)
 
 
 def _import_everything() -> None:
-    """Imports each module of both packages that needs nothing that isn't installed here."""
     for package in (device_communicators, parallel_state):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if found.name.endswith(("__main__", "peer_probe_child")):
@@ -112,7 +111,7 @@ def _raise(error: BaseException) -> None:
 
 
 def test_errors_come_back_from_a_pool_of_processes() -> None:
-    """An error that can't be unpickled takes the pool down that carries it."""
+    """An error that can't be unpickled would break the pool."""
     context = multiprocessing.get_context("forkserver")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         for kind in (RemoteError, LaunchError, CollectiveTimeoutError):
@@ -148,7 +147,7 @@ def test_error_of_ends_on_a_ring_of_causes() -> None:
 
 
 def test_the_time_of_an_error_is_that_of_its_call_in_its_text_too() -> None:
-    """Asking other ranks for the cause takes time, and the text is written before. Only the call's own time changes."""
+    """Asking other ranks for the cause takes time after the text was written. Only the call's own time changes."""
     text = "barrier of group 'tp:0' failed after 0.012 s: global rank 2 gave up, because it failed after 3.000 s"
     error = PeerDiedError(text, elapsed_s=0.012)
     error.set_elapsed(1.6543)

@@ -1,7 +1,7 @@
-"""Tests outside tests/internals use public faces: few private attributes and few internal modules, counted here.
+"""Tests outside tests/internals use few private attributes and internal modules.
 
-A test of behaviour must survive a new implementation. Tests of one module of the packages belong in tests/internals,
-and so do helpers that reach into one (fault injectors, stand-ins). They are deleted with what they test.
+A test of behavior must survive a new implementation. Tests and helpers of one module belong in tests/internals, and are
+deleted with it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ FACES = (
     "device_communicators.base.errors",
     "device_communicators.base.settings",
 )
-"""Modules that users import, or that the docs describe. All of `parallel_state.compat` belongs to them."""
+"""Public or documented modules. All of `parallel_state.compat` counts as well."""
 FOREIGN = ("torch", "dist", "c10d", "ctypes", "os", "multiprocessing", "threading", "sys", "np", "pytest")
-"""Roots of private names that aren't this project's."""
+"""Roots of other projects' private names."""
 
 
 @functools.cache
 def trees() -> list[tuple[str, ast.Module]]:
-    """Returns each file of tests outside tests/internals."""
     paths = [path for path in sorted((ROOT / "tests").rglob("*.py")) if "internals" not in path.parts]
     return [(str(path.relative_to(ROOT)), tree_of(path)) for path in paths]
 
 
 def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yields line and text of each attribute with one leading underscore, except those of self, cls and super()."""
+    """Yields line and text of each attribute with one leading underscore, except on self, cls and super()."""
     private = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr))
     for node in private:
         if _root(node.value) not in FOREIGN and ast.unparse(node.value) not in ("self", "cls", "super()"):
@@ -49,7 +48,6 @@ def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def internal_modules(tree: ast.Module) -> Iterator[str]:
-    """Yields each module of the packages that is imported and is no face."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,7 +70,7 @@ def _root(node: ast.expr) -> str:
 def _module(package: str, name: str) -> str:
     """Returns the module that `from package import name` needs."""
     if package == "parallel_state" and name in parallel_state.__all__:
-        return package  # a function may be named as a folder is
+        return package  # a function may have a folder's name
     path = ROOT / package.replace(".", "/") / name
     return f"{package}.{name}" if path.with_suffix(".py").exists() or (path / "__init__.py").exists() else package
 

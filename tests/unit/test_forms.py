@@ -1,4 +1,4 @@
-"""Arguments in a wrong form whose meaning is clear: the error gives the right form."""
+"""Arguments in a wrong but clear form: the error gives the right form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host lists: what `scontrol show hostnames` makes of each notation, `expand_hostlist` makes of it, too."""
+"""`expand_hostlist` expands each host list as `scontrol show hostnames` does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOTATIONS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def scontrol(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration, which `scontrol` wants to read even where it asks no daemon."""
+    """A configuration, which `scontrol` reads even without a daemon."""
     if shutil.which("scontrol") is None:
         pytest.skip("scontrol not found (make test-clusters installs SLURM on a Debian)")
     file = tmp_path_factory.mktemp("slurm") / "slurm.conf"
@@ -78,7 +78,7 @@ def _item() -> str:
 
 
 def test_what_slurm_itself_writes_is_read_back(scontrol: Path) -> None:
-    """The shortest notation of a list of names, as it stands in SLURM_JOB_NODELIST."""
+    """The shortest notation of a list, as in SLURM_JOB_NODELIST."""
     random.seed(18)
     for _ in range(20):
         names = [f"n{number:03}" for number in sorted(random.sample(range(150), 20))]

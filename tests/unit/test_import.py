@@ -1,4 +1,4 @@
-"""`import parallel_state` in a fresh process: nothing starts, nothing changes, nothing heavy comes along."""
+"""`import parallel_state` in a new process starts nothing, changes nothing, and imports nothing slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300
 
-# torch first: what it does by itself is not ours to answer for.
+# Imports torch first, to exclude its own effects.
 LOOK_AROUND = """
 import json, os, socket, sys, threading
 import torch, torch.distributed as dist
@@ -101,7 +101,7 @@ sys.meta_path.insert(0, Block())
 
 
 def run(code: str) -> str:
-    """Runs `code` outside of any launcher's environment."""
+    """Runs `code` without this environment's pytest variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     environment["PYTHONPATH"] = str(ROOT)
     process = subprocess.run(
@@ -130,9 +130,9 @@ def test_import_does_not_initialise_torch_distributed(looks: dict[str, Any]) -> 
 
 
 def test_import_changes_nothing_of_torch_but_its_backends() -> None:
-    """Up to torch 2.13 the import registers the backend "parallel_state": torch finds it no other way.
+    """Up to torch 2.13 the import must register the backend "parallel_state".
 
-    The other names that torch gains are the namespaces of the registered ops.
+    torch also gains the namespaces of the registered ops.
     """
     found = json.loads(run(LOOK_AT_TORCH).splitlines()[-1])
     assert found["changed"] == []
@@ -159,7 +159,7 @@ NOT_BROUGHT = (
     "numpy",
     "pynvml",
     "cuda",
-    # Ours, which a rank imports when it meets others, a launcher when it starts ranks, and a group with GPUs.
+    # Ours: imported when ranks meet, a launcher starts ranks, or a group has GPUs.
     "parallel_state.groups.world",
     "parallel_state.startup.rendezvous",
     "parallel_state.startup.job_store",
@@ -183,14 +183,14 @@ NOT_BROUGHT = (
 
 
 def test_import_does_not_bring(looks: dict[str, Any]) -> None:
-    """Each costs everybody's start-up; numpy and torch's own parts may have come with torch itself."""
+    """Each delays every start. numpy and parts of torch may come with torch itself."""
     new = set(looks["after"]["modules"]) - set(looks["before"]["modules"])
     assert "parallel_state.state" in new
     assert not [name for name in new for module in NOT_BROUGHT if name == module or name.startswith(f"{module}.")]
 
 
 def test_import_registers_the_ops(looks: dict[str, Any]) -> None:
-    """A program that was compiled or exported elsewhere finds them by name, without a look at anything of ours."""
+    """Programs compiled or exported elsewhere find them by name."""
     assert looks["names"] == ["parallel_state.all_reduce.default", "parallel_state.all_reduce_add_rms_norm.default"]
 
 
@@ -201,7 +201,6 @@ def test_import_brings_nothing_of_torch_but_what_it_uses(looks: dict[str, Any]) 
 
 
 def test_works_without_numpy_and_pynvml() -> None:
-    """Import, a simulated group, the codec and a world of one."""
     code = BLOCK.format(blocked=["numpy", "pynvml"]) + textwrap.dedent(
         """
         import warnings
@@ -228,7 +227,7 @@ def test_works_without_numpy_and_pynvml() -> None:
         print("numpy" in __import__("sys").modules)
         """
     )
-    # gloo of torch 2.10 prints lines of its own.
+    # gloo of torch 2.10 prints its own lines.
     assert [line for line in run(code).splitlines() if not line.startswith("[Gloo]")] == [
         "[1.0, 1.0]",
         "[2.0, 2.0]",

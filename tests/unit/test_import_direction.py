@@ -1,4 +1,4 @@
-"""Which room may import which, and what the two packages don't contain: read from the source, without importing it."""
+"""Which room may import which, and what the packages must not contain, read from the source."""
 
 from __future__ import annotations
 
@@ -25,22 +25,19 @@ MAY_PICKLE = (
     "parallel_state/launch/",
     "parallel_state/compat/vllm/__init__.py",
     "parallel_state/compat/pickles.py",
-    "parallel_state/tools/flight_recorder.py",
 )
-"""By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and what
-the engines pickle themselves: messages of vLLM's queue, objects of store groups, tagged objects. vLLM's module has the
-name `pickle`. What torch's flight recorder analyser reads is written, and not read."""
+"""Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the engines
+themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects). vLLM has a module named
+`pickle`."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
-"""Times torch's own way of sending objects, between processes that it starts itself."""
+"""Times torch's own object transfers, between its own processes."""
 
 
 class Source(NamedTuple):
-    """A file of the two packages."""
-
     name: str
     package: str
     room: str
-    """The sub-package or file below the package's root; empty for the package's own `__init__` and `__main__`."""
+    """The sub-package or file below the package's root. Empty for its `__init__` and `__main__`."""
     path: Path
 
     @property
@@ -72,7 +69,7 @@ SOURCES = sources()
 
 
 def imports_of(source: Source) -> Iterator[Import]:
-    """Every module that the file imports, at any depth, for annotations too; `from a import b`: both `a` and `a.b`."""
+    """Yields each imported module, at any depth and also for annotations. `from a import b` yields `a` and `a.b`."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
@@ -115,7 +112,7 @@ def test_arrows_between_rooms_run_one_way() -> None:
 
 
 def test_no_import_cycle() -> None:
-    """Not for annotations either."""
+    """Not even for annotations."""
     names = {each.name[: -len(".py")].replace("/", ".").removesuffix(".__init__"): each for each in SOURCES}
     below = {
         name: {each.module for each in imports_of(source) if each.module in names} - {name}
@@ -127,7 +124,7 @@ def test_no_import_cycle() -> None:
         assert name not in way, " -> ".join((*way[way.index(name) :], name))
         if name not in done:
             for each in sorted(below[name]):
-                if not name.startswith(f"{each}."):  # a package's own __init__ is there before its modules
+                if not name.startswith(f"{each}."):  # a package's own __init__ runs before its modules
                     visit(each, (*way, name))
             done.add(name)
 
@@ -141,7 +138,7 @@ def test_a_room_says_what_it_is_for() -> None:
 
 
 def test_the_lower_package_imports_nothing_by_name() -> None:
-    """But the catalog, whose rows name their modules, and the roots' tables of public names."""
+    """Except the catalog, whose rows name modules, and the roots' tables of public names."""
     for source in SOURCES:
         for node in source.nodes:
             if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and source.package == LOWER:
@@ -150,7 +147,7 @@ def test_the_lower_package_imports_nothing_by_name() -> None:
 
 
 def test_only_the_catalog_knows_communicators_by_class() -> None:
-    """Helper functions of a communicator's file may be shared in the lower package, its class and the module not."""
+    """The lower package may share helper functions of these files, but not the class or the module."""
     for source in SOURCES:
         for node in source.nodes:
             if isinstance(node, ast.Import):
@@ -187,7 +184,7 @@ def test_no_assert() -> None:
 
 
 def test_threads_are_started_by_one_class() -> None:
-    """It gives them names for Python and for the kernel."""
+    """It names them, for Python and for the kernel."""
     for source in SOURCES:
         if source.name != "device_communicators/base/helper_threads.py":
             called = [ast.unparse(node.func) for node in source.nodes if isinstance(node, ast.Call)]
@@ -206,7 +203,7 @@ def test_no_pickle_but_where_the_caller_asked_for_it() -> None:
 
 
 def test_exports_are_exactly_all() -> None:
-    """The roots load their names at the first use, by a table; no name is in it twice."""
+    """The roots load names at first use by a table, which has each name once."""
     for root in (device_communicators, parallel_state):
         listed = [name for names in root._NAMES.values() for name in names]
         assert len(set(listed)) == len(listed)
@@ -218,7 +215,6 @@ def test_exports_are_exactly_all() -> None:
 
 
 def methods_of(public: type) -> Iterator[tuple[str, FunctionType]]:
-    """The public methods that our own classes give it."""
     for base in public.__mro__:
         if base.__module__.split(".")[0] in ("parallel_state", "device_communicators"):
             for name, member in vars(base).items():
@@ -228,11 +224,11 @@ def methods_of(public: type) -> Iterator[tuple[str, FunctionType]]:
 
 
 def test_what_is_public_is_documented() -> None:
-    """A method may go without where it is one statement, and its name says all of it."""
+    """Methods of one statement need no docstring."""
     for name in parallel_state.__all__:
         public = getattr(parallel_state, name)
         if name in ("AXES", "PRESETS"):
-            continue  # data, whose rows say what they are
+            continue  # data with self-describing rows
         assert inspect.isclass(public) or inspect.isfunction(public) or inspect.ismodule(public), name
         assert public.__doc__, name
         assert not public.__doc__.startswith(f"{name}("), f"{name}: the docstring that dataclasses make up"

@@ -1,13 +1,11 @@
-"""Our lists of ranks are those of Megatron-core, torchtitan and torch's DeviceMesh, for random sizes and orders.
+"""Our rank lists equal those of Megatron-core, torchtitan and torch's DeviceMesh, for random sizes and orders.
 
-Megatron: its own `initialize_model_parallel`, of the installed megatron-core, runs up to and including each group it
-makes, with a recorder in place of `create_group`; what it refuses, we refuse. torchtitan: its own `ParallelDims`
-(`tests/references.py`), over a mesh that is an array, and over torch's DeviceMesh.
+The installed megatron-core runs its own `initialize_model_parallel` with a recorder as `create_group`. We refuse what
+it refuses. torchtitan runs its own `ParallelDims` (`tests/references.py`) over an array and over torch's DeviceMesh.
 
-A thousand cases by default, 10,000 with FAILURE_TESTS=long; `LAYOUT_CASES=100000 pytest
-tests/unit/test_incumbent_layouts.py` compares more, and `LAYOUT_SEED` chooses others; with fewer than a thousand a
-sample may lack some kind of case, which fails. What does not belong here: inference engines (`test_engine_layouts`),
-and layouts that no incumbent has (`test_axes`).
+A thousand cases by default, 10,000 with FAILURE_TESTS=long. LAYOUT_CASES sets their number and LAYOUT_SEED the seed.
+With fewer than a thousand, a kind of case may be missing, which fails. `test_engine_layouts` tests inference engines,
+`test_axes` layouts that no incumbent has.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 CASES = int(os.environ.get("LAYOUT_CASES", "10000" if LONG else "1000"))
 SEED = int(os.environ.get("LAYOUT_SEED", "0"))
-MIN_SHARE = 0.2  # of the accepted and of the refused cases: a sample of one kind would compare nothing
+MIN_SHARE = 0.2  # of accepted and of refused cases
 RARE_SHARE = 0.01  # of each single reason to refuse
 DEADLINE_S = 120  # for some seconds of work in another process
 
@@ -49,7 +47,7 @@ Groups = list[list[int]]
 
 
 def refusal_of(resolve: Callable[[], Layout]) -> str:
-    """What our library says against a layout; the test fails where it makes one."""
+    """Returns our refusal. Fails the test if there is a layout."""
     try:
         layout = resolve()
     except LayoutError as error:
@@ -61,7 +59,7 @@ def refusal_of(resolve: Callable[[], Layout]) -> str:
 
 MEGATRON_TOKENS = ("tp", "cp", "ep", "dp", "pp")
 
-# The tokens that Megatron makes groups of, as it describes them to `create_group` -> our name.
+# Megatron's tokens by its group descriptions -> our names.
 MEGATRON_GROUPS = {
     "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
     "DATA_PARALLEL_GROUP": "dp",
@@ -81,7 +79,7 @@ MEGATRON_GROUPS = {
     "EXPERT_DATA_PARALLEL_GROUP": "edp",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
-# Those that it makes of several optimizer instances.
+# With several optimizer instances.
 INSTANCE_GROUPS = {
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": "intra_edp",
@@ -89,7 +87,7 @@ INSTANCE_GROUPS = {
 }
 EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
-# What it says where it refuses.
+# Its refusals.
 REFUSALS = (
     "is not divisible by",
     "divisible by expert_tensor_model_pipeline_parallel size",
@@ -102,8 +100,6 @@ REFUSALS = (
 
 
 class MegatronCase(NamedTuple):
-    """The arguments of Megatron's initialize_model_parallel."""
-
     world_size: int
     tp: int
     cp: int
@@ -136,10 +132,10 @@ class MegatronCase(NamedTuple):
 
 
 class Megatron:
-    """megatron-core's `parallel_state`, as it is installed, in a copy that makes no groups but writes them down.
+    """The installed megatron-core's `parallel_state`, modified to record groups.
 
-    Only this file is loaded: importing `megatron.core` would take seconds, and dozens of modules that have nothing to
-    do with it. Of `megatron.core.utils` it needs the buffers, which nobody uses here.
+    Only this file is loaded: importing `megatron.core` takes seconds. `megatron.core.utils` is replaced, because only
+    its buffers are needed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,8 +160,8 @@ class Megatron:
         self._made: dict[str, Groups] = {}
         self._world_size = 0
         self._fresh["create_group"] = self._write_down
-        self._fresh["os"] = SimpleNamespace(environ={})  # of the real one it would delete a variable
-        # Whatever it asks torch for beside these fails the test: it would do more than to lay groups out.
+        self._fresh["os"] = SimpleNamespace(environ={})  # it would delete a variable of the real one
+        # Any other use of torch fails the test.
         self._fresh["torch"] = SimpleNamespace(
             distributed=SimpleNamespace(
                 is_initialized=lambda: True, get_world_size=lambda: self._world_size, get_rank=lambda: 0
@@ -179,7 +175,7 @@ class Megatron:
         return group_desc, tuple(ranks)
 
     def groups(self, case: MegatronCase) -> dict[str, Groups] | str:
-        """Every group that it makes for `case`, by its description; what it says where it refuses."""
+        """Returns every group for `case` by description, or Megatron's refusal."""
         vars(self._module).update(self._fresh)  # its groups and ranks are globals
         self._made, self._world_size = {}, case.world_size
         try:
@@ -215,7 +211,7 @@ def megatron() -> Megatron:
 
 
 def megatron_order(random_: random.Random, sizes: dict[str, int]) -> str:
-    """Mostly one that can be used: a permutation with pp last, or any; axes of one rank, or any axis, left out."""
+    """Returns a usable order in most cases. Axes of one rank, or any axis, may be left out."""
     tokens = list(MEGATRON_TOKENS)
     random_.shuffle(tokens)
     if random_.random() < 0.6:
@@ -229,7 +225,7 @@ def megatron_order(random_: random.Random, sizes: dict[str, int]) -> str:
 
 
 def megatron_case(random_: random.Random, largest_world: int = 48) -> MegatronCase:
-    """Sizes whose product mostly is the world; one of them, or the world, is sometimes off."""
+    """Returns sizes whose product is the world size in most cases."""
     small = (1, 1, 1, 2, 2, 3, 4)
     while True:
         tp, cp, dp, pp = (random_.choice(small) for _ in range(4))
@@ -268,7 +264,7 @@ def test_every_group_that_megatron_makes_and_every_refusal(megatron: Megatron) -
         layout = case.ours()
         names = {**MEGATRON_GROUPS, **(INSTANCE_GROUPS if case.instances > 1 else {})}
         for name, groups in theirs.items():
-            groups = sorted(sorted(ranks) for ranks in groups)  # of an instance they are in another order
+            groups = sorted(sorted(ranks) for ranks in groups)  # an instance's have another order
             assert layout.groups(names[name]) == groups, f"{names[name]} of {case}"
         assert theirs.keys() == names.keys()
         outcomes["accepted"] += 1
@@ -306,7 +302,6 @@ def test_groups_that_span_any_of_megatrons_tokens_from_any_rank_on(megatron: Meg
 def test_without_experts_the_dense_groups_are_megatrons_whatever_its_expert_layers_would_need(
     megatron: Megatron,
 ) -> None:
-    """Who gives neither `ep` nor `etp` is refused only what the dense layers can't have."""
     outcomes: Counter[str] = Counter()
     for case in megatron_cases(CASES // 3, "no experts"):
         case = case._replace(ep=1, etp=case.tp, instances=1)
@@ -346,7 +341,7 @@ def test_the_default_order_is_megatrons(megatron: Megatron) -> None:
 DENSE_MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_MESH = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
-# Our name -> the dims of a mesh that it flattens. Each dim by itself is compared too.
+# Our name -> the mesh dims that it flattens. Each single dim is compared too.
 FLATTENED = {
     "fsdp": ("dp_shard", "cp"),
     "dp": ("dp_replicate", "dp_shard"),
@@ -359,8 +354,6 @@ FLATTENED = {
 
 
 class TitanCase(NamedTuple):
-    """torchtitan's degrees."""
-
     pp: int
     dp_replicate: int
     dp_shard: int
@@ -397,7 +390,7 @@ def titan_cases(count: int, seed: str) -> Iterator[TitanCase]:
 
 
 def mesh_groups(dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[str, ...]) -> Groups:
-    """The groups along some dims of `arange(world).view(sizes)`; a group's ranks in the order of the mesh."""
+    """Returns the groups along some dims of `arange(world).view(sizes)`, in mesh order."""
     outside = [index for index, dim in enumerate(dims) if dim not in spanned]
     inside = [index for index, dim in enumerate(dims) if dim in spanned]
     rows = np.arange(prod(sizes)).reshape(sizes).transpose(outside + inside)
@@ -405,7 +398,7 @@ def mesh_groups(dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[st
 
 
 class ArrayMesh:
-    """What torchtitan asks of a DeviceMesh, for all ranks at once."""
+    """The part of a DeviceMesh that torchtitan needs, for all ranks at once."""
 
     def __init__(self, dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[str, ...] = ()) -> None:
         self.mesh_dim_names, self._sizes, self._spanned = dims, sizes, spanned or dims
@@ -429,14 +422,14 @@ class ArrayMesh:
         return mesh_groups(self.mesh_dim_names, self._sizes, self._spanned)
 
 
-# torchtitan's names of the dims that it makes groups of -> ours.
+# torchtitan's names of its groups' dims -> ours.
 TITAN_GROUPS = {name: name for name in ("pp", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
 TITAN_GROUPS |= {"batch": "dp", "loss": "dp_cp"}
 
 
 @pytest.fixture(scope="module")
 def titan_groups() -> Callable[[TitanCase, int], dict[str, Groups] | str]:
-    """Every group that torchtitan's ParallelDims makes in a world of some size; what it says where it refuses."""
+    """Returns every group of torchtitan's ParallelDims, or its refusal."""
     state: dict[str, object] = {
         "dataclass": dataclass,
         "field": field,
@@ -479,12 +472,12 @@ def test_every_group_that_torchtitan_makes_and_every_refusal(
 
 
 def named_dims(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Our names of the groups within a mesh of these dims -> which of the dims they span."""
+    """Returns our group names within a mesh -> the dims they span."""
     flattened = {name: parts for name, parts in FLATTENED.items() if set(parts) <= set(dims)}
     return {**{dim: (dim,) for dim in dims}, **flattened}
 
 
-# In a process of its own: the default group and the fake backend that torch registers must not reach other tests.
+# In its own process, because the default group and torch's fake backend must not reach other tests.
 DEVICE_MESH_SCRIPT = """
 import dataclasses, json, sys
 from types import ModuleType, SimpleNamespace
@@ -519,7 +512,7 @@ json.dump(found, sys.stdout)
 
 
 def test_the_groups_of_torchs_device_mesh(tmp_path: Path) -> None:
-    """Over torch's `fake` backend: the dims that torchtitan has had and their flattened ones, and its ParallelDims."""
+    """Over torch's `fake` backend."""
     random_ = random.Random(f"{SEED} ranks")
     cases = [TitanCase(2, 1, 2, 1, 2, 2, 2), TitanCase(1, 2, 2, 2, 2, 4, 1), TitanCase(2, 2, 3, 2, 2, 6, 1)]
     cases += [case for case in titan_cases(60, "device meshes") if case.fits]

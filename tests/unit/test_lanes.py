@@ -1,4 +1,4 @@
-"""The lanes of `make test`: what they count, print and return, and that they hold the whole suite once."""
+"""The lanes of `make test`: counts, output and exit codes. Together they contain the whole suite once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_late(ranks):
     seen.touch()
     assert ranks == "4 ranks" or was_there
 """
-"""Fails at the first time."""
+"""Fails the first time only."""
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_each_file_of_the_suite_is_in_one_lane() -> None:
         return [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
 
     found = Counter(file for lane in LANES for file in set(of(lane.paths)) - set(of(lane.but)))
-    # Of `make test-engines` and `make test-clusters`, which fetch what they need; a quick one of them may be in a lane.
+    # `make test-engines` and `make test-clusters` run these. Quick ones may be in a lane.
     others = set(of(("tests/engines", "tests/clusters"))) - set(found)
     assert found == Counter(set((ROOT / "tests").rglob("test_*.py")) - others)
 
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes of what a test writes, without the plugins of this environment, of which some take a second."""
+    """Lanes of the test's own files, without this environment's slow plugins."""
     monkeypatch.setattr(lanes, "LOGS", tmp_path)
     monkeypatch.setattr(lanes, "ROOT", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -103,7 +103,6 @@ def test_what_passes_when_run_again_is_named_and_few_may(
 @pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its last line is its summary; where it fails, so does the run, whatever the tests of others do."""
     (tmp_path / "test_passes.py").write_text(PASSES)
     passes = Lane("passes", ("test_passes.py",))
     well, ill = (
@@ -144,7 +143,7 @@ def test_only_so_many_lanes_run_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_interpreters_keep_their_bytecode() -> None:
-    """Also where the caller wants none: without it each of them compiles all that it imports."""
+    """Without bytecode, each interpreter would compile all its imports."""
     kept = lanes.environment({"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"})
     assert kept == {**lanes.VARIABLES, "OMP_NUM_THREADS": "2"}
     assert lanes.environment({}) == lanes.VARIABLES

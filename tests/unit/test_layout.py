@@ -1,8 +1,4 @@
-"""`Grid` and `Layout` by themselves, without torch: each against a reference, and against lists written out by hand.
-
-A grid's groups against an array of the ranks; a layout's look-ups against each other, and their work at 16,384 ranks.
-What sizes and orders become is in `test_axes`, whether the incumbents lay out alike in `test_incumbent_layouts`.
-"""
+"""`Grid` and `Layout` by themselves, without torch, against references and hand-written lists."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from parallel_state.layout.ranks import Grid, Layout, position_in
 from parallel_state.layout.resolution import resolve_layout
 
 STEPS, STEPS_PER_RANK = 5_000, 50
-"""Of a look-up: twice what it takes, and a thirtieth of what listing the groups of 16,384 ranks takes."""
+"""Bounds of a lookup: twice the measured steps, and a thirtieth of listing the groups of 16,384 ranks."""
 
 NAMES = ["tp", "cp", "ep", "dp", "pp"]
 axes_of_any_size = st.lists(
@@ -34,7 +30,7 @@ many = settings(max_examples=60, deadline=None)
 
 
 def steps_of(call: Callable[[], object]) -> int:
-    """Returns how many bytecodes a call takes, loops of comprehensions included: its work, however busy the machine."""
+    """Counts the bytecodes of a call: its work, independent of the machine's load."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -53,7 +49,7 @@ def steps_of(call: Callable[[], object]) -> int:
 
 
 def array_of(grid: Grid) -> np.ndarray:
-    """The ranks as an array with one dim per axis, in the grid's order: its first axis varies fastest."""
+    """Returns the ranks as an array with one dim per axis. The first axis varies fastest."""
     sizes = [size for _, size in grid.axes]
     return np.arange(prod(sizes)).reshape(sizes[::-1]).transpose() if sizes else np.zeros((), dtype=int)
 
@@ -150,7 +146,7 @@ def test_one_rank() -> None:
          [[0, 1], [2, 3], [4, 5], [6, 7]],
          [[0, 4], [1, 5], [2, 6], [3, 7]],
          [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        # The example in the documentation of Megatron's initialize_model_parallel.
+        # The example of Megatron's documentation.
         (16, 2, 4, "tp-dp-pp",
          [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
          [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
@@ -210,7 +206,6 @@ def test_the_group_of_one_rank_among_many_takes_steps_for_its_own_ranks_only() -
     ],
 )
 def test_what_does_not_fit_is_told(world_size: int, sizes: dict[str, object], order: str, parts: list[str]) -> None:
-    """Each message says what must hold, what was found, and what can be done."""
     with pytest.raises(LayoutError) as caught:
         Grid.resolve(world_size, sizes, order)  # type: ignore[arg-type]
     for part in parts:
@@ -261,7 +256,7 @@ def first_and_last(ranks: list[int]) -> list[int]:
 
 
 def two_grids(rank_offset: int = 0) -> Layout:
-    """Eight ranks, with experts over pairs of neighbours; by hand, not by `resolve_layout`."""
+    """Eight ranks with experts over neighbor pairs, made without `resolve_layout`."""
     return Layout(
         grids=(Grid((("tp", 2), ("dp", 2), ("pp", 2))), Grid((("ep", 4), ("pp", 2))), Grid((("a", 1), ("tp/a", 2)))),
         spans={"model": ("tp", "pp"), "everyone": ("ep", "pp")},
@@ -433,7 +428,7 @@ def test_what_a_layout_says_of_each_group_agrees(layout: Layout) -> None:
 
 
 def check_partition(layout: Layout, name: str, groups: list[list[int]]) -> None:
-    """Equal groups, ascending, in the order of their first ranks; each along the axes of this kind of group."""
+    """Groups are equal, ascending, ordered by first rank, and along this kind's axes."""
     world = range(layout.rank_offset, layout.rank_offset + layout.world_size)
     assert sorted(itertools.chain(*groups)) == list(world)
     assert groups == sorted(sorted(ranks) for ranks in groups)
@@ -463,7 +458,7 @@ LARGE = {
 
 @pytest.mark.parametrize("order", LARGE)
 def test_a_layout_of_many_ranks_takes_the_steps_of_one_of_fewer(order: str) -> None:
-    """And a look-up those for the ranks that it returns: listing the groups of all would be 100,000 and more."""
+    """A lookup's work depends only on the ranks it returns. Listing all groups would take 100,000 steps and more."""
 
     def resolve(world_size: int) -> Layout:
         return resolve_layout(world_size, LARGE[order], order, ranks_per_node=8)
@@ -475,7 +470,7 @@ def test_a_layout_of_many_ranks_takes_the_steps_of_one_of_fewer(order: str) -> N
     for number, name in enumerate(names):
         rank = number * 977 % layout.world_size
         assert rank in layout.group_of(rank, name) or name in layout.ends
-        # The ends of a group, and the parts of one, are found in the whole.
+        # The ends and parts of a group are found from the whole.
         whole = layout.size(*(layout.ends | layout.parts).get(name, (name,))[:1])
         steps = steps_of(lambda rank=rank, name=name: layout.group_of(rank, name))
         assert steps < STEPS + STEPS_PER_RANK * whole, name

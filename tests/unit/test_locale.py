@@ -1,4 +1,4 @@
-"""LC_ALL=C without Python's UTF-8 mode: the locale's encoding is ASCII. No file is read in it, and no output fails."""
+"""LC_ALL=C without Python's UTF-8 mode: files are read as UTF-8, and no output fails."""
 
 from __future__ import annotations
 

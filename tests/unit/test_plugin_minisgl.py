@@ -1,4 +1,4 @@
-"""Ours takes mini-sglang's calls on CPU tensors and leaves it those on a device; SGLang's plug-in stands back."""
+"""Our plug-in carries mini-sglang's calls on CPU tensors only. SGLang's stays off without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def destroy_distributed(): DistributedCommunicator.plugins = []
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package with mini-sglang's names; nothing of it is left afterwards."""
+    """A temporary package with mini-sglang's names."""
     folder = tmp_path / "minisgl" / "distributed"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("")
@@ -76,7 +76,7 @@ def test_sglangs_stands_back_without_it(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 class _Hooks:
-    """Stands for SGLang's HookRegistry and HookType."""
+    """Replaces SGLang's HookRegistry and HookType."""
 
     AROUND = "around"
     registered: list[str]

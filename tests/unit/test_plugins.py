@@ -1,4 +1,4 @@
-"""The entry points of engines do nothing, and import nothing, until PARALLEL_STATE_PLUGIN names one."""
+"""The engines' entry points do and import nothing until PARALLEL_STATE_PLUGIN names one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_declared_entry_points_are_there(group: str, monkeypatch: pytest.Mon
     monkeypatch.delenv(plugins.VARIABLE, raising=False)
     project = (ROOT / "pyproject.toml").read_text()
     ((name, value),) = re.findall(rf'^\[project\.entry-points\."{group}"\].*\n(\w+) = "(.+)"$', project, re.MULTILINE)
-    assert name == "parallel_state"  # that VLLM_PLUGINS and SGLANG_PLUGINS may have
+    assert name == "parallel_state"  # a name that VLLM_PLUGINS and SGLANG_PLUGINS may contain
     assert importlib.metadata.EntryPoint(name, value, group).load()() is None
 
 
@@ -80,7 +80,6 @@ def test_a_name_that_no_engine_has_is_in_the_log_once(
 
 
 def test_each_reason_is_in_the_log_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of two that begin alike both are."""
     monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
     for text in ("not used, vLLM runs unchanged: one", "not used, vLLM runs unchanged: another") * 2:
         plugins.log_once("vllm", plugins.logging.WARNING, text)
@@ -119,7 +118,7 @@ def test_whatever_goes_wrong_leaves_the_engine_alone(
 def test_a_platform_that_was_not_asked_for_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """VLLM_TARGET_DEVICE=cpu has vLLM ask no plug-in; where one has said why it stands back, that is enough."""
+    """With VLLM_TARGET_DEVICE=cpu vLLM asks no plug-in."""
     from parallel_state.compat.vllm import plugin
 
     monkeypatch.setenv(plugins.VARIABLE, "vllm")

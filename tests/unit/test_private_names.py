@@ -1,4 +1,4 @@
-"""torch's private names: the installed torch has those of the tables, and one file alone uses any."""
+"""The installed torch has the private names of the tables, and only one file uses any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOME = "device_communicators/base/torch_internals.py"
 ELSEWHERE = {
     "device_communicators/peer/memory.py": {"_SymmetricMemory", "_symmetric_memory", "_share_cuda_", "_new_shared_cuda"}
 }
-"""Names that live and go with one file."""
+"""Names that only this file uses."""
 NAMES = (
     # Process groups.
     "torch.distributed.distributed_c10d._DistributedBackendOptions",
@@ -46,7 +46,6 @@ NAMES = (
     "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group",
     "torch._C._distributed_c10d._register_process_group",
     "torch._C._distributed_c10d._unregister_process_group",
-    "torch.distributed._functional_collectives.wait_tensor",
     "torch.testing._internal.distributed.fake_pg",
     # Tensors, ops and devices.
     "torch.Tensor._base",
@@ -67,7 +66,6 @@ NAMES = (
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._dynamo.backends.debugging.aot_eager",
     "torch._dynamo.backends.debugging.boxed_nop",
-    "torch._inductor.compile_fx",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     # autograd.
     "torch.autograd.graph._engine_run_backward",
@@ -93,13 +91,13 @@ NAMES = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_functorch_wrapped_tensor",
 )
-"""Those in use."""
+"""Names in use."""
 OF_CUDA = (
     "torch._C._cuda_getCurrentRawStream",
     "torch._C._cuda_getDevice",
     "torch.distributed.ProcessGroupNCCL.Options._timeout",
 )
-"""Those that builds for the CPU may lack."""
+"""CPU builds may lack them."""
 MARKS = (
     "_dynamo_marked_constant",
     "_dynamo_static_input_type",
@@ -109,11 +107,11 @@ MARKS = (
 )
 """Attributes that torch._dynamo reads."""
 OURS = {"torch.ops._C"}
-"""Of vLLM's ops."""
+"""vLLM's ops."""
 
 
 def find(name: str) -> Any:
-    """Returns what has the dotted name. Raises AttributeError if there is nothing."""
+    """Raises AttributeError if nothing has the dotted name."""
     parts = name.split(".")
     for at in range(len(parts), 0, -1):
         try:
@@ -173,9 +171,9 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
 
 
 def private_names(path: str, *, strict: bool = False) -> Iterator[tuple[int, str]]:
-    """Yields line and dotted name of each name with an underscore that a file takes from torch.
+    """Yields line and dotted name of each private name of torch in a file.
 
-    `strict`: attributes of any other object, too.
+    `strict`: also private attributes of any other object.
     """
     nodes = nodes_of(ROOT / path)
     roots: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The inventory of promises: how test ids become promises, and which changes of the file are reported."""
+"""How test ids become promises, and which changes of promises.txt are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public names: none hides a module, and classes name the package that users import them from."""
+"""No public name hides a module, and classes name the package that users import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ ROOTS = (device_communicators, parallel_state)
 
 
 def _packages() -> Iterator[ModuleType]:
-    """Yields both roots and every package below them."""
     for root in ROOTS:
         yield root
         for found in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
@@ -38,7 +37,7 @@ def _packages() -> Iterator[ModuleType]:
 
 
 def test_no_public_name_hides_a_module() -> None:
-    """`import package.name` and `package.name` must not be two objects."""
+    """`import package.name` and `package.name` must be the same object."""
 
     def check(package: ModuleType) -> None:
         for module in pkgutil.iter_modules(package.__path__):
@@ -62,7 +61,6 @@ def test_launch_is_called_as_a_function_and_imported_from_its_package() -> None:
 
 
 def test_public_classes_say_where_users_import_them_from() -> None:
-    """The annotations stay readable for those who look their names up in the class's module."""
     classes = {
         (root.__name__, name): getattr(root, name)
         for root in ROOTS
@@ -74,7 +72,7 @@ def test_public_classes_say_where_users_import_them_from() -> None:
         kind = classes[root, name]
         assert kind.__module__ == root, kind
         assert pickle.loads(pickle.dumps(kind)) is kind
-        if kind is not GroupContext:  # it names types that only type checkers import
+        if kind is not GroupContext:  # some of its types are imported for type checkers only
             assert set(vars(kind).get("__annotations__", ())) <= set(get_type_hints(kind))
 
     assert len(classes) > 40

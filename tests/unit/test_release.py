@@ -1,4 +1,4 @@
-"""What goes with a release says the same everywhere: version, licences, CI, hooks, targets of make."""
+"""A release is consistent: version, licenses, CI, hooks, targets of make."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def test_hooks_are_local_and_their_tools_come_with_the_extra_dev() -> None:
 
 
 def test_what_is_installed_has_a_notice() -> None:
-    """Each package that a user's install or the demo asks for is named among the third parties."""
     notices = (ROOT / "THIRD_PARTY.md").read_text().lower().replace("pytorch", "torch")
     for field in ("dependencies", "demo", "bench", "cuda"):
         (line,) = re.findall(rf"^{field} = \[(.+?)\]", PROJECT, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""How tests/gpu/test_sanitizer.py runs compute-sanitizer, and what it makes of what that says; the tool isn't run."""
+"""How tests/gpu/test_sanitizer.py runs compute-sanitizer and reads its output. The tool isn't run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every environment variable: its default, what it takes, and what a bad value says."""
+"""Every environment variable: default, valid values, and the error of a bad one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_table_holds_every_setting_of_the_module_once() -> None:
 
 
 def test_every_variable_of_ours_is_read_through_the_table() -> None:
-    """No other file spells one out."""
+    """No other file contains a variable's name."""
     known = {setting.name for setting in settings.ALL}
     for package in ("parallel_state", "device_communicators"):
         for path in (ROOT / package).rglob("*.py"):

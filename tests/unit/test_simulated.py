@@ -1,4 +1,4 @@
-"""Simulated groups: any rank of any layout in one process, and whose groups a thread sees."""
+"""Simulated groups: any rank of any layout in one process, and the groups of each thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 10.0
 
 @pytest.fixture
 def group() -> ps.GroupCoordinator:
-    """Rank 2 of 4, whose global ranks are others."""
+    """Rank 2 of 4, with other global ranks."""
     return ps.simulated_group([1, 3, 5, 7], 5)
 
 
@@ -133,7 +133,7 @@ def test_a_set_of_groups_is_frozen_and_its_coordinator_is_checked() -> None:
     dataclasses.replace(ps.simulate(1, 4, 2, 2), groups={"tp": ps.simulated_group([1, 0], 1)})
 
 
-# What a group says whose ranks all hold the same.
+# Results if all ranks hold the same tensor.
 
 X = torch.tensor([[1.0, -2.0, 3.0, 0.5], [4.0, 5.0, -6.0, 2.0]])
 
@@ -240,7 +240,7 @@ REFUSED: dict[str, Callable[[ps.GroupCoordinator], Any]] = {
 
 @pytest.mark.parametrize("call", list(REFUSED))
 def test_what_only_a_peer_could_say_is_refused(group: ps.GroupCoordinator, call: str) -> None:
-    peer = 1 if call in ("recv", "irecv_object") else 0  # by default the previous
+    peer = 1 if call in ("recv", "irecv_object") else 0  # by default the previous rank
     for _ in range(2):
         with pytest.raises(ps.UnsupportedError) as raised:
             REFUSED[call](group)
@@ -304,7 +304,7 @@ def test_traffic_is_counted(group: ps.GroupCoordinator) -> None:
 
 
 G = torch.tensor([[1.0, 2.0, -3.0, 4.0], [-5.0, 6.0, 7.0, 0.5]])
-"""The gradient that comes from each rank's loss."""
+"""Gradient from each rank's loss."""
 
 GRADIENTS: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Tensor], Tensor, Tensor]] = {
     "all_reduce": (lambda group, x: group.all_reduce(x), G, G * SIZE),
@@ -345,7 +345,6 @@ GRADIENTS: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Tensor], Tens
         G[:, :1].expand(2, 4),
     ),
 }
-"""A differentiable call of `X`, the gradient of its result, and that of `X`: this is rank 2, and all ranks do alike."""
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -358,7 +357,7 @@ def test_gradients(group: ps.GroupCoordinator, name: str) -> None:
 
 
 def test_a_broadcasts_gradient_is_its_sources() -> None:
-    """The others' is zero, but not none: their backward takes part in the collective."""
+    """The others' is zero, not None: their backward takes part in the collective."""
     route = ps.simulated_group([1, 3, 5, 7], 5)
     grads = [ops._grad_broadcast(G, route._token, src, route._key) for src in (RANK, 0)]
     assert torch.equal(grads[0], G * SIZE)
@@ -433,7 +432,7 @@ SHAPES: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Any], tuple[int,
 @pytest.mark.parametrize("call", list(SHAPES))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
 def test_shapes_on_meta_tensors(call: str, dtype: torch.dtype) -> None:
-    """On a meta group even what a peer would say has a shape."""
+    """On meta tensors even a peer's data has a shape."""
     group = ps.simulated_group([1, 3, 5, 7], 5, device="meta")
     function, shape = SHAPES[call]
     result = function(group, torch.empty(8, 12, dtype=dtype, device="meta"))
@@ -461,7 +460,7 @@ def test_wrong_shapes_are_refused_on_meta_tensors_too(group: ps.GroupCoordinator
 
 
 class Stage(nn.Module):
-    """Model code as an engine has it: sizes and groups from the getters alone."""
+    """Model code that gets sizes and groups from the getters alone."""
 
     def __init__(self, vocabulary: int, hidden: int, layers: int, device: str) -> None:
         super().__init__()
@@ -495,7 +494,6 @@ class Stage(nn.Module):
 @pytest.mark.parametrize("rank", [0, 5, 14, 31])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_model_code_of_any_rank(rank: int, device: str) -> None:
-    """TP 4 × PP 4 × DP 2, with 8 layers, one rank at a time."""
     groups = ps.simulate(rank, 32, 4, 4, device=device)
     tokens = torch.zeros(2, 7, dtype=torch.int64, device=device)
     hidden = torch.zeros(2, 7, 16, device=device, requires_grad=True)
@@ -524,7 +522,7 @@ def test_helpers_take_a_simulated_world_for_one_process(tmp_path: Path) -> None:
             assert ps.read_file_dist(path).read() == b"content"
             with ps.master_first(), ps.local_master_first():
                 pass
-            assert ps.set_random_seed(3) == 1003  # that of stage 1
+            assert ps.set_random_seed(3) == 1003  # stage 1's seed
             assert not ps.is_global_first_rank()
     finally:
         torch.set_rng_state(states[0])
@@ -533,7 +531,7 @@ def test_helpers_take_a_simulated_world_for_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["next", "prev", "first", "last"])
 def test_names_that_mean_two_things_are_gone(end: str) -> None:
-    """On [0, 2, 4, 6] the global rank of the next, 2, is a rank in the group as well: another one."""
+    """On [0, 2, 4, 6] the next rank's global rank, 2, is also another rank's index in the group."""
     group = ps.simulated_group([0, 2, 4, 6], 0)
     old = f"{end}_rank"
     for touch in (lambda: getattr(group, old), lambda: setattr(group, old, 1)):
@@ -592,7 +590,7 @@ def test_use_nests() -> None:
 
 
 def test_each_thread_has_its_own() -> None:
-    """Two sets of groups in use at the same time; a third thread, and the one that started them, see none."""
+    """Two threads use different groups; a third one and the main thread have none."""
     sets = [ps.simulate(1, 4, 2, 2), ps.simulate(5, 8, 8), None]
     meeting = threading.Barrier(len(sets) + 1, timeout=DEADLINE_S)
     errors: list[BaseException] = []
@@ -650,7 +648,7 @@ def test_groups_outlive_the_thread_that_made_them() -> None:
 
 
 def test_layers_of_stages() -> None:
-    """As vLLM divides them: the last stage, which has the output head, gets no extra layer."""
+    """As in vLLM, the last stage, with the output head, gets no extra layer."""
     assert [ps.get_pp_indices(12, stage, 4) for stage in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
     assert [ps.get_pp_indices(14, stage, 4) for stage in range(4)] == [(0, 3), (3, 7), (7, 11), (11, 14)]
     assert ps.get_pp_indices(5, 0, 1) == (0, 5)

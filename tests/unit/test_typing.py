@@ -1,6 +1,6 @@
-"""A user's program under mypy --strict and pyright: no error in right lines, one in each wrong line.
+"""A user's program under mypy --strict and pyright: errors in exactly the wrong lines.
 
-The wrong lines are also run: each raises an error that names the caller's function or the right name.
+The wrong lines also run. Each raises an error that names the caller's function or the right name.
 """
 
 from __future__ import annotations

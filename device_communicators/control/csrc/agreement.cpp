@@ -1,8 +1,7 @@
-// Agreement among members of a world, and questions for a status.
+// Agreements among members of a world, and questions for a status.
 //
-// Proof sketch: the lowest living member decides. A new decider asks every living member, and each answer promises to
-// ignore lower ballots. So the new decider finds any verdict that a survivor received. A verdict that it doesn't find
-// is never accepted later.
+// The lowest living member decides. A new decider asks every living member; an answer promises to ignore lower ballots.
+// So the decider finds any verdict that a survivor received, and one that it doesn't find is never accepted later.
 // docs/protocol.md has the rules.
 #include <algorithm>
 #include <utility>
@@ -12,11 +11,11 @@
 namespace parallel_state::control {
 namespace {
 
-// Beyond this total, values for agreements that this process hasn't called are refused.
+// Values for agreements not called here are refused beyond this total.
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
-// Older agreements that are over here are erased, even if members are not done.
+// Older agreements that are over are erased, even if members aren't done.
 constexpr std::size_t kMostKept = 256;
-// An agreement that is known here only from a decider's question is kept this long: the decider may have ended.
+// Lifetime of an agreement that is known only from a decider's question.
 constexpr Nanos kAskedTime = 600 * kSecond;
 
 Bytes encode(const Message& message) {
@@ -40,7 +39,6 @@ bool contains(const std::vector<Proc>& procs, Proc proc) {
   return std::find(procs.begin(), procs.end(), proc) != procs.end();
 }
 
-// Returns true if the verdict is possible for these members.
 bool fits(const Verdict& verdict, const std::vector<Proc>& members) {
   if (verdict.kind == Verdict::kAgreed) return verdict.values.size() == members.size() && verdict.culprits.empty();
   return verdict.values.empty() && verdict.culprits.size() <= members.size() &&
@@ -101,7 +99,7 @@ void Core::cancel_call(RoundEntry* entry) {
   round.decide_by = now_;
   round.deadline = std::min(round.deadline, now_ + config_.margin);  // bounds the wait for a silent decider
   round.expires = std::min(round.expires, now_);
-  round.sent_on = -1;  // sends the value again, with no remaining time
+  round.sent_on = -1;  // sends the value again
   advance(entry);
 }
 
@@ -111,7 +109,7 @@ void Core::tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> 
   action.verdict = std::move(verdict);
 }
 
-// Ends this process's calls as undecided. It still answers peers.
+// As undecided. This process still answers peers.
 void Core::end_calls() {
   for (auto& [key, round] : rounds_) {
     if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
@@ -134,7 +132,6 @@ void Core::forget_older_epochs() {
 
 // Rounds.
 
-// `members` includes this process.
 Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
   RoundEntry* entry = &*rounds_.emplace(key, Round()).first;
   Round& round = entry->second;
@@ -145,8 +142,8 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   return entry;
 }
 
-// Erases the oldest agreements that are over: members that never call would keep them forever. Also erases agreements
-// that this process has not called and whose callers are past their deadlines.
+// Erases the oldest agreements that are over, which members that never call would keep forever; and those not called
+// here whose callers are past their deadlines.
 void Core::forget_rounds() {
   std::vector<std::uint64_t> over;
   for (const auto& [key, round] : rounds_) {
@@ -164,7 +161,6 @@ void Core::forget_rounds() {
   }
 }
 
-// Returns true if agreements not called here may use `bytes` more (see kMostUncalledBytes).
 bool Core::has_room(std::size_t bytes) const {
   for (const auto& [key, round] : rounds_) {
     if (!round.called && round.verdict == nullptr) bytes += round.bytes;
@@ -180,7 +176,7 @@ void Core::send_round(int connection, FrameKind kind, const Message& message) {
   act(Action::kSend, connection).bytes = round_frame(kind, message);
 }
 
-// Handles a frame of an agreement. Returns false if it is malformed.
+// Returns false if the frame is malformed.
 bool Core::on_round(int connection, const Frame& frame) {
   Message message;
   if (!decode(frame, &message)) return false;
@@ -192,18 +188,18 @@ bool Core::on_round(int connection, const Frame& frame) {
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
-    // A done without members follows *agreed*: this process has called the agreement and already erased it.
+    // A done without members: this process called the agreement, which was *agreed*, and erased it.
     if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
-  if (frame.kind == FrameKind::kForget) {  // a forget has no valid seat
+  if (frame.kind == FrameKind::kForget) {  // has no valid seat
     if (is_known && found->second.called && found->second.is_over()) rounds_.erase(found);
     return true;
   }
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
   const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
-  // Without room, the frame is dropped, and the sender's call ends as undecided with this process as the culprit.
+  // Without room the frame is dropped; the sender's call ends as undecided, with this process as the culprit.
   if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) return true;
   take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;
@@ -255,7 +251,7 @@ int Core::first_living(const Round& round) const {
   return -1;
 }
 
-// Advances the agreement as far as possible; returns false if it was erased.
+// Returns false if the agreement was erased.
 bool Core::advance(RoundEntry* entry) {
   Round& round = entry->second;
   const int target = first_living(round);
@@ -281,7 +277,7 @@ bool Core::advance(RoundEntry* entry) {
   return true;
 }
 
-// Decides as member 0, if it can or must.
+// As member 0.
 void Core::reach_verdict(Round* round) {
   if (round->checked != ends_digest_) {
     round->checked = ends_digest_;
@@ -302,7 +298,7 @@ void Core::reach_verdict(Round* round) {
   conclude(round, Verdict::kMissing, std::move(missing));
 }
 
-// Asks each living member for a verdict; returns true if all have answered that there is none.
+// Returns true if all living members answered that there is no verdict.
 bool Core::ask_all(RoundEntry* entry) {
   Round& round = entry->second;
   round.promised = std::max(round.promised, round.me);
@@ -332,7 +328,6 @@ void Core::conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits
   round->verdict = std::move(verdict);
 }
 
-// Returns the members that did not answer this decider.
 std::vector<Proc> Core::silent_members(const Round& round) const {
   std::vector<Proc> silent;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
@@ -342,8 +337,7 @@ std::vector<Proc> Core::silent_members(const Round& round) const {
   return silent;
 }
 
-// Before the earliest deadline, sends waiting members the names of silent members. Otherwise they would name this
-// decider.
+// Before the earliest deadline, tells waiting members who is silent; else they would name this decider.
 void Core::tell_hint(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.expires == kNever || round.hinted) return;
@@ -356,7 +350,7 @@ void Core::tell_hint(RoundEntry* entry) {
   }
 }
 
-// Ends this process's call with the verdict; at its deadline as undecided, with the members that didn't answer.
+// At the deadline the call is undecided, with the members that didn't answer.
 void Core::deliver(RoundEntry* entry) {
   auto& [key, round] = *entry;
   round.delivered = true;
@@ -377,7 +371,7 @@ void Core::serve(RoundEntry* entry, int target) {
   const int connection = connect(round.members[target]);
   if (connection < 0) return;
   Message message = message_of(*entry);
-  // done after a failure carries the verdict, for a new decider that has not called.
+  // After a failure, done carries the verdict to a decider that may not have called.
   const bool tells = done && round.verdict->kind != Verdict::kAgreed;
   if (tells) message.verdict = round.verdict;
   if (!done || tells) message.members = round.members;
@@ -389,7 +383,7 @@ void Core::serve(RoundEntry* entry, int target) {
   round.sent_done = done;
 }
 
-// As the decider: sends the verdict to waiting members, and erases the agreement when all living members are done.
+// As the decider: sends the verdict, and erases the agreement when all living members are done.
 bool Core::decide(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.verdict == nullptr) return true;
@@ -397,7 +391,7 @@ bool Core::decide(RoundEntry* entry) {
   round.seats[round.me].done = round.delivered;
   Message message = message_of(*entry);
   message.verdict = round.verdict;
-  std::shared_ptr<Bytes> verdict;  // has the values of all members: encoded once
+  std::shared_ptr<Bytes> verdict;  // large: encoded once
   bool all = true;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
     Round::Seat& seat = round.seats[i];
@@ -469,7 +463,7 @@ bool Core::on_question(int connection, const Frame& frame) {
   const Bytes bytes = reader.text();
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check: answered without the program
+  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check, without the program
     send(connection, FrameKind::kReply, Writer().number(id).text("").take());
     return true;
   }

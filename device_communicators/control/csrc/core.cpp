@@ -8,8 +8,7 @@
 namespace parallel_state::control {
 namespace {
 
-// Unidentified connections; the oldest is closed. Plus one per member. More before the members are known: all ranks may
-// dial at once.
+// Unidentified connections, plus one per member. More are allowed early, when all ranks may dial at once.
 constexpr std::size_t kMostStrangers = 256, kMostEarlyStrangers = 1024;
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
@@ -19,7 +18,7 @@ std::uint64_t entry_digest(Proc proc, const End& end) {
   return digest.value();
 }
 
-// Digests of entries are summed, so that a changed entry updates the sum alone.
+// A sum, so that a changed entry updates it alone.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
   for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
@@ -42,7 +41,6 @@ bool decode(const Bytes& bytes, Ends* ends) {
   return reader.finished();
 }
 
-// Returns true if the join of both is `one`.
 bool covers(const End& one, const End& other) {
   return (other.flags & ~one.flags) == 0 && one.reporter <= other.reporter && one.text >= other.text;
 }
@@ -81,8 +79,8 @@ int Roster::index_of(Proc proc) const {
   return found == indices.end() ? -1 : found->second;
 }
 
-// A watched connection is probed after 1.5 beats without a sign of life and closed after half the limit. With fewer
-// beats in the limit, live connections would be closed.
+// A watched connection is probed after 1.5 beats of silence and closed after half the limit; with fewer beats in the
+// limit, live connections would be closed.
 Core::Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {
   config_.limit = std::max(config_.limit, 4 * config_.beat);
 }
@@ -93,7 +91,7 @@ void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   out_ = actions;
   skew_ = std::max(skew_, now_ - now);
   now_ = now + skew_;
-  // A paused process received nothing, so it shifts its clocks before it judges peers.
+  // A paused process received nothing: shift its clocks before it judges peers.
   if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse(now_ - alarm_);
   if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
@@ -133,8 +131,8 @@ void Core::handle(const Event& event) {
         if (index >= 0 && domain_of(proc) == roster_->domain_of[me_]) seen_[roster_->place_of[index]] = now_;
       }
       break;
-    // Every process of the domain detects this exit itself, so it isn't published. The reporter is the process itself,
-    // so all entries are equal.
+    // Not published: every process of the domain detects this exit. The reporter is the process itself, so all entries
+    // are equal.
     case Event::kEnded: join({{event.proc, {kExited, event.proc, ""}}}, Source::kBoard); break;
     case Event::kExiting: report(event.proc, kExited, "exiting"); break;
     case Event::kCall: on_call(*event.call, false); break;
@@ -184,7 +182,7 @@ void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
   if (flags != 0) join({{proc, {flags, self_, text.substr(0, kMostTextBytes)}}}, Source::kOwn);
 }
 
-// A peer sends its state to all leads, and the whole domain reads each board, so neither needs forwarding.
+// Neither source needs forwarding: a peer sends its state to all leads, and the domain reads each board.
 void Core::join(const Ends& other, Source source) {
   auto at = ends_.begin();
   for (const auto& [proc, end] : other) {
@@ -211,7 +209,7 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   const bool left = (end.flags & kLeft) != 0 && (before.flags & kLeft) == 0;
   const int domain = domain_of(proc);
   if ((!died && !left) || domain < 0) return;
-  if (!died && leading_ && link_to(proc) >= 0) {  // the successor of a lead that left dials first; wait for that dial
+  if (!died && leading_ && link_to(proc) >= 0) {  // the successor of a lead that left dials first
     Watch& watch = watches_[domain];
     watch.sign = watch.heard = now_;
     watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
@@ -236,14 +234,14 @@ std::vector<int> Core::lost_by(const Action& end) const {
   return lost;
 }
 
-// Publishes unpublished ends: deaths at once, others with the next tick.
+// Deaths are published at once, other ends with the next tick.
 void Core::publish() {
   publish_at_once_ = false;
   if (unpublished_ && !is_alone()) act(Action::kBoard).bytes = encode(ends_);
   unpublished_ = unpublished_ && is_alone();
 }
 
-// Sends a death of this domain on all watched connections.
+// Sends a death of this domain on watched connections.
 void Core::flood() {
   if (!urgent_) return;
   urgent_ = false;
@@ -261,7 +259,7 @@ int Core::domain_of(Proc proc) const {
   return index < 0 ? -1 : roster_->domain_of[index];
 }
 
-// A process that isn't a member may be a member of the next epoch.
+// It may be a member of the next epoch.
 bool Core::is_stranger(const Link& link) const {
   return !link.dialed && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
 }
@@ -280,7 +278,7 @@ void Core::dial(Proc proc, bool for_watch) {
   action.endpoint = &roster_->members[index].endpoint;
 }
 
-// Returns an identified connection to `proc`, or -1.
+// -1: none is identified.
 int Core::link_to(Proc proc) const {
   const auto peer = peers_.find(proc);
   if (peer == peers_.end()) return -1;
@@ -290,11 +288,11 @@ int Core::link_to(Proc proc) const {
   return -1;
 }
 
-// Returns an identified connection to `proc`, or -1 after dialing it.
+// As link_to; dials if there is none.
 int Core::connect(Proc proc) {
   const int connection = link_to(proc);
   if (connection >= 0) links_[connection].for_watch = false;
-  else if (!is_dead(self_)) dial(proc, false);  // peers would close it: they report it as dead
+  else if (!is_dead(self_)) dial(proc, false);  // peers, which report it as dead, would close the connection
   return connection;
 }
 
@@ -314,7 +312,7 @@ void Core::send_beat(int connection) {
   send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
 }
 
-// Begins this side of a connection: sends the hello, this process's number and a nonce.
+// Sends the hello, this process's number and a nonce.
 void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
   link.opened = link.watched = link.heard = link.sign = now_;
@@ -323,7 +321,6 @@ void Core::greet(int connection, const Bytes& nonce) {
   send(connection, FrameKind::kNonce, nonce);
 }
 
-// Returns the HMAC with the listener's token over the direction, both nonces and both processes.
 Bytes Core::proof(const Link& link, bool of_dialer) const {
   const int index = link.dialed ? index_of(link.proc) : -1;
   const Bytes& token = !link.dialed ? token_ : index < 0 ? Bytes() : roster_->members[index].endpoint.token;
@@ -338,7 +335,7 @@ void Core::on_accepted(const Event& event) {
     if (!is_stranger(link)) continue;
     if (strangers++ == 0 || link.opened < links_.at(oldest).opened) oldest = connection;
   }
-  // The oldest: a handshake takes milliseconds, so it is the least likely to complete.
+  // A handshake takes milliseconds: the oldest is the least likely to complete.
   if (strangers >= (roster_ == nullptr ? kMostEarlyStrangers : kMostStrangers + roster_->members.size())) {
     refuse(oldest, "too many unidentified connections, and this is the oldest");
   }
@@ -363,7 +360,7 @@ void Core::on_dialed(const Event& event) {
   greet(event.connection, event.nonce);
 }
 
-// A refused dial for a call reports no exit: the process may have left, and its domain's state shows which.
+// A refused dial for a call reports no exit: the process may have left, as its domain's state shows.
 void Core::on_no_dial(const Event& event) {
   Peer& peer = peers_[event.proc];
   peer.dialing = false;
@@ -424,14 +421,14 @@ bool Core::on_identity(int connection, const Frame& frame) {
   if (link.theirs.empty() || frame.from != link.proc) return false;
   if (link.dialed && index_of(link.proc) < 0) return false;  // no longer a member
   if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
-  if (link.proc == 0) {  // a guest: the store serves it
+  if (link.proc == 0) {  // a guest
     act(Action::kGuest, connection).bytes = link.theirs + link.nonce + Bytes(link.parser.rest());
     links_.erase(connection);
     return true;
   }
   if (!link.dialed) {
     Peer& peer = peers_[frame.from];
-    // The newest connection of a dialer replaces its older one: bytes in flight there are dropped.
+    // A dialer's newest connection replaces its older one.
     if (peer.in >= 0) close(peer.in);
     peer.in = connection;
   }
@@ -441,13 +438,13 @@ bool Core::on_identity(int connection, const Frame& frame) {
   dirty_ = true;
   if (!ends_.empty()) send_state(connection);
   if (link.beating) send_beat(connection);
-  if (is_dead(frame.from)) close(connection);  // after it received the state
+  if (is_dead(frame.from)) close(connection);  // it has received the state
   return true;
 }
 
 bool Core::on_frame(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  // World 0: the sender hasn't met its world yet.
+  // World 0: the sender hasn't met its world.
   if (frame.world != world_ && frame.world != 0 && world_ != 0) return false;
   if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
   if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
@@ -461,7 +458,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
     case FrameKind::kBeat: {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
-      if (!link.beating) watch_link(connection);  // answers at once: the peer checks if this process runs
+      if (!link.beating) watch_link(connection);  // the peer checks if this process runs
       link.heard = now_;
       return reader.finished();
     }
@@ -478,7 +475,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
   }
 }
 
-// Forgets a connection. `by_peer`: not closed by this process.
+// `by_peer`: not closed by this process.
 void Core::drop(int connection, bool by_peer) {
   const auto found = links_.find(connection);
   if (found == links_.end()) return;
@@ -499,8 +496,7 @@ void Core::drop(int connection, bool by_peer) {
     if (question.sent_on == connection) question.sent_on = -1;
   }
   dirty_ = true;
-  // If the connection was watched, or a hunt runs, dial the whole domain. A process that closes a call's connection
-  // isn't suspected.
+  // Dial the whole domain if the connection was watched, or in a hunt. Closing a call's connection isn't suspect.
   const int domain = domain_of(link.proc);
   if (!by_peer || !leading_ || domain < 0 || is_gone(link.proc)) return;
   if (!link.beating && watches_[domain].hunt < 0) return;
@@ -512,7 +508,7 @@ void Core::close(int connection) {
   drop(connection, false);
 }
 
-// Closes a stranger's connection. Logs the first, the tenth, the hundredth: a stranger must not fill the log.
+// Logs the first, the tenth, the hundredth: strangers must not fill the log.
 void Core::refuse(int connection, const char* reason) {
   std::uint64_t logged = 1;
   while (logged < refused_ + 1) logged *= 10;
@@ -546,7 +542,7 @@ void Core::meet(const Event& event) {
   leading_ = false;
   watches_.assign(hosts, Watch());
   const auto seen = std::exchange(seen_, std::vector<Nanos>(own_domain().size(), now_));
-  for (const int index : own_domain()) {  // a beat that stopped before stays stale
+  for (const int index : own_domain()) {  // a stale beat stays stale
     const int before = former == nullptr ? -1 : former->index_of(proc_at(index));
     if (before < 0 || former->domain_of[before] != former->domain_of[former->index_of(self_)]) continue;
     seen_[roster_->place_of[index]] = seen[former->place_of[before]];
@@ -556,7 +552,7 @@ void Core::meet(const Event& event) {
   ends_digest_ = kEmptyDigest;
   join(known, Source::kPeer);
   for (auto& [proc, peer] : peers_) peer.refused = kNever;
-  if (led && is_lead()) {  // it dials the domains that it isn't connected to
+  if (led && is_lead()) {  // it dials domains without a connection
     start_leading();
     leading_ = true;
     for (Watch& watch : watches_) watch.dial_at = now_;
@@ -564,7 +560,6 @@ void Core::meet(const Event& event) {
   dirty_ = true;
 }
 
-// Leaves once this process owes no farewell; see `owes_farewell`.
 void Core::try_leave() {
   if (leaving_ == kNever) return;
   wake_by(leaving_);
@@ -586,8 +581,8 @@ void Core::try_leave() {
   left_ = true;
 }
 
-// A lead waits for the rest of its domain, so that one farewell reports all. The last process of a domain first dials
-// unconnected domains; otherwise they find its port closed and report an exit.
+// A lead waits for its domain, so that one farewell reports all. A domain's last process first dials unconnected
+// domains; else they would find its port closed and report an exit.
 bool Core::owes_farewell() {
   if (!leading_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
@@ -604,8 +599,8 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Shifts all clocks by `late`, the time for which this process did not run. Then no peer is judged earlier than after
-// `settle`, so that bytes received during the pause are read first. The clocks do not restart: repeated pauses would
+// Shifts all clocks by `late`, the time for which this process didn't run. No peer is judged earlier than after
+// `settle`, so that bytes received during the pause are read first. Clocks that restarted would, with repeated pauses,
 // delay judgments forever.
 void Core::excuse(Nanos late) {
   const auto shift = [&](Nanos* since, Nanos patience) {
@@ -637,13 +632,13 @@ bool Core::all_gone(const std::vector<int>& indices) const {
   return std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(proc_at(index)); });
 }
 
-// After a death of this domain beats are faster, so that a stopped lead is replaced in time to report it.
+// Faster after a death in this domain, so that a stopped lead is replaced in time to report it.
 bool Core::is_stale(int index) const {
   const Nanos seen = seen_[roster_->place_of[index]];
   return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
-// Returns true for the lowest living process of the domain, and if all lower ones have stale beats.
+// The lowest living process of the domain; or a higher one if all lower ones are stale.
 bool Core::is_lead() const {
   if (is_dead(self_)) return false;
   for (const int index : own_domain()) {
@@ -673,7 +668,7 @@ void Core::start_leading() {
   }
 }
 
-// Watches a connection from now on. It counts as silent unless the peer answers within `settle`.
+// The connection counts as silent unless the peer answers within `settle`.
 void Core::watch_link(int connection) {
   Link& link = links_[connection];
   link.beating = true;
@@ -695,7 +690,6 @@ void Core::start_hunt(int domain) {
   watches_[domain].hunt = watches_[domain].dial_at = now_;
 }
 
-// Updates everything that depends on time, on the ends and on watched connections.
 void Core::tend() {
   alarm_ = kNever;
   const bool ticked = now_ >= next_tick_;
@@ -722,7 +716,7 @@ void Core::tend_domains(bool ticked) {
   for (const int index : own_domain()) {
     if (ticked && index != me_ && !is_gone(proc_at(index)) && is_stale(index)) {
       act(Action::kLook).proc =
-          proc_at(index);  // a large process frees its memory for seconds before its descriptors close
+          proc_at(index);  // large processes free memory for seconds before their descriptors close
     }
   }
   find_watched_links();
@@ -731,7 +725,7 @@ void Core::tend_domains(bool ticked) {
   }
 }
 
-// Collects the signs of all connections, and chooses the one to watch in each domain.
+// Collects the signs of life, and chooses the connection to watch in each domain.
 void Core::find_watched_links() {
   for (Watch& watch : watches_) watch.link = -1, watch.linked = false;
   for (const auto& [connection, link] : links_) {
@@ -745,7 +739,7 @@ void Core::find_watched_links() {
     if (link.beating && now_ - link.heard > config_.beat * 5 / 2) continue;
     if (watch.link < 0 || index_of(link.proc) < index_of(links_[watch.link].proc)) watch.link = connection;
   }
-  // A hunt keeps the connection to the lowest process that answered; all until one has.
+  // Once one has answered, a hunt keeps only the connection to the lowest process that did.
   std::vector<int> surplus;
   for (const auto& [connection, link] : links_) {
     const int domain = link.for_watch ? domain_of(link.proc) : -1;
@@ -775,7 +769,7 @@ void Core::tend_domain(int domain) {
   }
   if (watch.hunt >= 0) judge_refused(domain);
   if (now_ >= watch.dial_at) {
-    if (watch.linked && watch.hunt < 0) start_hunt(domain);  // connected, and silent
+    if (watch.linked && watch.hunt < 0) start_hunt(domain);  // connected, but silent
     dial_domain(domain);
   }
   wake_by(watch.dial_at);
@@ -792,7 +786,7 @@ void Core::judge_refused(int domain) {
   }
 }
 
-// Dials the lowest living process of a domain; in a hunt all of them.
+// Dials the lowest living process; in a hunt all of them.
 void Core::dial_domain(int domain) {
   Watch& watch = watches_[domain];
   watch.dial_at = now_ + config_.patience;
@@ -818,7 +812,7 @@ void Core::tend_links() {
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
       late.push_back(connection);
     } else if (is_watched && now_ - std::max(link.sign, link.watched) > config_.limit / 2) {  // idle before: no sign
-      // A new dial shows more: a full window or a lost NAT entry also silences a connection.
+      // Dial again: a full window or a lost NAT entry also silences a connection.
       useless.push_back(connection);
     } else if (is_watched) {
       if (now_ - link.heard > config_.beat * 3 / 2) act(Action::kProbe, connection);
@@ -828,14 +822,13 @@ void Core::tend_links() {
     }
   }
   for (const int connection : dead) {
-    if (links_[connection].identified) send_state(connection);  // a live process must receive the report about itself
+    if (links_[connection].identified) send_state(connection);  // if alive, it must receive the report about itself
     close(connection);
   }
   for (const int connection : useless) close(connection);
   for (const int connection : late) refuse(connection, "it did not prove within 5 s that it belongs to this job");
 }
 
-// Erases peers without a connection or dial.
 void Core::forget_peers() {
   for (auto at = peers_.begin(); at != peers_.end();) {
     const auto& [proc, peer] = *at;

@@ -1,19 +1,19 @@
-// The control plane of one process as a value without I/O: members of a world, their ends, their agreements.
+// The control plane of one process as a value without I/O: a world's members, their exits, their agreements.
 //
-// A driver feeds it everything that happens (`step`), carries out the actions that it returns, and calls it again by
-// `wake_at`. The core has no thread, socket, clock or randomness; copies are independent. docs/protocol.md describes
-// the frames and walks through a takeover.
+// A driver passes every event to `step`, carries out the returned actions, and calls `step` again by `wake_at`. Copies
+// of a core are independent. docs/protocol.md describes the frames and walks through a takeover.
 //
-// What the driver promises:
-//   - Bytes of a connection arrive in order. After kClose, or an event kClosed, nothing more comes from a connection.
+// The driver promises:
+//   - Bytes of a connection arrive in order. After kClose or kClosed nothing more arrives.
 //   - All that the domain published before a kBeat arrives before the kBeats that answers it.
-//   - A board state that a process of this watch domain published arrives before the event kEnded of that process.
-//   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
-//     published until `is_over`.
-//   - kAcked counts every acknowledgement: of bytes, of a probe of a closed window, of a keepalive (Linux:
-//     tcpi_last_ack_recv).
-//   - `step` is called at least once a second: the clock may have gone back, and `wake_at` with it.
-//   - Connection numbers are not negative. A number may be used again once its connection is closed on this side.
+//   - A state that a process of this domain published on its board (machine.h) arrives before the kEnded of that
+//   process.
+//   - kRefused means that no process listens at the endpoint. Each process listens from before its endpoint is
+//   published
+//     until `is_over`.
+//   - kAcked counts every acknowledgement: of bytes, window probes and keepalives (Linux: tcpi_last_ack_recv).
+//   - `step` is called at least once a second: the clock may go back, and `wake_at` with it.
+//   - Connection numbers are not negative. A number may be reused once its connection is closed on this side.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ inline constexpr std::uint64_t kEmptyDigest = 1;  // of a state without ends
 struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
-  // Secret of the listener, at most 64 bytes. A peer proves by HMAC that it has the secret. Never part of a record.
+  // The listener's secret, at most 64 bytes; peers prove by HMAC that they have it. Never part of a record.
   std::string token;
   PARALLEL_STATE_FIELDS(host, port)
 };
@@ -47,23 +47,23 @@ struct Endpoint {
 struct Member {
   int rank = 0;
   Proc proc = 0;
-  // Equal for processes that can watch each other: equal boot id and equal PID, time and network namespaces.
+  // Equal for processes that can watch each other: equal boot id and PID, time and network namespaces.
   std::uint64_t domain = 0;
   Endpoint endpoint;
-  // For the driver, which watches the processes of its own domain:
+  // For the driver, which watches the processes of its domain:
   int pid = 0;
-  std::uint64_t began = 0;  // its start time, as field 22 of /proc/PID/stat; 0: unknown
+  std::uint64_t began = 0;  // start time, field 22 of /proc/PID/stat; 0: unknown
   PARALLEL_STATE_FIELDS(rank, proc, domain, endpoint, pid, began)
 };
 
-// The members of one epoch, in rank order. Shared by all copies of a core.
+// The members of one epoch, in rank order. Copies of a core share it.
 struct Roster {
   explicit Roster(std::vector<Member> all);
-  int index_of(Proc proc) const;  // -1 if it is no member
+  int index_of(Proc proc) const;  // -1: no member
 
   std::vector<Member> members;
   std::vector<std::vector<int>> domains;  // indices into `members`, ascending
-  std::vector<int> domain_of, place_of;   // by index; `place_of` in its domain
+  std::vector<int> domain_of, place_of;   // by index; `place_of`: in its domain
   std::unordered_map<Proc, int> indices;
 };
 
@@ -78,17 +78,17 @@ inline void get(Reader* reader, std::shared_ptr<const Roster>* roster) {
 }
 
 struct Config {
-  Nanos tick = 200 * kMillisecond;      // board beats are written, and timers checked, this often
-  Nanos stale = 500 * kMillisecond;     // after this time without a board beat the next rank acts as the lead
-  Nanos beat = kSecond;                 // between two beats or states on a watched connection
-  Nanos limit = 20 * kSecond;           // a domain without a sign of life for this long is unreachable; >= 4 beats
-  Nanos patience = 600 * kMillisecond;  // a lead that left is replaced, a silent domain dialed again, after this time
+  Nanos tick = 200 * kMillisecond;   // interval of board beats and timer checks
+  Nanos stale = 500 * kMillisecond;  // without a board beat for this long, the next rank acts as the lead
+  Nanos beat = kSecond;              // between two beats or states on a watched connection
+  Nanos limit = 20 * kSecond;        // a domain without a sign of life for this long is unreachable; at least 4 beats
+  Nanos patience = 600 * kMillisecond;  // time before a lead that left is replaced, or a silent domain redialed
   Nanos settle = 300 * kMillisecond;    // refused dials count as exits if no process of the domain answers in this time
   Nanos redial = 20 * kMillisecond;     // between two dials of one process
-  // The decider decides this long before the earliest deadline, at most a quarter of the timeout.
+  // The decider decides this long before the earliest deadline, or a quarter of the timeout if that is less.
   Nanos margin = 500 * kMillisecond;
-  Nanos pause = 500 * kMillisecond;  // if a step is this late, this process was paused
-  Nanos stranger = 5 * kSecond;      // an accepted connection must identify itself within this time
+  Nanos pause = 500 * kMillisecond;  // a process whose step is this late was paused
+  Nanos stranger = 5 * kSecond;      // time for an accepted connection to identify itself
   std::uint32_t build = 0;
   PARALLEL_STATE_FIELDS(tick, stale, beat, limit, patience, settle, redial, margin, pause, stranger, build)
 };
@@ -101,14 +101,14 @@ enum EndFlag : std::uint8_t {
   kStopped = 32      // its kernel responds, but no process of its domain sent bytes within the limit
 };
 
-// One process's end, as known here. Each field is a join, so states merge in any order with the same result.
+// A process's exit, as known here. Each field is a join: states merge in any order with the same result.
 struct End {
   std::uint8_t flags = 0;
-  Proc reporter = 0;  // the lowest that reported it
-  std::string text;   // the greatest of the causes reported
+  Proc reporter = 0;  // the lowest one
+  std::string text;   // the greatest cause
   PARALLEL_STATE_FIELDS(flags, reporter, text)
 
-  // An exit after a farewell is no death.
+  // An exit after leaving is no death.
   bool is_death() const {
     return (flags & kFailed) != 0 || ((flags & (kExited | kUnreachable | kStopped)) != 0 && (flags & kLeft) == 0);
   }
@@ -130,57 +130,56 @@ struct Verdict {
   enum Kind : std::uint8_t {
     kAgreed,    // `values` has one per member
     kEnded,     // `culprits` ended
-    kMissing,   // `culprits` had not called by the earliest deadline
-    kUndecided  // local: `culprits` did not answer by this call's deadline
+    kMissing,   // had not called by the earliest deadline
+    kUndecided  // local: no answer by this call's deadline
   } kind = kUndecided;
   std::vector<Bytes> values;
   std::vector<Proc> culprits;
   PARALLEL_STATE_FIELDS(kind, values, culprits)
 };
 
-// All frames of an agreement have one layout. Unused fields are zero or empty.
+// All frames of an agreement have this layout. Unused fields are zero or empty.
 struct Message {
   AgreementKey key;          // its epoch is in the frame's head
   std::uint32_t seat = 0;    // the sender's index
-  std::uint32_t ballot = 0;  // ballot of the ask that this answers
+  std::uint32_t ballot = 0;  // of the ask that this answers
   Nanos remaining = 0;       // until the sender's deadline
   Bytes value = {};
-  std::vector<Proc> members = {};  // for a receiver that may not know the agreement yet
+  std::vector<Proc> members = {};  // for receivers that may not know the agreement
   std::shared_ptr<const Verdict> verdict = {};
   PARALLEL_STATE_FIELDS(key.members, key.purpose, key.attempt, seat, ballot, remaining, value, members, verdict)
 };
 
 struct Call {
   std::string purpose;
-  std::uint32_t attempt = 0;  // a key is never used twice
-  std::vector<Proc> members;  // in rank order, the same on all
+  std::uint32_t attempt = 0;  // a key is never reused
+  std::vector<Proc> members;  // in rank order, equal on all
   Bytes value;
   Nanos deadline = 0;
   PARALLEL_STATE_FIELDS(purpose, attempt, members, value, deadline)
 };
 
-// All that can happen to a process.
 struct Event {
   enum Kind {
-    kTick,      // `wake_at` has come
-    kMeet,      // joins the world `world` with `epoch`, `term` and `roster`; sent again for each higher epoch
-    kDialed,    // the dial of `proc` succeeded: `connection`, `nonce`
-    kRefused,   // nobody listens at the endpoint of `proc`
+    kTick,      // at `wake_at`
+    kMeet,      // joins a world: `world`, `epoch`, `term`, `roster`; again for each higher epoch
+    kDialed,    // a dial of `proc` succeeded: `connection`, `nonce`
+    kRefused,   // no process listens at the endpoint of `proc`
     kNoAnswer,  // a dial of `proc` failed otherwise
-    kAccepted,  // `connection` from a stranger; `nonce`
+    kAccepted,  // `connection`, `nonce`
     kClosed,    // by the peer, or broken
     kBytes,     // `bytes` from `connection`
-    kAcked,     // answers kProbe: the peer's kernel last acknowledged something on `connection` `age` ago
+    kAcked,     // answers kProbe: the peer's kernel last acknowledged something `age` ago
     kBoard,     // a process of this domain published the state `bytes`
-    kBeats,     // answers kBeat, always: `procs` of this domain whose board beats moved since the last time
+    kBeats,     // always answers kBeat: `procs` of this domain whose board beats moved since the last time
     kEnded,     // `proc` of this domain exited
-    kExiting,   // answers kLook: `proc` is exiting, though its descriptors are still open
+    kExiting,   // answers kLook: `proc` is exiting, with descriptors still open
     kCall,      // agreement: `call`
-    kCancel,    // ends `call` early, if it isn't decided
-    kReport,    // this process failed, or `proc` is unreachable: `flags`, `bytes` is the cause
+    kCancel,    // ends an undecided `call`
+    kReport,    // this process failed, or `proc` is unreachable: `flags`; `bytes`: the cause
     kAsk,       // status: sends `bytes` to `proc`; `id`, `deadline`
     kReply,     // status: `bytes` answers the question `id` of `proc`
-    kLeave      // this process leaves the world; the core is over by `deadline`
+    kLeave      // this process leaves; the core is over by `deadline`
   } kind = kTick;
   int connection = -1;
   Proc proc = 0;
@@ -188,7 +187,7 @@ struct Event {
   std::uint8_t flags = 0;
   Nanos deadline = 0, age = 0;
   Bytes bytes;
-  Bytes nonce;  // 16 random bytes, new for each connection
+  Bytes nonce;  // 16 random bytes
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
@@ -196,23 +195,22 @@ struct Event {
                         roster, call)
 };
 
-// All that a core may request of its driver.
 struct Action {
   enum Kind {
     kDial,      // `proc` at `endpoint`; answered by kDialed, kRefused or kNoAnswer
     kClose,     // `connection`, after its bytes were sent
     kSend,      // `bytes` on `connection`
     kProbe,     // answered by kAcked
-    kBoard,     // publish the state `bytes` to this domain
-    kBeat,      // move this process' board beat; answered by kBeats
-    kLook,      // kExiting if `proc` of this domain is exiting
-    kDoom,      // `proc` died: `flags`, `bytes` is the cause, `id` the process that reported it
+    kBoard,     // publish the state `bytes` to the domain
+    kBeat,      // move the board beat; answered by kBeats
+    kLook,      // answered by kExiting if `proc` is exiting
+    kDoom,      // `proc` died: `flags`; `bytes`: the cause; `id`: the reporter
     kLeft,      // `proc` left
     kVerdict,   // of `key`: `verdict`
-    kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
-    kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
-    kRefuse,    // `bytes`: why the configuration, or the call with `key`, is refused
-    kGuest,     // `connection` is the store's from now on: both nonces and what followed are `bytes`; see store.h
+    kQuestion,  // of `proc`: `id`, `bytes`; answered by kReply
+    kReply,     // to question `id` of this process: `bytes`; flags 1: none by the deadline
+    kRefuse,    // `bytes`: why the configuration, or the call with `key`, is wrong
+    kGuest,     // `connection` becomes the store's; `bytes`: both nonces and what followed; see store.h
     kLog        // `bytes`; of `proc`, or of the peer of `connection`
   } kind = kLog;
   int connection = -1;
@@ -220,7 +218,7 @@ struct Action {
   std::uint64_t id = 0;
   std::uint8_t flags = 0;
   Bytes bytes;
-  std::shared_ptr<Bytes> shared;       // kSend: the bytes instead, where several connections get the same
+  std::shared_ptr<Bytes> shared;       // kSend: these bytes instead, shared by connections
   const Endpoint* endpoint = nullptr;  // of the roster
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
@@ -231,27 +229,27 @@ struct Action {
 
 class Core {
  public:
-  // `self`: this process's number in one world. `token`: the secret that peers must prove to have. A replay of a record
-  // passes an empty token, because records have none; every known peer then counts as identified.
+  // `self`: this process's number in one world. `token`: the listener's secret. Replays of records, which have no
+  // token, pass an empty one; every known peer then counts as identified.
   Core(Proc self, std::string token, Config config);
 
-  // Handles one event and appends actions. `now`: a clock that is equal in every process of the domain. Never blocks.
+  // `now`: a clock that is equal in all processes of the domain. Never blocks.
   void step(Nanos now, const Event& event, std::vector<Action>* actions);
-  // Returns when to send kTick if nothing else happens, or kNever.
+  // When to send kTick if nothing else happens, or kNever.
   Nanos wake_at() const { return alarm_ == kNever ? kNever : alarm_ - skew_; }
-  // Returns a digest of all that later steps depend on; equal cores have equal digests.
+  // A digest of all that later steps depend on.
   std::uint64_t digest() const;
 
   const Ends& ends() const { return ends_; }
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
-  // Returns the ranks that are lost after a kDoom or kLeft. If another domain declared a process of this domain
-  // unreachable or stopped, these are all ranks of that other domain.
+  // Returns the ranks lost after a kDoom or kLeft. If another domain declared a process of this one unreachable or
+  // stopped, these are all ranks of that other domain.
   std::vector<int> lost_by(const Action& end) const;
-  // Returns true once this process has left. After that, the core only answers this process's own calls.
+  // Once over, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
   static std::uint64_t digest_of(const std::vector<Proc>& members);
-  // Serializes all state except the token. A core that reads it continues as the writer would.
+  // Serializes all state except the token.
   void write(Writer* writer) const;
   void read(Reader* reader);
   const Roster* roster() const { return roster_.get(); }
@@ -260,23 +258,23 @@ class Core {
   enum class Source { kOwn, kPeer, kBoard };  // of a state
 
   struct Link {
-    Proc proc = 0;        // the peer; unverified until `identified`
+    Proc proc = 0;        // unverified until `identified`
     Bytes nonce, theirs;  // of this side, and of the peer
     bool dialed = false;
-    bool for_watch = false;                    // dialed by a lead, and used for nothing else
-    bool identified = false;                   // the peer has proved that it holds the token
+    bool for_watch = false;                    // dialed by a lead, and used only to watch
+    bool identified = false;                   // the peer proved that it has the token
     bool beating = false;                      // one side watches it
-    Nanos opened = 0, watched = 0;             // times at which it was opened, and first watched
-    Nanos heard = 0;                           // when the last bytes of the process arrived
-    Nanos sign = 0;                            // when its kernel last showed a sign of life
-    Nanos beaten = 0;                          // when the last beat or state was sent
-    std::uint64_t peer_digest = kEmptyDigest;  // digest of the state that the peer has, or was sent
+    Nanos opened = 0, watched = 0;             // times
+    Nanos heard = 0;                           // last bytes arrived
+    Nanos sign = 0;                            // last sign of life of the peer's kernel
+    Nanos beaten = 0;                          // last beat or state sent
+    std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer has, or was sent
     Parser parser;
     PARALLEL_STATE_FIELDS(proc, nonce, theirs, dialed, for_watch, identified, beating, opened, watched, heard, sign,
                           beaten, peer_digest, parser)
   };
 
-  // Connections with one process. At most one per direction: no tie-break is needed.
+  // Connections with one process, at most one per direction.
   struct Peer {
     int out = -1, in = -1;
     bool dialing = false;
@@ -286,48 +284,48 @@ class Core {
     PARALLEL_STATE_FIELDS(out, in, dialing, for_watch, refused, next_dial)
   };
 
-  // Another domain's liveness, as a lead knows it. A hunt dials all living processes of a domain at once.
+  // Another domain's liveness, as a lead knows it. A *hunt* dials all living processes of a domain at once.
   struct Watch {
-    Nanos sign = 0;   // when a kernel of the domain last showed a sign of life
-    Nanos heard = 0;  // when the last bytes from the domain arrived
+    Nanos sign = 0;   // last sign of life of a kernel of the domain
+    Nanos heard = 0;  // last bytes arrived
     Nanos dial_at = 0;
     Nanos hunt = -1;      // start of the hunt; -1: none
-    int link = -1;        // the connection that isn't silent to the lowest process
-    bool linked = false;  // there is a connection, silent or not
+    int link = -1;        // the connection to the lowest process that isn't silent
+    bool linked = false;  // a connection exists, silent or not
     PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
   };
 
-  // One agreement. A member's index is its ballot as a decider.
+  // One agreement. A member's index is its ballot when it decides.
   struct Round {
     std::vector<Proc> members;
     int me = -1;
-    std::uint64_t number = 0;  // the order in which rounds were opened here
+    std::uint64_t number = 0;  // rounds are numbered as they open
     bool called = false, delivered = false;
-    int promised = 0;        // the highest ballot that this process answered; lower ones are ignored
-    Nanos deadline = 0;      // of this process' call
+    int promised = 0;        // highest ballot answered; lower ones are ignored
+    Nanos deadline = 0;      // of this process's call
     Nanos decide_by = 0;     // the deadline less the margin
     Nanos expires = kNever;  // when the decider stops waiting for values
     Bytes value;
     std::shared_ptr<const Verdict> verdict;
-    std::shared_ptr<const Verdict> hint;  // names members that didn't answer the decider; decides nothing
-    int sent_on = -1;                     // the connection on which the value, or done, was sent to `sent_to`
+    std::shared_ptr<const Verdict> hint;  // names silent members; decides nothing
+    int sent_on = -1;                     // connection on which the value, or done, was sent to `sent_to`
     int sent_to = -1;
     bool sent_done = false;
     struct Seat {
       bool has_value = false, answered = false, done = false;
       bool told = false;    // the verdict was sent on `connection`
-      int connection = -1;  // the last one on which the member sent a frame of this round
+      int connection = -1;  // of the member's last frame of this round
       int asked_on = -1;
       Bytes value;
       PARALLEL_STATE_FIELDS(has_value, answered, done, told, connection, asked_on, value)
     };
-    std::vector<Seat> seats;  // at the decider, by index; else empty
+    std::vector<Seat> seats;  // at the decider, by index
     std::size_t values = 0, bytes = 0;
     bool hinted = false;
-    std::uint64_t checked = 0;  // the digest of the ends when they were last compared with the members
+    std::uint64_t checked = 0;  // digest of the ends when last compared with the members
     PARALLEL_STATE_FIELDS(members, me, number, called, delivered, promised, deadline, decide_by, expires, value,
                           verdict, hint, sent_on, sent_to, sent_done, seats, values, bytes, hinted, checked)
-    // Returns true if this process's caller no longer needs it. It is kept for members without the verdict.
+    // True if this process's caller no longer needs it. It is kept for members without the verdict.
     bool is_over() const { return called ? delivered : verdict != nullptr; }
   };
 
@@ -421,7 +419,7 @@ class Core {
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
   static Message message_of(const RoundEntry& entry);
   int first_living(const Round& round) const;
-  bool advance(RoundEntry* entry);  // returns false if the agreement was erased
+  bool advance(RoundEntry* entry);  // false if the agreement was erased
   void reach_verdict(Round* round);
   bool ask_all(RoundEntry* entry);
   void conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits);
@@ -445,28 +443,28 @@ class Core {
   Nanos skew_ = 0;
   Nanos alarm_ = kNever;
   Nanos next_tick_ = 0;
-  Nanos alert_ = -kAlert;  // when a death in this domain became known: beats are faster for a while
-  Nanos leaving_ = kNever, waits_until_ = kNever;  // latest time to leave; latest time to wait for its domain
-  int beats_asked_ = 0;                            // kBeat actions without an answer
+  Nanos alert_ = -kAlert;                          // a death in this domain; beats are faster for a while
+  Nanos leaving_ = kNever, waits_until_ = kNever;  // latest time to leave; to wait for its domain
+  int beats_asked_ = 0;                            // unanswered kBeat actions
   bool said_left_ = false;                         // on the board
   bool left_ = false;
   bool dirty_ = false;                                  // ends or connections changed
   bool urgent_ = false;                                 // this domain has a death to report
-  bool unpublished_ = false, publish_at_once_ = false;  // an end isn't on the board yet
+  bool unpublished_ = false, publish_at_once_ = false;  // an end isn't on the board
   Ends ends_;
   std::uint64_t ends_digest_ = kEmptyDigest;
   std::uint64_t world_ = 0, epoch_ = 0, term_ = 0;
-  std::shared_ptr<const Roster> roster_;  // null until the world is met
+  std::shared_ptr<const Roster> roster_;  // null before kMeet
   int me_ = -1;                           // index in the roster
   bool leading_ = false;
   std::vector<Watch> watches_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
-  std::vector<Nanos> seen_;  // by place in this domain: when the board beat last moved
+  std::vector<Nanos> seen_;  // by place in this domain: last move of the board beat
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
-  std::uint64_t refused_ = 0;           // number of refused strangers
+  std::uint64_t refused_ = 0;           // strangers
   std::vector<Action>* out_ = nullptr;  // in `step` only
 
  public:

@@ -23,17 +23,17 @@ namespace parallel_state::control {
 namespace {
 
 constexpr Nanos kDialTime = 2 * kSecond;
-constexpr Nanos kCloseTime = 2 * kSecond;  // a close is forced after this time
-constexpr Nanos kPoll = 5 * kMillisecond;  // poll interval for acknowledgements and boards, which raise no event
+constexpr Nanos kCloseTime = 2 * kSecond;  // then a close is forced
+constexpr Nanos kPoll = 5 * kMillisecond;  // for acknowledgements and boards, which raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
 constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
 constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
-constexpr int kReads = 4;  // consecutive reads of one connection before other connections are read
+constexpr int kReads = 4;  // of one connection before others are read
 constexpr int kAccepts = 64;
 constexpr std::size_t kMostNews = 4096;
-constexpr std::size_t kStackBytes = 1U << 20;  // includes the thread-local storage of loaded libraries
+constexpr std::size_t kStackBytes = 1U << 20;  // includes libraries' thread-local storage
 
 struct Command {
   std::shared_ptr<Stay> stay;
@@ -43,7 +43,7 @@ struct Command {
 
 int open_socket(int family) { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }
 
-// Parses a numeric address; names could take seconds. The caller frees the result.
+// Numeric only: resolving names could take seconds. The caller frees the result.
 addrinfo* parse_address(const std::string& host, int port) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -57,13 +57,13 @@ void send_at_once(int socket) {
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
-// Returns how many sent bytes the peer's kernel has not acknowledged; a FIN counts as one byte.
+// A FIN counts as one byte.
 int unacknowledged(int socket) {
   int count = 0;
   return ioctl(socket, SIOCOUTQ, &count) == 0 ? count : 0;
 }
 
-// Dialing a closed local port can pick it as source port and connect to itself (TCP simultaneous open).
+// Dialing a closed local port can connect a socket to itself (TCP simultaneous open).
 bool meets_itself(int socket) {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
@@ -113,7 +113,7 @@ Bytes last_news(const char* cause) {
 
 class Driver {
  public:
-  // Returns false if there are no descriptors or no thread.
+  // False without descriptors or a thread.
   static Driver* start();
   void post(Command command);
 
@@ -170,20 +170,20 @@ class Driver {
   std::vector<Command> commands_;  // guarded by the fork mutex
   std::map<Stay*, std::shared_ptr<Stay>> stays_;
   std::map<int, std::pair<Stay*, Source>> sources_;
-  std::map<int, Stay*> timed_;                 // connections with a deadline
-  std::vector<std::pair<Stay*, int>> unsent_;  // connections to flush, or to close
+  std::map<int, Stay*> timed_;                 // with a deadline
+  std::vector<std::pair<Stay*, int>> unsent_;  // to flush or close
   Nanos shortage_until_ = 0;
   int last_number_ = 0;
 };
 
-// State of this process; a forked child starts with none.
+// A forked child starts with none.
 struct Plane {
   std::map<std::int64_t, std::shared_ptr<Stay>> stays;
   Driver* driver = nullptr;
 };
 
 Plane* plane = nullptr;        // guarded by the fork mutex
-std::int64_t next_handle = 1;  // kept over fork, so a child's handles differ
+std::int64_t next_handle = 1;  // kept over fork: a child's handles differ
 
 Plane& own_plane() {
   if (plane == nullptr) {
@@ -202,7 +202,7 @@ Driver* Driver::start() {
   driver->epoll_ = Descriptor::of([] { return epoll_create1(EPOLL_CLOEXEC); });
   if (!driver->epoll_ || !driver->wake_.make()) return nullptr;
   if (!driver->control(EPOLL_CTL_ADD, 0, driver->wake_.number(), EPOLLIN)) return nullptr;
-  // The new thread inherits a full mask: it must not run signal handlers.
+  // All signals are masked: the thread must not run handlers.
   sigset_t all, before;
   sigfillset(&all);
   pthread_attr_t attributes;
@@ -250,7 +250,6 @@ void Driver::run() {
   }
 }
 
-// Ends the thread if it has no stays.
 bool Driver::retire() {
   const Lock lock(fork_mutex());
   if (!commands_.empty()) return false;
@@ -258,7 +257,7 @@ bool Driver::retire() {
   return true;
 }
 
-// Ends the stays of this process without a farewell. The process goes on.
+// Ends all stays of this process without a farewell. The process continues.
 void Driver::break_down(const char* cause) noexcept {
   const Lock lock(fork_mutex());
   plane->driver = nullptr;
@@ -266,7 +265,7 @@ void Driver::break_down(const char* cause) noexcept {
   for (Command& command : commands_) end(command.stay.get(), cause);
 }
 
-// Ends a stay and wakes its waiters; `cause` is null after a farewell.
+// `cause` is null after a farewell.
 void Driver::end(Stay* stay, const char* cause) noexcept {
   const Lock lock(fork_mutex());
   if (std::exchange(stay->over, true)) return;
@@ -309,7 +308,7 @@ void Driver::on_ready(int number, std::uint32_t events) {
     wake_.clear();
     return;
   }
-  const auto found = sources_.find(number);  // it may have been closed by an event before this one
+  const auto found = sources_.find(number);  // an earlier event may have closed it
   if (found == sources_.end()) return;
   const auto [stay, source] = found->second;
   if (source == kListener) accept(stay);
@@ -347,7 +346,7 @@ void Driver::tend(Stay* stay) {
   }
   if (stay->leave_by == kNever) return;
   if (stay->core->is_over() && stay->listens) {
-    // The core has no connections any more. Closing ones still have bytes to send; the others end now.
+    // Closing connections still have bytes to send; the others end now.
     stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
     stay->store = Store();
     for (auto at = stay->connections.begin(); at != stay->connections.end();) {
@@ -363,8 +362,7 @@ void Driver::tend(Stay* stay) {
 
 // Events and actions.
 
-// Registers a source of events and returns its number; -1 if it can't be polled. A source with descriptor -1 isn't
-// polled.
+// Returns the source's number; -1 if it can't be polled. A source with descriptor -1 isn't polled.
 int Driver::add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
   do last_number_ = last_number_ % INT_MAX + 1;
   while (sources_.count(last_number_) != 0);
@@ -380,7 +378,7 @@ bool Driver::control(int operation, int number, int descriptor, std::uint32_t ev
   return epoll_ctl(*epoll_, operation, descriptor, &event) == 0;
 }
 
-// Steps the core with an event, and with the events that its actions cause at once.
+// Handles an event, and the events that its actions cause at once.
 void Driver::feed(Stay* stay, Event event) {
   stay->events.push_back(std::move(event));
   if (stay->feeding) return;
@@ -516,7 +514,7 @@ void Driver::accept(Stay* stay) {
         Descriptor::of([&] { return accept4(*stay->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!connection.socket) {
       if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
-      // The listener stays readable. epoll is level-triggered: disable it, or the thread spins.
+      // epoll is level-triggered: disable the readable listener, or the thread spins.
       control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);
       stay->accepts = false;
       const Nanos now = monotonic_now();
@@ -563,13 +561,13 @@ void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
   }
 }
 
-// Passes bytes of a guest to the store; the first ones are those of the action kGuest.
+// Passes a guest's bytes to the store; the first ones are those of kGuest.
 void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end()) return;
   std::vector<Store::Output> replies;
   const bool admitted = std::exchange(found->second.is_guest, true);
-  // The keys that a guest holds end with the heartbeat limit if its host vanishes.
+  // If the guest's host vanishes, its held keys end with the heartbeat limit.
   if (!admitted) keep_alive(*found->second.socket, stay->limit_s / 2, std::max(1, stay->limit_s / 4), 2);
   const bool fine =
       admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
@@ -592,7 +590,7 @@ void Driver::reply(Stay* stay, const std::vector<Store::Output>& replies) {
   }
 }
 
-// Discards the bytes that a peer still sends; returns true at the end of the stream.
+// Discards what a peer still sends. True at the end of the stream.
 bool Driver::drain(Connection* connection) {
   char bytes[4096];
   for (int i = 0; i < 64; ++i) {
@@ -602,7 +600,7 @@ bool Driver::drain(Connection* connection) {
   return false;
 }
 
-// `bytes`: Bytes, or a part that connections share.
+// `bytes`: Bytes, or a shared part.
 template <typename Part>
 void Driver::send(Stay* stay, int number, const Part& bytes) {
   const auto found = stay->connections.find(number);
@@ -623,7 +621,7 @@ void Driver::flush(int number, Connection* connection) {
         ::send(*connection->socket, part.data() + out.at, part.size() - out.at, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (size > 0) out.take(static_cast<std::size_t>(size));
     else if (errno == EAGAIN || errno == EINTR) break;
-    else connection->hung_up = true;  // kClosed comes after all received bytes are read
+    else connection->hung_up = true;  // kClosed follows after all received bytes
   }
   if (connection->hung_up) out.clear();
   const bool polls_out = !out.empty();
@@ -640,14 +638,14 @@ void Driver::probe(Stay* stay, int number) {
   socklen_t size = sizeof(info);
   if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
   Event event = event_of(Event::kAcked, 0, number);
-  // While bytes are unacknowledged the age is infinite: the peer's own segments repeat old acknowledgements. A peer
+  // While bytes are unacknowledged the age is infinite, because the peer's segments repeat old acknowledgements. A peer
   // with a full window has acknowledged all bytes in flight, and answers window probes.
   event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
   stay->events.push_back(std::move(event));
 }
 
-// Waits at most 2 s for the peer's kernel to acknowledge all bytes. Otherwise Linux drops unsent bytes, such as a
-// farewell, if received bytes are unread.
+// Waits at most 2 s for the peer's kernel to acknowledge all bytes. Closing with unread input makes Linux drop unsent
+// bytes, such as a farewell.
 void Driver::close(Stay* stay, int number) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end() || found->second.closing) return;
@@ -666,7 +664,7 @@ bool Driver::is_closed(Connection* connection, Nanos now) {
 }
 
 void Driver::erase(Stay* stay, int number) {
-  // A forked child may still hold a copy, so close() alone doesn't remove it from epoll.
+  // A forked child may have a copy, so close() alone doesn't remove it from epoll.
   control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
   sources_.erase(number);
   timed_.erase(number);
@@ -711,7 +709,7 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   note_met(stay);
 }
 
-// Publishes that this process has opened all neighbours' boards; they may close them from then on.
+// Publishes that all neighbours' boards are open here, so that they may close them.
 void Driver::note_met(Stay* stay) {
   if (!stay->has_met || stay->noted_met) return;
   for (const auto& [number, neighbour] : stay->neighbours) {
@@ -732,7 +730,7 @@ void Driver::watch(Stay* stay, const Member& member, int board) {
   attach(stay, number, &neighbour);
 }
 
-// Watches a neighbour and opens its board. Retries failures each second: descriptors may have run out temporarily.
+// Watches a neighbour and opens its board. Retries each second: descriptors may have run out.
 void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
   neighbour->attach_at = kNever;
   std::string problem;
@@ -743,7 +741,7 @@ void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
   int code = errno;
   if (!neighbour->watched) {
     const ProcessWatch::Found found = neighbour->watch.open(neighbour->pid, neighbour->began);
-    // The pidfd of a process that exited stays readable: it isn't polled.
+    // An exited process's pidfd stays readable: it isn't polled.
     if (found == ProcessWatch::kExited) return on_end(stay, neighbour);
     neighbour->watched =
         found == ProcessWatch::kRuns &&
@@ -808,15 +806,14 @@ void Driver::finish(Stay* stay) {
   stays_.erase(stay);
 }
 
-// Returns 0, or the errno.
 int listen_at(const std::string& address, int port, Stay* stay) {
   addrinfo* found = parse_address(address, port);
   if (found == nullptr) return EADDRNOTAVAIL;
   stay->listener = Descriptor::of([&] { return open_socket(found->ai_family); });
   sockaddr_storage own{};
   socklen_t size = sizeof(own);
-  // Connections that an earlier stay closed occupy its port for a minute. If another socket listens there, bind or
-  // listen still fails.
+  // Connections closed by an earlier stay occupy its port for a minute. Another listener still makes bind or listen
+  // fail.
   const int on = 1;
   if (stay->listener) setsockopt(*stay->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   const bool listens = stay->listener && bind(*stay->listener, found->ai_addr, found->ai_addrlen) == 0 &&
@@ -833,7 +830,7 @@ int listen_at(const std::string& address, int port, Stay* stay) {
 }  // namespace
 
 void Unsent::add(const Bytes& bytes) {
-  // Small frames are written together, unless another connection has the last part too.
+  // Small frames are written together, unless the last part is shared.
   if (!parts.empty() && parts.back().use_count() == 1 && parts.back()->size() < kReadBytes) {
     parts.back()->append(bytes);
     size += bytes.size();
@@ -879,7 +876,7 @@ bool Inbox::expect(const AgreementKey& key) {
 void Inbox::give(const AgreementKey& key, Bytes news) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = verdicts_.find(key);
-  if (found == verdicts_.end()) return;  // the caller was interrupted and called `forget`
+  if (found == verdicts_.end()) return;  // the caller was interrupted, and called `forget`
   found->second = std::move(news);
   changed_.notify_all();
 }

@@ -1,6 +1,5 @@
-// The C interface of the control plane, for ctypes. A handle identifies a stay in a world. Functions return -ESRCH for
-// an unknown handle, such as a parent's in a forked child. No call takes Python's lock, and each that waits has a
-// bound.
+// The C interface of the control plane, for ctypes. A handle identifies a stay. Functions return -ESRCH for an unknown
+// handle, such as a parent's in a forked child. None takes the interpreter lock; each wait is bounded.
 #ifdef __linux__
 #include <algorithm>
 #include <cerrno>
@@ -13,11 +12,11 @@ using namespace parallel_state::control;
 namespace {
 
 Nanos from_now(double seconds) {
-  // 1e9 s means no deadline.
+  // 1e9 s: no deadline.
   return monotonic_now() + static_cast<Nanos>(std::min(std::max(seconds, 0.0), 1e9) * 1e9);
 }
 
-// Posts the event that `make` fills in. Returns 0 or the negative errno, -ENOMEM instead of bad_alloc.
+// `make` fills in the event. Returns 0 or the negative errno; -ENOMEM instead of bad_alloc.
 template <typename Make>
 int post_event(std::int64_t handle, Event::Kind kind, Make make) {
   try {
@@ -32,7 +31,7 @@ int post_event(std::int64_t handle, Event::Kind kind, Make make) {
   }
 }
 
-// Copies as much as fits, and returns the size.
+// Returns the size; copies what fits.
 std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity) {
   std::memcpy(buffer, bytes.data(), std::min<std::uint64_t>(bytes.size(), capacity));
   return bytes.size();
@@ -43,9 +42,9 @@ std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity)
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Listens at a numeric address, at a port from `first` to `last`, 0 for any. Returns a handle, or the negative errno,
-// and writes the process' number, its port and its board's descriptor. `token`: that of the listener, at most 64
-// characters; an empty one is replaced by a random one of 32 characters.
+// Listens at a numeric address, at a port from `first` to `last`, 0 for any. Returns a handle or the negative errno.
+// Writes the process's number, port and board descriptor. `token`: the listener's, at most 64 characters; an empty one
+// is replaced by 32 random characters.
 std::int64_t ps_control_open(const char* address, int first, int last, double beat_s, double limit_s,
                              std::uint32_t build, std::uint64_t* proc, int* port, int* board, char* token) {
   try {
@@ -66,8 +65,7 @@ std::int64_t ps_control_open(const char* address, int first, int last, double be
   }
 }
 
-// Joins the world of these members. `members`: for each in rank order its rank, process, domain, pid, start time,
-// board, port, and the texts host and token; see plane.py.
+// `members`: for each, in rank order: rank, process, domain, pid, start time, board, port, host, token; see plane.py.
 int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* members, std::uint64_t size, int count) {
   try {
     const std::shared_ptr<Stay> stay = find_stay(handle);
@@ -90,9 +88,8 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
   }
 }
 
-// Begins an agreement among `members`, in rank order; a negative timeout cancels it. Writes to `digest` an identifier
-// of the members. Returns -EEXIST if this agreement is under way. Each agreement that began needs a later
-// `ps_control_forget`.
+// Begins an agreement among `members`, in rank order; a negative timeout cancels it. Writes an identifier of the
+// members to `digest`. Returns -EEXIST if the agreement is running. Each one needs a later `ps_control_forget`.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
   *digest = Core::digest_of({members, members + count});
@@ -111,8 +108,8 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
   return -ENOMEM;
 }
 
-// Waits for the verdict of a call, copies as much of it as fits into `buffer`, and returns its size. Returns 0 if there
-// is none yet, or -ESHUTDOWN if the stay is over. Another thread may close the stay during the wait.
+// Waits for a call's verdict, copies what fits, and returns its size; 0 if there is none yet, -ESHUTDOWN if the stay is
+// over. Another thread may close the stay meanwhile.
 std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt,
                                 double wait_s, char* buffer, std::uint64_t capacity) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
@@ -122,12 +119,11 @@ std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const
   return size < 0 ? -ESHUTDOWN : size;
 }
 
-// Frees the verdict of a call.
 void ps_control_forget(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt) {
   if (const auto stay = find_stay(handle)) stay->inbox.forget({0, digest, purpose, attempt});
 }
 
-// Returns 1 if the process exited, or each of its threads is exiting or has a pending SIGKILL.
+// 1: the process exited, or each of its threads is exiting or has a pending SIGKILL.
 int ps_control_is_ending(int pid) { return is_ending(pid) ? 1 : 0; }
 
 int ps_control_ask(std::int64_t handle, std::uint64_t proc, std::uint64_t id, const char* question, std::uint64_t size,
@@ -148,7 +144,7 @@ int ps_control_reply(std::int64_t handle, std::uint64_t proc, std::uint64_t id, 
   });
 }
 
-// Reports an end. `proc`: 0 for this process itself. `flags`: EndFlag bits.
+// `proc`: 0 for this process. `flags`: EndFlag bits.
 int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const char* text) {
   return post_event(handle, Event::kReport, [&](Event* event) {
     event->proc = proc;
@@ -157,25 +153,25 @@ int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const 
   });
 }
 
-// Leaves the world. Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most
-// `linger_s` + 1 s later.
+// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most `linger_s` + 1 s
+// later.
 void ps_control_leave(std::int64_t handle, double linger_s) {
   if (const std::shared_ptr<Stay> stay = find_stay(handle)) leave_stay(stay, from_now(linger_s));
 }
 
-// Moves the next news into `buffer` and returns its size, or 0 if there is none. News larger than `capacity` is kept.
+// Returns the size of the next news, or 0. News larger than `capacity` is kept.
 std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
   return stay == nullptr ? 0 : stay->inbox.take(buffer, capacity);
 }
 
-// Returns a descriptor that is readable while there is news; -1 for an unknown handle.
+// Readable while there is news.
 int ps_control_eventfd(std::int64_t handle) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
   return stay == nullptr ? -1 : stay->inbox.number();
 }
 
-// Writes the record of the last events into `buffer`, and returns its size; 0 for an unknown handle.
+// The record of the last events; returns its size.
 std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   try {
     const std::shared_ptr<Stay> stay = find_stay(handle);
@@ -185,7 +181,7 @@ std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t
   }
 }
 
-// Writes a record's replay as text into `buffer`, and returns its size.
+// A record's replay as text; returns its size.
 std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) {
   try {
     return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
@@ -194,7 +190,7 @@ std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* 
   }
 }
 
-// Frees a stay after `ps_control_leave`.
+// After `ps_control_leave`.
 void ps_control_close(std::int64_t handle) { close_stay(handle); }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Notifies waits of this process when ranks of a world end, from the control plane's thread and without Python.
+// Reports exits of a world's ranks to this process's waits, from the control plane's thread.
 #pragma once
 
 #include <map>
@@ -9,17 +9,17 @@ namespace parallel_state::control {
 
 class EndListener {
  public:
-  // `died` is false if the rank left. Must not block: the control plane's thread calls it.
+  // `died`: false if the rank left. Must not block.
   virtual void on_end(int rank, bool died) noexcept = 0;
 
  protected:
   ~EndListener() = default;
 };
 
-// Any thread may call any function.
+// Thread-safe.
 class EndListeners {
  public:
-  // Notifies the listener of all earlier ends, then of each later one until `remove` returns.
+  // Reports all earlier ends, then each later one until `remove` returns.
   void add(EndListener* listener);
   void remove(EndListener* listener);
   void report(int rank, bool died);
@@ -27,7 +27,7 @@ class EndListeners {
  private:
   std::mutex mutex_;
   std::vector<EndListener*> listeners_;
-  std::map<int, bool> ended_;  // by rank: whether it died
+  std::map<int, bool> ended_;  // true: died
 };
 
 }  // namespace parallel_state::control

@@ -5,7 +5,7 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x314c525443535000;  // "\0PSCTRL1": a text protocol's greeting never begins with 0
+constexpr std::uint64_t kMagic = 0x314c525443535000;  // "\0PSCTRL1": text protocols never begin with 0
 
 }  // namespace
 
@@ -33,7 +33,7 @@ Parser::Result Parser::next(Hello* hello, Frame* frame) {
   Reader reader(rest());
   if (!has_hello_) {
     if (rest().size() < kHelloBytes) {
-      // Wrong bytes are refused at once: a peer that is no control plane may never send the rest.
+      // Refuse at once: a foreign peer may never send the rest.
       const Bytes magic = Writer().number(kMagic).take();
       const std::string_view known = rest().substr(0, magic.size());
       malformed_ = known != std::string_view(magic).substr(0, known.size());

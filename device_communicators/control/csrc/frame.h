@@ -1,8 +1,7 @@
-// The wire format of the control plane: a stream is one hello, then frames. Integers are little-endian.
+// The wire format of the control plane: one hello, then frames. Integers are little-endian.
 //
-// Only the hello is frozen. Everything after it may change with the version, and each side refuses a version that it
-// doesn't know. The parser treats its input as hostile: lengths are bounded before anything is stored, and the first
-// malformed byte ends the stream.
+// Only the hello is frozen; each side refuses versions that it doesn't know. The parser treats input as hostile:
+// lengths are bounded before anything is stored, and the first malformed byte ends the stream.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +18,7 @@ namespace parallel_state::control {
 
 using Bytes = std::string;
 using Nanos = std::int64_t;
-using Proc = std::uint64_t;  // a process's stay in one world; 0 is none
+using Proc = std::uint64_t;  // a process's membership in one world; 0: none
 
 inline constexpr std::uint16_t kVersion = 1;
 inline constexpr std::uint16_t kOldestVersion = 1;
@@ -27,7 +26,7 @@ inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 40;
 inline constexpr std::size_t kNonceBytes = 16;
 inline constexpr std::size_t kMostBodyBytes = 32U << 20;   // of a frame
-inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame before the peer is identified
+inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame of an unidentified peer
 inline constexpr std::size_t kMostValueBytes = 4096;       // of one member in an agreement
 inline constexpr std::size_t kMostStatusBytes = 64 << 10;  // of a question or a reply
 inline constexpr std::size_t kMostTextBytes = 256;         // of a cause or a name
@@ -40,15 +39,15 @@ struct Hello {
 };
 
 enum class FrameKind : std::uint16_t {
-  kNonce = 1,  // first after the hello, in both directions: the sender's number and a random number
-  kIdentity,   // next: the proof that the sender has the listener's token
-  kBeat,       // the sender runs; digest of its state
+  kNonce = 1,  // both directions, after the hello: sender's number, random number
+  kIdentity,   // next: proof that the sender has the listener's token
+  kBeat,       // digest of the sender's state
   kState,      // the whole state of ends
   kValue,      // agreement: member -> decider
   kAsk,        // new decider -> members: is there a verdict?
   kAnswer,     // member -> new decider: the verdict, or none
   kVerdict,    // decider -> members
-  kDone,       // member -> decider: this member's caller has received the verdict
+  kDone,       // member -> decider: its caller has the verdict
   kForget,     // decider -> members: all are done
   kQuestion,   // status: asker -> asked
   kReply,      // status: asked -> asker
@@ -68,7 +67,6 @@ struct Frame {
 Bytes encode(const Hello& hello);
 Bytes encode(const Frame& frame);
 
-// Appends values to a body.
 class Writer {
  public:
   template <typename T>
@@ -88,7 +86,7 @@ class Writer {
   Bytes bytes_;
 };
 
-// Mixes values into a number that is equal on all machines.
+// Equal on all machines.
 class Digest {
  public:
   template <typename T>
@@ -108,8 +106,7 @@ class Digest {
   std::uint64_t value_ = 1;
 };
 
-// Reads values from a body. The first value that exceeds the body makes `ok` false; it and all later ones are zero or
-// empty.
+// Reads values from a body. From the first value that exceeds the body on, all are zero or empty and `ok` is false.
 class Reader {
  public:
   explicit Reader(std::string_view bytes, std::size_t most_bytes = kMostValueBytes, std::size_t most = kMostMembers)
@@ -130,7 +127,7 @@ class Reader {
     bytes_.remove_prefix(size);
     return value;
   }
-  // Returns a count of items, at most as many as the rest of the body can hold.
+  // At most as many items as the rest of the body can hold.
   std::size_t count() {
     const auto value = number<std::uint32_t>();
     if (value > most_ || value > bytes_.size()) return fail(), 0;
@@ -156,12 +153,11 @@ class Reader {
   bool ok_ = true;
 };
 
-// Lists the members of a struct that `put` and `get` pass, in this order.
+// Lists the members that `put` and `get` pass, in this order.
 #define PARALLEL_STATE_FIELDS(...)                \
   auto fields() { return std::tie(__VA_ARGS__); } \
   auto fields() const { return std::tie(__VA_ARGS__); }
 
-// Passes a value to a Writer or a Digest.
 template <typename Sink, typename T>
 void put(Sink* sink, const T& value) {
   if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) sink->number(value);
@@ -228,18 +224,18 @@ void get(Reader* reader, std::map<Key, T>* values) {
   }
 }
 
-// Splits a stream into its hello and frames. Copies are independent and continue from the same byte.
+// Splits a stream into its hello and frames. A value.
 class Parser {
  public:
   enum class Result { kNeedsMore, kHello, kFrame, kMalformed };
 
   void push(std::string_view bytes) { buffer_.append(bytes); }
-  // Returns the next item, written to `hello` or `frame`. After kMalformed nothing else is returned.
+  // After kMalformed nothing else is returned.
   Result next(Hello* hello, Frame* frame);
-  // Allows bodies of full size: the peer has been identified.
+  // Allows full-size bodies of an identified peer.
   void trust() { most_body_bytes_ = kMostBodyBytes; }
   std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
-  // Returns a parser for the stream of an identified peer, after its hello.
+  // For an identified peer's stream, after its hello.
   static Parser after_hello(std::string_view rest) {
     Parser parser;
     parser.push(rest);

@@ -22,30 +22,26 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
-constexpr std::size_t kMostShown = 64;  // bytes of another service's answer that errors quote
-constexpr Nanos kPause = 20'000'000;    // before a connection that closed early is dialed again
-constexpr Nanos kEnd = 200'000'000;     // a running server ends a cancelled wait within this time
-constexpr std::size_t kMostFree = 4;    // idle connections of a client
-// Keepalive probes keep firewalls from dropping idle connections. A connection ends 70 s after its server's host
-// vanished.
+constexpr std::size_t kMostShown = 64;  // quoted bytes of another service's answer
+constexpr Nanos kPause = 20'000'000;    // before a connection that closed early is redialed
+constexpr Nanos kEnd = 200'000'000;     // within which a running server ends a cancelled wait
+constexpr std::size_t kMostFree = 4;    // idle connections per client
+// Keepalives keep firewalls from dropping idle connections. A connection ends 70 s after the server's host vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
 
 Bytes encode_frame(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
 
-// Returns true if a server may listen at another of its addresses.
 bool is_of_address(int code) {
   return code == ECONNREFUSED || code == EHOSTUNREACH || code == ENETUNREACH || code == EADDRNOTAVAIL ||
          code == EAFNOSUPPORT;
 }
 
-// Returns another service's answer as ASCII, for an error's text.
 Bytes printable(const Bytes& text) {
   Bytes shown;
   for (const char byte : text) shown += byte >= ' ' && byte <= '~' ? byte : '?';
   return shown;
 }
 
-// Describes a guest's error that has this text.
 Bytes describe(int code, const Bytes& text) {
   switch (code) {
     case EPROTO: return printable(text);
@@ -84,7 +80,7 @@ int Guest::dial(const std::string& host, int port, std::string token) {
 
 int Guest::ask(Bytes request) {
   char byte;
-  // A server sends nothing between two requests, so a readable socket means that it closed the connection.
+  // A server sends nothing between requests: a readable socket was closed.
   const bool is_quiet =
       !identified_ || (recv(*socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR));
   if (!is_quiet) return ESTALE;
@@ -106,7 +102,7 @@ int Guest::wait(Nanos until) {
     const Nanos left = std::max<Nanos>(until - monotonic_now(), 0);
     const int count = ::poll(&poll, 1, static_cast<int>((left + 999'999) / 1'000'000));
     if (count < 0 && errno != EINTR) return errno;
-    if (count <= 0) return identified_ ? EAGAIN : EINPROGRESS;  // also after a signal: its handler runs in the caller
+    if (count <= 0) return identified_ ? EAGAIN : EINPROGRESS;  // after a signal, too: the caller runs its handler
     if (!connected_) {
       int code = 0;
       socklen_t size = sizeof(code);
@@ -124,7 +120,7 @@ int Guest::wait(Nanos until) {
 int Guest::flush() {
   while (!out_.empty()) {
     const ssize_t size = send(*socket_, out_.data(), out_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (size < 0) return errno == EAGAIN || errno == EINTR ? 0 : read();  // received bytes may tell the cause
+    if (size < 0) return errno == EAGAIN || errno == EINTR ? 0 : read();  // received bytes may have the cause
     out_.erase(0, static_cast<std::size_t>(size));
   }
   return 0;
@@ -192,7 +188,7 @@ Request::Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, 
 
 Request::~Request() {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
-  // In a forked child the number of a parent's descriptor may be another file's.
+  // In a forked child the number may be another file's.
   if (guest_ != nullptr && guest_->pid != getpid()) {
     static_cast<void>(guest_.release());
     return;
@@ -235,7 +231,7 @@ int Request::advance(Nanos until) {
   if (guest_ == nullptr) {
     const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
     auto& free = client_->free;
-    free.remove_if([](auto& guest) {  // in a forked child: the parent's guests, whose descriptors are closed
+    free.remove_if([](auto& guest) {  // in a forked child: the parent's guests, closed
       const bool is_foreign = guest->pid != getpid();
       if (is_foreign) static_cast<void>(guest.release());
       return is_foreign;
@@ -260,7 +256,7 @@ int Request::advance(Nanos until) {
 
 namespace {
 
-// Guarded by the fork mutex. Never freed: threads may use them while the process exits.
+// Guarded by the fork mutex. Never freed: threads may use them at exit.
 auto& clients = *new std::map<std::int64_t, std::shared_ptr<Client>>;
 auto& requests = *new std::map<std::int64_t, std::shared_ptr<Request>>;
 std::int64_t next_request = 1;
@@ -280,7 +276,7 @@ using namespace parallel_state::control;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns the handle of a store's client. `addresses`: numeric, separated by commas. Equal stores share one client.
+// `addresses`: numeric, separated by commas. Equal stores share one client.
 std::int64_t ps_store_client(const char* addresses, int port, const char* token) {
   auto client = std::make_shared<Client>();
   std::istringstream words(addresses);
@@ -296,8 +292,8 @@ std::int64_t ps_store_client(const char* addresses, int port, const char* token)
   return handle;
 }
 
-// Begins a request. Returns its handle, or the negative errno. Connecting may take `connect_s`, if that exceeds the
-// request's own limit.
+// Returns the request's handle, or the negative errno. Connecting may take `connect_s`, even if the request's limit is
+// shorter.
 std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_t size, double timeout_s,
                           double connect_s) {
   try {
@@ -315,7 +311,7 @@ std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_
   }
 }
 
-// Waits for the reply, for at most `slice_s`. Returns 0 or the negative errno of Request::wait.
+// Waits for at most `slice_s`. Returns 0 or the negative errno of Request::wait.
 int ps_store_wait(std::int64_t handle, double slice_s) {
   try {
     const auto request = find(requests, handle);
@@ -325,7 +321,7 @@ int ps_store_wait(std::int64_t handle, double slice_s) {
   }
 }
 
-// Returns the size of the reply, or of the text of an error, and copies it if it fits into `capacity`.
+// Returns the size of the reply or error text, and copies it if it fits.
 std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   const auto request = find(requests, handle);
   if (request == nullptr) return 0;
@@ -333,13 +329,13 @@ std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t cap
   return request->text.size();
 }
 
-// Ends a request. Closes its connection if it is a kHold, or if no reply has arrived.
+// Closes the connection of a kHold, or if no reply has arrived.
 void ps_store_end(std::int64_t handle) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   requests.erase(handle);
 }
 
-// Closes idle connections. The next request connects again.
+// The next request connects again.
 void ps_store_close(std::int64_t client) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   if (const auto found = clients.find(client); found != clients.end()) found->second->free.clear();

@@ -8,7 +8,7 @@ namespace parallel_state::control {
 
 std::string sha256(std::string_view message);
 std::string hmac_sha256(std::string_view key, std::string_view message);
-// Compares in constant time: the duration doesn't depend on where the texts differ.
+// Constant time.
 bool equal_secrets(std::string_view one, std::string_view other);
 
 }  // namespace parallel_state::control

@@ -29,9 +29,9 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr off_t kAreaBytes = 2 << 20;  // exceeds a state of 4,096 members with a cause each
+constexpr off_t kAreaBytes = 2 << 20;  // exceeds a state of 4,096 members with causes
 constexpr off_t kFirstArea = 4096;
-constexpr int kExitingFlag = 4;  // PF_EXITING of the flags in /proc/PID/stat
+constexpr int kExitingFlag = 4;  // PF_EXITING in /proc/PID/stat
 #ifndef SYS_pidfd_open
 constexpr long SYS_pidfd_open = 434;
 #endif
@@ -41,7 +41,7 @@ struct Open {
   std::set<int> descriptors;
 };
 
-// Never freed: threads may use it while the process exits, and a forked child makes a new one.
+// Never freed: threads may use it at exit, and a forked child makes a new one.
 std::atomic<Open*> open_now{nullptr};
 std::atomic<void (*)()> forget_in_child{nullptr};
 
@@ -63,7 +63,7 @@ Open& open_descriptors() {
   return *open_now.load();
 }
 
-// Returns the fields of /proc/PID/stat after the process name, that is from the third on; none if it has exited.
+// The fields from the third on; none if the process has exited.
 std::vector<std::string> stat_fields(int file) {
   char text[1024];
   const ssize_t size = pread(file, text, sizeof(text), 0);
@@ -104,7 +104,7 @@ Nanos monotonic_now() {
 
 Bytes random_bytes(std::size_t count) {
   Bytes bytes(count, '\0');
-  // getrandom never splits 256 bytes or fewer.
+  // Up to 256 bytes aren't split.
   if (getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count)) return bytes;
   std::random_device device;  // if a sandbox refuses getrandom
   for (char& byte : bytes) byte = static_cast<char>(device());
@@ -190,7 +190,7 @@ void Board::note_met() {
 }
 
 bool PeerBoard::open(int pid, int number, Proc proc) {
-  // The process may have closed it and reused the number: open regular files only.
+  // The process may have reused the number: open regular files only.
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
   struct stat info;
   if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return false;
@@ -217,7 +217,7 @@ bool PeerBoard::read(Bytes* state, bool* is_new) {
   state->resize(head.sizes[area]);
   const off_t at = kFirstArea + static_cast<off_t>(area) * kAreaBytes;
   if (pread(*file_, state->data(), state->size(), at) != static_cast<ssize_t>(state->size())) return moved;
-  // The writer may have started to overwrite this area during the read: then the next read returns the new state.
+  // If the writer is overwriting this area, the next read returns the new state.
   if (!read_head(&again) || again.generation != head.generation || again.sizes[area] != head.sizes[area]) return moved;
   head_.generation = head.generation;
   *is_new = true;
@@ -230,8 +230,8 @@ ProcessWatch::Found ProcessWatch::open(int pid, std::uint64_t began) {
   file_ = Descriptor::of([&] { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); });
   if (!file_ && errno == ESRCH) return kExited;
   polled_ = static_cast<bool>(file_);
-  // Kernels before 5.3 have no pidfds, and sandboxes refuse them. A stat read after the pidfd was opened is of the
-  // pidfd's process, unless that process has exited.
+  // Kernels before 5.3 have no pidfds, and sandboxes refuse them. A stat read after opening the pidfd is of the pidfd's
+  // process, unless that has exited.
   Descriptor stat = open_file(path);
   if (!stat) return !polled_ && (errno == ENOENT || errno == ESRCH) ? kExited : polled_ ? kRuns : kUnknown;
   const auto fields = stat_fields(*stat);
@@ -248,7 +248,7 @@ bool ProcessWatch::has_exited() const {
   char byte;
   if (pread(*file_, &byte, 1, 0) < 0 && errno == ESRCH) return true;
   const auto fields = stat_fields(*file_);
-  // If the main thread exited and others run, the state is Z too: check the thread count.
+  // State is Z, too, if only the main thread exited: check the thread count.
   return fields.size() > 17 && (fields[0] == "Z" || fields[0] == "X" || fields[0] == "x") &&
          std::strtol(fields[17].c_str(), nullptr, 10) <= 1;
 }

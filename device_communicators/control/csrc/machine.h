@@ -1,4 +1,4 @@
-// Linux parts of the driver: descriptors that are closed in forked children, boards, and detection of exits.
+// Linux parts of the driver: descriptors closed in forked children, boards, detection of exits.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,25 @@
 
 namespace parallel_state::control {
 
-// The clock of a core: equal for all processes of a watch domain.
+// Equal for all processes of a watch domain.
 Nanos monotonic_now();
 
 Bytes random_bytes(std::size_t count);
 
-// Held during changes that fork must not split. A forked child has a new one.
+// Held during changes that fork must not split. A forked child has a new mutex.
 std::recursive_mutex& fork_mutex();
 
-// Calls `forget` in each forked child, once its descriptors are closed. Called once.
+// Calls `forget` in each forked child, after its descriptors are closed.
 void in_forked_child(void (*forget)());
 
-// Enables TCP keepalive: the first probe after `idle_s`, then every `interval_s`; `probes` without answer end the
-// connection.
+// Sends the first TCP keepalive after `idle_s`, then one per `interval_s`; `probes` without answer end the connection.
 void keep_alive(int socket, int idle_s, int interval_s, int probes);
 
-// Owns a descriptor, which is closed in each forked child.
+// Owns a descriptor; forked children close it.
 class Descriptor {
  public:
   Descriptor() = default;
-  // `open` returns a descriptor with close-on-exec, or -1 and sets errno.
+  // `open` returns a close-on-exec descriptor, or -1 and errno.
   template <typename Open>
   static Descriptor of(Open open) {
     const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
@@ -52,10 +51,10 @@ class Descriptor {
   int number_ = -1;
 };
 
-// Wakes a thread that polls `number()`: an eventfd, or a pipe where a sandbox refuses one.
+// Wakes a thread that polls `number()`: an eventfd, or a pipe if a sandbox refuses one.
 class Wake {
  public:
-  bool make();  // returns false and sets errno on failure
+  bool make();  // false: see errno
   void set();
   void clear();
   int number() const { return *reader_; }
@@ -64,21 +63,20 @@ class Wake {
   Descriptor reader_, writer_;
 };
 
-// Head of a board: a nameless file that vanishes when all processes that opened it have exited. One process writes it;
-// the others of its watch domain open it through /proc. The state is written to two areas in turn. If the writer is
-// killed while it writes one, readers use the other. Bytes 64 to 4095 hold the endpoint as JSON, which plane.py writes
-// for `find_endpoints`.
+// Head of a board, a nameless file through which one process publishes its state to its watch domain, which opens it
+// through /proc. States alternate between two areas: if the writer is killed while it writes one, readers use the
+// other. Bytes 64 to 4095 hold the endpoint as JSON, which plane.py writes for `find_endpoints`.
 struct BoardHead {
   Proc proc = 0;
   std::uint64_t beat = 0;
   std::uint64_t generation = 0;  // the current state is in area generation % 2
   std::uint32_t sizes[2] = {0, 0};
-  std::uint64_t has_met = 0;  // 1: it has opened the boards of all others
+  std::uint64_t has_met = 0;  // 1: all others' boards are open
 };
 
 class Board {
  public:
-  // Returns false and sets errno on failure.
+  // False: see errno.
   bool make(Proc proc);
   bool publish(const Bytes& state);
   void beat();
@@ -95,9 +93,9 @@ class Board {
 
 class PeerBoard {
  public:
-  // `number`: the descriptor of the board in process `pid`. `proc`: its expected owner.
+  // `number`: the board's descriptor in `pid`. `proc`: its expected owner.
   bool open(int pid, int number, Proc proc);
-  // Reads the board; returns true if its beat moved. `state` is set, and `is_new` true, if it has a new state.
+  // Returns true if the beat moved. Sets `state` and `is_new` if there is a new state.
   bool read(Bytes* state, bool* is_new);
   bool has_met() const { return head_.has_met != 0; }
   explicit operator bool() const { return static_cast<bool>(file_); }
@@ -109,12 +107,12 @@ class PeerBoard {
   BoardHead head_;
 };
 
-// Watches one process: by a pidfd, which becomes readable when it exits, or by an open /proc/PID/stat, which must be
-// polled. Neither refers to a later process with the same PID.
+// Watches one process: by a pidfd, readable at its exit, or by an open /proc/PID/stat, which must be polled. Neither
+// refers to a later process with the same PID.
 class ProcessWatch {
  public:
   enum Found { kRuns, kExited, kUnknown };
-  // `began`: its start time as in field 22 of /proc/PID/stat; 0: unknown.
+  // `began`: start time, field 22 of /proc/PID/stat; 0: unknown.
   Found open(int pid, std::uint64_t began);
   bool is_polled() const { return polled_; }
   bool has_exited() const;
@@ -125,7 +123,7 @@ class ProcessWatch {
   bool polled_ = false;
 };
 
-// Returns true if the process exited, or if each thread of it is exiting or has a pending SIGKILL.
+// True if the process exited, or each thread of it is exiting or has a pending SIGKILL.
 bool is_ending(int pid);
 
 }  // namespace parallel_state::control

@@ -9,12 +9,12 @@
 
 namespace parallel_state::control {
 
-// Keeps the last 32 to 64 KiB of events, and a copy of the core from before them, so that replays are exact.
+// Keeps the last 32 to 64 KiB of events, and a copy of the core from before them.
 class Record {
  public:
-  // Must be called before `core` handles `event`.
+  // Call it before `core` handles `event`.
   void add(const Core& core, Nanos now, const Event& event);
-  // Returns the record of `core`, without tokens.
+  // Without tokens.
   Bytes bytes(const Core& core) const;
 
  private:
@@ -25,13 +25,12 @@ class Record {
   std::optional<Part> older_, newer_;
 };
 
-// Steps `core` through a record and calls `each` after each step. Returns true if `core` ends with the recorded core's
-// digest, and nullopt if the record is malformed or of another build.
+// Steps `core` through a record; calls `each` after each step. Returns true if `core` ends with the recorded digest;
+// nullopt if the record is malformed or of another build.
 std::optional<bool> replay(
     std::string_view record, Core* core,
     const std::function<void(Nanos, const Event&, const std::vector<Action>&, const Core&)>& each);
 
-// Returns a replay as text.
 std::string describe(std::string_view record);
 
 }  // namespace parallel_state::control

@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kPartBytes = 4;  // size of a part's length field
 constexpr std::size_t kMostHeldBytes = 64U << 10;
 
-// Thrown, inside this file only, for a request that can't be carried out.
+// Internal: the request can't be carried out.
 struct Problem {
   std::string text;
 };
@@ -39,7 +39,7 @@ Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_di
 
 Seal::Seal(std::string_view token, bool to_listener, std::string_view nonce_of_guest,
            std::string_view nonce_of_listener) {
-  Writer writer;  // the first byte differs from that of a proof, so that no proof equals a key
+  Writer writer;  // differs from the first byte of a proof, so that no proof equals a key
   writer.text(to_listener ? "to listener" : "to guest").text(nonce_of_guest).text(nonce_of_listener);
   key_ = hmac_sha256(token, writer.take());
 }
@@ -173,7 +173,7 @@ void Table::set(const Bytes& key, Bytes value, std::vector<Reply>* replies) {
     const Wait ready = std::move(wait);
     waits_.erase(client);
     try {
-      wait_for(client, ready.gets, ready.keys, replies);  // wait again if another of its keys was deleted
+      wait_for(client, ready.gets, ready.keys, replies);  // another of its keys was deleted
     } catch (const Problem& problem) {
       replies->push_back({client, encode_store(kProblem, {problem.text})});
     }
@@ -204,7 +204,7 @@ void Table::drop(int client, std::vector<Reply>* replies) {
     values_.erase(key);
     try {
       set("gone/" + key, std::move(value), replies);
-    } catch (const Problem&) {  // the value grew beyond the bound: keep only the key
+    } catch (const Problem&) {  // the value grew beyond the bound
       set("gone/" + key, "", replies);
     }
   }

@@ -1,4 +1,4 @@
-// all_reduce, and what follows it in a transformer's layer, while the sum is still in cache.
+// all_reduce followed by the norm of a transformer's layer, while the sum is cached.
 #include <algorithm>
 
 #include "host_group.h"
@@ -16,8 +16,8 @@ void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t row
   }
 }
 
-// By chunks of rows that stay in the second-level cache. That each rank does its rows only, and the others copy them,
-// would move two tensors between the cores instead of one sum, and moving is what costs.
+// Works in chunks of rows that fit the second-level cache. If each rank finished only its rows and the others copied
+// them, two tensors would move between cores instead of one sum; moving is the cost.
 Status HostGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) {
   if (add_rms_norm_function(norm.dtype) == nullptr) return Status::kUnsupported;
   const std::size_t row_bytes = norm.hidden * size_of(norm.dtype);

@@ -25,7 +25,7 @@ Status HostGroup::reduce_all(void* out, const void* in, std::size_t count, Dtype
   return large_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
 }
 
-// Every rank puts its input into its slot and reduces all of them: one exchange, but each rank reads everything.
+// One exchange: every rank reduces all slots.
 Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                                       std::uint64_t call) {
   const std::size_t bytes = count * size_of(dtype);
@@ -44,7 +44,7 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
     note_read(rank, bytes);
   }
   sources[rank_] = in;
-  // In place, the others still read what is to be overwritten; one's own slot is free then.
+  // In place, the others still read `in`; this rank's own slot is free.
   void* const to = flag != 0 && out == in ? place(rank_, slot) : out;
   reduce_function(dtype, op)(&to, 1, sources, size_, count);
   if (inputs.shared == 0) return Status::kDone;
@@ -53,13 +53,13 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
   return Status::kDone;
 }
 
-// Chunk c: (A) write the others' slices into one's slot; (B) reduce one's own slice from all slots into one's slot and
-// the output; (C) copy the others' reduced slices from theirs. Three chunks are under way at a time: step i does B of
-// chunk i-1, A of chunk i, C of chunk i-2, in this order. Before A of chunk c + 4 all others have published A of c + 3
-// (that B waits for it), so they have done step c + 2 with C of chunk c: four slots are enough.
+// Per chunk c: (A) copy the others' slices to the own slot; (B) reduce the own slice from all slots into the own slot
+// and the output; (C) copy the others' reduced slices from their slots. Step i does B of chunk i-1, A of chunk i, C of
+// chunk i-2, in this order. Before A of chunk c + 4, all others have published A of c + 3, because this rank's B waits
+// for it. So they have done C of chunk c: four slots are enough.
 //
-// A shared input is read where it lies, and its rank has nothing to write in A. Its owner may overwrite it: a slice is
-// read by one rank only, in B, and overwritten in B by that rank itself, or in C, which waits for that B.
+// A shared input is read in place, without A. Its owner may overwrite it: each slice is read by one rank only, in B. It
+// is overwritten in B by that rank itself, or in C, which waits for that B.
 Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                    std::uint64_t call) {
   const std::size_t width = size_of(dtype);
@@ -68,7 +68,7 @@ Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count,
   const std::uint64_t flag = offer(in, count * width, out, count * width);
   Inputs inputs;
   std::uint64_t written[kLargeSlots] = {}, reduced[kLargeSlots] = {};
-  const auto slice = [&](int owner, std::size_t index, int rank) {  // where `owner`'s slot has `rank`'s slice
+  const auto slice = [&](int owner, std::size_t index, int rank) {  // `rank`'s slice in `owner`'s slot
     return place(owner, large_slot(large_count_ + index)) + rank * slices.slice * width;
   };
   for (std::size_t step = 0; step < slices.chunks + 2; ++step) {
@@ -108,7 +108,7 @@ Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count,
       }
     }
   }
-  // The others have read chunk c when they publish A of chunk c + 3, or, of the last three, anything after this.
+  // The others have read chunk c when they publish A of c + 3; the last three chunks, when they publish anything later.
   for (std::size_t back = 0; back < std::min<std::size_t>(slices.chunks, kLargeSlots); ++back) {
     *large_slot(large_count_ + slices.chunks - 1 - back).used = back < 3 ? tick_ : tick_ - 2;
   }

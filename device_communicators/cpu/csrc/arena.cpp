@@ -13,7 +13,7 @@ namespace {
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Whole pages, in steps of an eighth of the size: at most that much is wasted, and freed blocks fit again.
+// Whole pages, in steps of at most an eighth of the size, so that freed blocks fit again.
 std::size_t class_of(std::size_t bytes) {
   std::size_t step = kPage;
   while (step * 16 < bytes) step *= 2;
@@ -36,7 +36,6 @@ void* Arena::allocate(std::size_t bytes) {
   if (bytes > windows_.capacity()) return nullptr;
   const std::size_t size = class_of(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  // One of the class, or a somewhat larger one.
   for (auto found = free_.lower_bound(size); found != free_.end() && found->first <= size + size / 4; ++found) {
     if (found->second.empty()) continue;
     const Block block = found->second.back();
@@ -59,7 +58,7 @@ bool Arena::back(char* at, std::size_t bytes) {
 }
 
 void Arena::release(void* block) {
-  // A forked child's copy of a tensor: the block, and the memory that `shrink` would give back, are its parent's.
+  // In a forked child the memory is the parent's.
   if (generation_ != fork_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(block);
@@ -72,13 +71,13 @@ void Arena::release(void* block) {
   live_.erase(found);
 }
 
-// Gives memory back, of the largest blocks first, and of those the ones that have been free for longest.
+// The largest blocks first; among those, the ones free for longest.
 void Arena::shrink() {
   for (auto found = free_.rbegin(); found != free_.rend() && idle_ > most_idle_; ++found) {
     for (Block& block : found->second) {
       if (idle_ <= most_idle_) break;
       if (!block.backed) continue;
-      if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;  // a kernel that can't: it stays as it is
+      if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;  // the kernel can't
       block.backed = false;
       idle_ -= found->first;
     }

@@ -1,9 +1,7 @@
-// Memory for tensors that all ranks of a group have mapped: this rank's part, from which it allocates by itself.
+// Allocates tensors from this rank's part of the memory that all ranks of a group map.
 //
-// The part is a stretch of a sparse file, mapped as it is used. Freed blocks keep their memory for the next tensor of
-// about their size, up to kIdleBytes while the group lives; the memory of others goes back to the system, their
-// addresses stay. A full file system is an answer of `allocate`, and not a SIGBUS at the first write.
-// Thread-safe: a tensor may be freed by any thread.
+// The part is a range of a sparse file. Freed blocks keep up to kIdleBytes of memory for reuse; the rest returns to the
+// system. On a full file system `allocate` returns null, instead of a SIGBUS at the first write. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -21,27 +19,27 @@ class Arena {
  public:
   static constexpr std::size_t kIdleBytes = 256 << 20;
 
-  // In `windows`, of the file behind `descriptor` from `file_offset` on, for as long as this lives. The descriptor is
-  // duplicated; -1 where back_with_memory needs none.
+  // `windows` maps the file behind `descriptor` from `file_offset` on, and outlives this object. The descriptor is
+  // duplicated; -1 if back_with_memory needs none.
   Arena(Windows& windows, int descriptor, std::size_t file_offset);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // At least `bytes`, aligned to a page; null where there is no room: of memory, of addresses, or in the stretch.
+  // Page-aligned; null if memory, addresses or the range are used up.
   void* allocate(std::size_t bytes);
   void release(void* block);
 
-  // The group has ended in good order: what is free goes back to the system, though tensors may live on.
+  // Returns free memory to the system after a group ended in good order. Tensors may outlive the group.
   void end();
 
-  // From now on nothing is used again: a peer that was given up may still write where it was told to.
+  // Stops allocating: a failed peer may still write to blocks.
   void retire();
 
  private:
   struct Block {
     char* at;
-    bool backed;  // has memory behind it
+    bool backed;
   };
 
   bool back(char* at, std::size_t bytes);
@@ -52,11 +50,11 @@ class Arena {
   const std::size_t file_offset_;
   const int generation_;
   std::mutex mutex_;
-  std::size_t used_ = 0;  // addresses handed out at one time or another
-  std::size_t idle_ = 0;  // bytes of memory behind blocks that are free
+  std::size_t used_ = 0;  // addresses
+  std::size_t idle_ = 0;  // free bytes that have memory
   std::size_t most_idle_ = kIdleBytes;
   bool retired_ = false;
-  std::map<std::size_t, std::deque<Block>> free_;  // by size of the class; the last freed is warm, and taken first
+  std::map<std::size_t, std::deque<Block>> free_;  // by class size; the last freed is reused first
   std::unordered_map<void*, std::size_t> live_;
 };
 

@@ -1,7 +1,7 @@
-// The registered ops' CPU kernels: from torch's dispatcher to a group by its name.
+// The CPU kernels of the registered ops: from torch's dispatcher to a group, by name.
 //
-// What shared memory doesn't carry (a group that nobody serves, an unusual dtype, a failure to report) goes on to the
-// op's twin in `parallel_state_python`, which is the whole op written in Python; `parallel_state.ops` defines both.
+// An op falls back to its Python kernel in `parallel_state_python` for groups that aren't served, unusual dtypes, and
+// failures to report. `parallel_state.ops` defines both.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,6 @@ void* ps_view_tensor(const void* group, const parallel_state::TensorForm* form, 
 namespace parallel_state {
 namespace {
 
-// An op by name, looked up once.
 template <typename Op>
 const auto& find_op(const char* space) {
   static const auto found = c10::Dispatcher::singleton()
@@ -40,9 +39,9 @@ const auto& find_op(const char* space) {
   return found;
 }
 
-thread_local double began_s = 0;  // from a call of `carried` that returned false to the twin
+thread_local double began_s = 0;  // when the call began that Python repeats
 
-// The op's Python twin.
+// Calls the op's Python kernel.
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
   struct Twin : Op {};
@@ -50,7 +49,7 @@ decltype(auto) in_python(Arguments&&... arguments) {
   return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
 }
 
-// Whether a group carried an op that `call` calls on it. False, too, where nobody serves the group.
+// Returns whether a group carried the call. False if the group isn't served.
 template <typename Call>
 bool carried(string_view group, Call call) {
   const double left_s = take_left_to_op(), called_s = left_s == 0 ? coarse_now_s() : left_s;
@@ -96,7 +95,7 @@ struct AllReduceAddRmsNorm {
     return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
   }
 
-  // As Autograd<Op>, which looks at one input only.
+  // Like Autograd<Op>, which checks one input only.
   static std::tuple<Tensor, Tensor> differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
                                                    const Tensor& residual, const Tensor& weight, double eps,
                                                    string_view group);
@@ -252,8 +251,7 @@ struct Empty {
   }
 };
 
-// A loan of a message's tensor. Gives it back at its end, but not in a forked child, whose copy of a tensor has nothing
-// to give.
+// A loan of a message's tensor, given back at its end. A forked child's copy gives nothing back.
 struct Borrowed {
   Borrowed(std::shared_ptr<Handle> keep, const Loan& loan) : keep(std::move(keep)), loan(loan) {}
   ~Borrowed() {
@@ -312,12 +310,12 @@ Outcome broadcast_list(Served& served, int src, const std::vector<Piece>& pieces
                                        : receive_broadcast(served, told, src, pieces);
 }
 
-// On the source alone, which the twin sees to.
+// Other ranks use the Python kernel.
 Outcome broadcast_own_list(Served& served, int src, const std::vector<Piece>& pieces) {
   return src == served.handle().rank() ? broadcast_list(served, src, pieces) : Outcome::kLeft;
 }
 
-// Lists of tensors: one message each, which is carried by `kCarry`. Whatever isn't plain goes to the twin.
+// Lists of tensors: one message each, carried by `kCarry`, or by the Python kernel if not plain.
 template <Outcome (*kCarry)(Served&, int, const std::vector<Piece>&)>
 struct OfList {
   using Signature = void(at::TensorList, Tensor&, string_view, std::int64_t, string_view);
@@ -380,7 +378,7 @@ bool wants_gradient(at::TensorList x) {
   return std::any_of(x.begin(), x.end(), [](const Tensor& each) { return wants_gradient(each); });
 }
 
-// Straight down where no gradient is wanted; else the formula, or the refusal, of the Python twin.
+// Calls the kernel if no gradient is wanted; else the Python kernel, which has the formula or raises.
 template <typename Op, typename Signature = typename Op::Signature>
 struct Autograd;
 
@@ -391,7 +389,7 @@ struct Autograd<Op, Result(X, Arguments...)> {
     const auto& op = find_op<Op>("parallel_state");
     if constexpr (std::is_void_v<Result>) {
       op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
-      // Written past torch: a formula that saved `x` must notice.
+      // The write bypassed torch: a formula that saved `x` must notice.
       constexpr bool writes = string_view(Op::kName).back() == '_';
       if (writes && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
     } else {
@@ -400,7 +398,7 @@ struct Autograd<Op, Result(X, Arguments...)> {
   }
 };
 
-// Of an op that writes to a tensor of the caller's, which has no gradient.
+// For ops that write to the caller's tensor, which has no gradient.
 template <typename Op, typename Signature = typename Op::Signature>
 struct AutogradInto;
 
@@ -503,8 +501,8 @@ TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Fills in what a message tells of a tensor. 0 where that isn't plain: dense, contiguous, on the CPU, of no wrapper,
-// with memory of its own, and without lazy bits, each of which is a dispatch key of its own.
+// Describes a plain tensor: dense, contiguous, on the CPU, with memory of its own, without wrappers or lazy bits.
+// Returns 0 for others.
 int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet dense({DispatchKey::CPU}),
@@ -518,11 +516,11 @@ int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
     form->bytes = static_cast<std::uint64_t>(x.numel()) * x.itemsize();
     form->data = form->bytes == 0 ? nullptr : const_cast<void*>(x.data());
     const at::ScalarType dtype = c10::typeMetaToScalarType(x.dtype());
-    if (c10::isQIntType(dtype)) return 0;  // `dtype_refusal` of memory.py
+    if (c10::isQIntType(dtype)) return 0;  // as `dtype_refusal` of memory.py
     form->dtype = static_cast<std::int64_t>(dtype);
     form->dims = x.dim();
     form->sizes = x.sizes().data();
-  } catch (const std::exception&) {  // torch says why when Python asks
+  } catch (const std::exception&) {  // torch raises when Python asks
     return 0;
   }
   return form->bytes == 0 || form->data != nullptr ? 1 : 0;
@@ -536,7 +534,7 @@ void* ps_make_tensor(const void* group, parallel_state::TensorForm* form, void* 
     const at::Tensor made = parallel_state::empty(handle, sizes, static_cast<at::ScalarType>(form->dtype));
     form->data = form->bytes == 0 ? nullptr : made.mutable_data_ptr();
     return wrap(&made);
-  } catch (const std::exception&) {  // Python allocates it, and says why not
+  } catch (const std::exception&) {  // Python allocates it, or raises
     return nullptr;
   }
 }

@@ -1,5 +1,5 @@
-// The C interface of the library, for ctypes: no C++ type and no torch in it. Status codes are those of group.h; a
-// group is known by its number, and one that was closed meanwhile answers kClosed.
+// The C interface of the library, for ctypes. Status codes are those of group.h. Groups are known by number; a closed
+// group returns kClosed.
 
 #include <sys/mman.h>
 
@@ -47,10 +47,10 @@ int ps_version() { return 17; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
-// 0, or 1 where this processor lacks it.
+// Returns 1 if this processor lacks the set.
 int ps_use_instruction_set(const char* name) { return use_instruction_set(name) ? 0 : 1; }
 
-// The functions of Interpreter, and the thread that runs signal handlers: see interrupt.h.
+// See interrupt.h.
 void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
                         void (*let_lock)(int), unsigned long main_thread) {
   set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
@@ -65,21 +65,19 @@ void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long)
              as_bytes,   bytes_size,   hold,        let_go,         no_memory};
 }
 
-// Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
+// Type, value and traceback of the exception that ended a call, owned by the caller; nulls if there is none.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
 
-// The address of a SignalPipe, for Python to set.
 void* ps_signal_pipe() { return &signal_pipe(); }
 
-// Returns 1 if a signal may have come since the last call: see has_signal. Main thread only.
 int ps_has_signal() { return has_signal(signal_pipe()) ? 1 : 0; }
 
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
-// Where in the segment the slots of `rank` begin; for `rank` = `size`, where the last ones end.
+// For `rank` = `size`, where the last slots end.
 std::size_t ps_slots_offset(int size, int rank) { return HostGroup::slots_offset(size, rank); }
 
-// Maps the file behind `descriptor`, beyond its end as well; null, and errno, where that can't be done.
+// Maps the file behind `descriptor`, also beyond its end. Returns null and sets errno on failure.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
   return memory == MAP_FAILED ? nullptr : memory;
@@ -87,16 +85,14 @@ void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
 
 void ps_unmap(void* memory, std::size_t bytes) { munmap(memory, bytes); }
 
-// See back_with_memory.
+// See windows.h.
 int ps_has_populate() { return has_populate() ? 1 : 0; }
 int ps_back(void* memory, std::size_t bytes, int descriptor, std::size_t offset) {
   return back_with_memory(memory, bytes, descriptor, offset) ? 1 : 0;
 }
 
-// See want_huge_pages.
 int ps_want_huge_pages() { return want_huge_pages(); }
 
-// See Windows.
 void* ps_windows_new(void* first_page, std::size_t capacity, std::size_t first_window_bytes) {
   return new (std::nothrow) Windows(first_page, capacity, first_window_bytes);
 }
@@ -105,8 +101,8 @@ void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
 }
 void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
 
-// Takes over `memory`, a mapping of `bytes` that begins with what the collectives need; null for memory of its own, for
-// a rank that is alone on its host. Its number, or 0.
+// Takes ownership of `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
+// Returns the group's number, or 0.
 std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, std::int64_t spin_ns, int yields,
                            double timeout_s) {
   WaitPolicy policy;
@@ -115,11 +111,11 @@ std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, 
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
-// The group spans several hosts: it has `size` ranks, of which this one is `rank`, and `host_of_rank` has a number for
-// each rank's host. The ranks of this host are those of ps_group_new, in their order. Of `connections` sockets, whose
-// other ends are the ranks `peers` (several of one rank in the order of the other side), the group owns the descriptors
-// from now on. If `meshed`, each two ranks of different hosts are connected, else the lowest ranks of the hosts. See
-// HostsGroup. Call it once, before ps_group_listen and any call of the group. Returns 0, or EBADF for an unknown group.
+// Extends the group over several hosts: `size` ranks, of which this is `rank`; `host_of_rank` numbers the hosts. The
+// ranks of ps_group_new are those of this host, in their order. The group owns `descriptors`, which connect to the
+// ranks `peers`; several to one rank are in the order of the other side. If `meshed`, all ranks of different hosts are
+// connected, else only leads. Call it once, before ps_group_listen and any call. Returns 0, or EBADF for an unknown
+// group.
 int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
                   const int* descriptors, int connections, int meshed, int rounded) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -129,7 +125,7 @@ int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_ra
   return 0;
 }
 
-// Of the connections to other ranks: system calls that sent something, and that received something.
+// Counts the system calls that sent, and that received, something over connections.
 void ps_group_transfers(std::uint64_t group, std::uint64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   out[0] = out[1] = 0;
@@ -140,7 +136,6 @@ void ps_group_transfers(std::uint64_t group, std::uint64_t* out) {
   }
 }
 
-// See Handle::set_arenas.
 void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t bytes, int descriptor,
                      std::size_t file_offset) {
   if (const std::shared_ptr<Handle> handle = find(group)) {
@@ -148,7 +143,7 @@ void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t 
   }
 }
 
-// See Group::set_areas and crossed_bytes.
+// See HostGroup.
 void ps_group_areas(std::uint64_t group, int ranks, std::int64_t from_bytes) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_areas(ranks, from_bytes);
 }
@@ -157,23 +152,23 @@ std::uint64_t ps_group_crossed_bytes(std::uint64_t group) {
   return handle == nullptr ? 0 : handle->crossed_bytes();
 }
 
-// From this rank's arena, for as long as the group has memory; null where there is no room.
+// In this rank's arena; null if it is full.
 void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   const std::shared_ptr<Handle> handle = find(group);
   return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
 }
 
-// This rank goes on purpose: its end, from now on, is none that the others have to be told of.
+// Reports to peers that this rank leaves on purpose.
 void ps_group_leave(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->leave_group();
 }
 
-// How long the calls that follow may take; by who makes them.
+// Applies to later calls.
 void ps_group_timeout(std::uint64_t group, double timeout_s) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
 }
 
-// Who is lost to who waits for `rank`, or -1; who told of it, or -1, and with which status. See Loss.
+// Returns the suspect whose loss ends a wait for `rank`, or -1; the rank that reported it, or -1; its status.
 int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::int64_t* status) {
   const std::shared_ptr<Handle> handle = find(group);
   const Loss found = handle == nullptr ? Loss{} : handle->loss(rank);
@@ -182,7 +177,6 @@ int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::in
   return found.rank;
 }
 
-// See wait_gently.
 void ps_wait_gently(int gently) { wait_gently(gently != 0); }
 
 int ps_group_has_left(std::uint64_t group, int rank) {
@@ -190,8 +184,7 @@ int ps_group_has_left(std::uint64_t group, int rank) {
   return handle != nullptr && handle->has_left(rank);
 }
 
-// See GroupLiveness::listen_to: `count` ranks of the group, and `domain_count` of the domain. `stay`: of
-// ps_control_open. Returns 0 for an unknown group or stay.
+// See GroupLiveness::listen_to. `stay`: of ps_control_open. Returns 0 for an unknown group or stay.
 int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, int count, const int* domain,
                     int domain_count) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -201,17 +194,17 @@ int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, in
   return 1;
 }
 
-// Waits of this process in the group end, and its calls fail.
+// Ends this process's waits in the group, and fails its calls.
 void ps_group_doom(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
 }
 
-// This rank gave up, with a status of its choice and about this one (-1: about nobody).
+// Reports that this rank failed. `suspect`: -1 if none.
 void ps_group_fail(std::uint64_t group, int status, int suspect) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->fail(status, suspect);
 }
 
-// Who is in the middle of a call stays there until it ends; the memory goes with the last, and with the last tensor.
+// Running calls continue until they end. Memory is freed after the last call and the last tensor.
 void ps_group_close(std::uint64_t group) {
   const std::shared_ptr<Handle> handle = find(group);
   if (handle != nullptr && handle->arena() != nullptr) {
@@ -226,15 +219,14 @@ void ps_serve(const char* key, std::uint64_t group) {
   if (std::shared_ptr<Handle> handle = find(group)) serve(key, std::move(handle));
 }
 
-// The group's operations go on after this number.
+// Continues numbering operations after `sequence`.
 void ps_served_go_on(const char* key, std::uint64_t sequence) {
   if (const std::shared_ptr<Served> served = find_served(key)) served->go_on_after(sequence);
 }
 
 void ps_measure_calls(int on) { measure_calls(on != 0); }
 
-// 256 rows of a method's calls, and the nanoseconds that they took and waited; then how often each rank of the group
-// came last.
+// Per method: calls, nanoseconds taken, nanoseconds waited, in 256 rows. Then, per rank, how often it arrived last.
 void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::shared_ptr<Handle> handle = find(group);
@@ -247,10 +239,9 @@ void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// Of the first failure: rank, microseconds, who found out (-1: this rank itself); from whom to whom an all_to_all
-// doesn't fit (-1: it does), and the bytes that are sent and expected; then this rank's call and the other's, each as
-// its word, shape, number of parts, and 64 sizes of parts. After kTooLarge: from the source to this rank, the bytes
-// that are sent, and the most that may be.
+// The first failure: suspect, microseconds, reporter (-1: this rank); the misfit's sender and receiver (-1: none), its
+// bytes sent and expected (after kTooLarge: the maximum); then this rank's call and the other's, each as word, shape,
+// number of parts, and 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -264,20 +255,19 @@ void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   show(failure.found, show(failure.expected, out));
 }
 
-// What failed in a connection, of the first failure; cut to `capacity`, with a zero at the end.
+// The cause of the first failure if it is kBroken, cut to `capacity`, zero-terminated.
 void ps_group_failure_text(std::uint64_t group, char* out, int capacity) {
   const std::shared_ptr<Handle> handle = find(group);
   const std::string text = handle == nullptr ? std::string() : handle->failure().text;
   if (capacity > 0) out[text.copy(out, static_cast<std::size_t>(capacity) - 1)] = '\0';
 }
 
-// What the next collectives of this thread are told as where they are of the same class; 0: as what they are.
+// Gives the next collectives of this thread this method, if they are of its class; 0: their own.
 void ps_call_as(int method) { call_as(method); }
 
 double ps_repeated_since_s() { return repeated_since_s(); }
 
-// From the first of these to the second no other thread begins a call of the group. The first: kBusy where one is under
-// way.
+// Keeps other threads from calls of the group until ps_group_exit. Returns kBusy if a call is running.
 int ps_group_enter(std::uint64_t group) {
   const std::shared_ptr<Handle> handle = find(group);
   return static_cast<int>(handle == nullptr ? Status::kClosed : handle->hold() ? Status::kDone : Status::kBusy);
@@ -292,7 +282,6 @@ int ps_group_is_busy(std::uint64_t group) {
   return handle != nullptr && handle->is_busy();
 }
 
-// See Group::compare.
 int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
   return with(group, word, shape, [](Group& self, double timeout_s) { return self.compare(timeout_s); });
 }
@@ -302,8 +291,8 @@ int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, in
               [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); });
 }
 
-// The three calls around a message to all ranks, as calling.h has it: `ps_group_enter(group)`, then
-// `ps_announce(group, word, shape, src, spin_ns)`, and at the end `ps_group_exit(group)`.
+// The calls around a broadcast message, for METH_FASTCALL: `ps_group_enter(group)`, `ps_announce(group, word, shape,
+// src, spin_ns)`, and finally `ps_group_exit(group)`.
 void* ps_entering(void*, void* const* given, std::ptrdiff_t count) {
   return count == 1 ? calling.make_integer(ps_group_enter(number_of(given[0]))) : nullptr;
 }
@@ -313,7 +302,7 @@ void* ps_announcing(void*, void* const* given, std::ptrdiff_t count) {
   const std::uint64_t group = number_of(given[0]), word = number_of(given[1]), shape = number_of(given[2]);
   const auto src = static_cast<int>(number_of(given[3]));
   const auto spin_ns = static_cast<std::int64_t>(number_of(given[4]));
-  void* const thread = calling.save_thread();  // it may have to wait
+  void* const thread = calling.save_thread();
   const int status = ps_announce(group, word, shape, src, spin_ns);
   calling.restore_thread(thread);
   return calling.make_integer(status);
@@ -325,7 +314,7 @@ void* ps_exiting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(0);
 }
 
-// Calls and bytes of each operation that the registered ops carried themselves, in the order of `Counted`.
+// Calls and bytes of each operation carried by the registered ops, in the order of `Counted`.
 void ps_served_traffic(const char* key, std::uint64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   for (int operation = 0; operation < static_cast<int>(Counted::kCount); ++operation) {
@@ -335,7 +324,7 @@ void ps_served_traffic(const char* key, std::uint64_t* out) {
   }
 }
 
-// The number of an operation that the Python route carries; 0 where nobody serves the name.
+// Numbers an operation that the Python route carries; 0 if the group isn't served.
 std::uint64_t ps_served_next(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
   return served == nullptr ? 0 : served->next();
@@ -343,14 +332,14 @@ std::uint64_t ps_served_next(const char* key) {
 
 int ps_served_records() { return 2 * Served::kRecords; }
 
-// Whether a thread is in a transfer that came past Python.
+// Returns whether a thread is in a transfer that bypasses Python.
 int ps_served_has_transfers(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
   return served != nullptr && served->has_transfers() ? 1 : 0;
 }
 
-// The last operations, in no order, 8 words each and then 6 sizes: sequence, operation, dtype, dims, peer, method, and
-// microseconds of its beginning, 0 where there is none, and end on the monotonic clock.
+// The last operations, unordered. Each has 8 words: sequence, operation, dtype, dims, peer, method, start and end in
+// microseconds of the monotonic clock (0: none); then 6 sizes.
 void ps_served_recorded(const char* key, std::int64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   constexpr auto relaxed = std::memory_order_relaxed;
@@ -406,7 +395,7 @@ int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t shape, v
               [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
 }
 
-// `out`, of other ranks than `src`, is memory for ps_free; null where the call fails.
+// On other ranks than `src`, `out` is freed with ps_free; null if the call fails.
 int ps_broadcast_sized(std::uint64_t group, std::uint64_t word, std::uint64_t shape, const void* in,
                        std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out, std::uint64_t* out_bytes) {
   *out = nullptr;
@@ -431,7 +420,6 @@ int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, 
               [=](Group& self, double timeout_s) { return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s); });
 }
 
-// See AddRmsNorm in group.h.
 int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out,
                                void* residual_out, const void* in, const void* residual, const void* weight,
                                std::size_t rows, std::size_t hidden, float eps, int dtype) {
@@ -440,7 +428,7 @@ int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uin
               [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
 }
 
-// The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.
+// Runs the kernel of one instruction set, for tests. Returns 1 if this processor lacks the set.
 int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,
               int source_count, std::size_t count, int dtype, int op) {
   const auto reduce =

@@ -1,4 +1,4 @@
-// What a rank tells with its tick about the call it is in, so that ranks that disagree notice.
+// The call record that a rank publishes with each tick, so that ranks detect mismatched calls.
 #pragma once
 
 #include <array>
@@ -9,7 +9,6 @@
 
 namespace parallel_state {
 
-// What moves the bytes of a call.
 enum class Kind : std::uint64_t {
   kBarrier = 1,
   kAllReduce,
@@ -26,8 +25,8 @@ enum class Kind : std::uint64_t {
   kPass
 };
 
-// What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other:
-// a rank may reduce in place while the others don't.
+// The function that the program called; numbers as METHODS in user_call.py. Up to eight methods form a class and match
+// each other: one rank may reduce in place while others don't.
 enum class Method : std::uint8_t {
   kNone = 0,
   kAllReduce = 8,
@@ -45,18 +44,16 @@ enum class Method : std::uint8_t {
   kScatter = 104,
   kBroadcastTensorDictWithSpec = 144
 };
-constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those of a class apart
+constexpr std::uint64_t kVariants = 7;  // distinguish the methods of a class
 
-// A call in words that fit a line of shared memory: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1,
-// a byte each from the lowest; above them 24 bits of a digest of the shape, and of sizes, that must be equal. `shape`
-// is only shown, see `packed_shape`.
+// A call as words. `word` has, from the lowest byte: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1;
+// then a 24-bit digest of the shape and sizes that must be equal. `shape` is only shown in errors.
 struct Told {
   std::uint64_t word = 0;
   std::uint64_t shape = 0;
 };
 
-// What one rank of an all_to_all sends to another, which expects something else; or the source of a broadcast_sized,
-// which sends too much. -1: there is no such pair.
+// Ranks of an all_to_all whose sizes differ, or the source of a broadcast_sized that is too large. -1: none.
 struct Misfit {
   int from = -1;
   int to = -1;
@@ -64,8 +61,8 @@ struct Misfit {
   std::uint64_t expected_bytes = 0;
 };
 
-// A shape: how many dims in the upper four bits, and the dims in equal shares of the others. Of one that has no room
-// there, 15 and the number of elements. As in user_call.py.
+// As in user_call.py: the number of dims in the upper 4 bits, the dims in equal shares of the rest. A shape that
+// doesn't fit becomes 15 and its number of elements.
 template <typename Sizes>
 std::uint64_t packed_shape(const Sizes& sizes) {
   constexpr unsigned kBits = 60;
@@ -99,7 +96,7 @@ Told told_of(Method method, const Sizes& shape, int dtype, int reduction = -1, i
           packed_shape(shape)};
 }
 
-// Finalizer of MurmurHash3: every bit of the input changes half of the output's.
+// Finalizer of MurmurHash3.
 inline std::uint64_t mixed(std::uint64_t bits) {
   bits = (bits ^ (bits >> 33)) * 0xff51afd7ed558ccdULL;
   bits = (bits ^ (bits >> 33)) * 0xc4ceb9fe1a85ec53ULL;
@@ -112,14 +109,14 @@ inline std::uint64_t digest_of(const std::size_t* parts, int count) {
   return digest;
 }
 
-// What is compared of a call, beside its size.
+// What ranks compare, except the size.
 inline std::uint64_t note_of_call(Kind kind, Told told, std::uint64_t digest, int reduction, int root) {
   const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
                               static_cast<std::uint64_t>(root + 1) << 16;
   return mixed(facts * 0x9e3779b97f4a7c15ULL + (told.word & ~kVariants) + digest);
 }
 
-constexpr std::uint64_t kNoCall = 0;  // compares with none
+constexpr std::uint64_t kNoCall = 0;  // turns the comparison off
 
 #define RETURN_IF_FAILED(expression)              \
   do {                                            \

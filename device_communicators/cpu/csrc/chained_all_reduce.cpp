@@ -1,12 +1,10 @@
-// All-reduce on a host whose memory is not equally near: each area, a NUMA node say, has ranks that follow each other.
+// All-reduce on a host whose memory has areas, such as NUMA nodes, each with consecutive ranks.
 //
-// In two phases of all ranks each slice would be read from every rank's slot: (size - ranks of an area) times the
-// tensor would cross between areas, twice. Here a sum goes along the areas: the ranks of the first one add up their
-// inputs, a slice each; the rank of the same index in the next area begins with that sum and adds its own area's
-// inputs, and so on. The last area has the result, which the ranks of the other areas fetch, a slice each, and then
-// share among themselves. What crosses is each sum once per boundary, and each result once per area but the last:
-// (areas - 1) * (wide + width) bytes an element, and no sum in this order takes less. Elements are added in the order
-// of the ranks, with one rounding, as in the other ways: the bits are the same.
+// If every rank read every slot, (size - ranks per area) times the tensor would cross between areas, twice. Here a sum
+// moves along the areas. In the first area each rank adds up one slice of its area's inputs. The rank of the same index
+// in the next area begins with that sum and adds its area's inputs, and so on. The ranks of other areas fetch a slice
+// each of the last area's result and share it within their area. So (areas - 1) * (wide + width) bytes per element
+// cross. The bits are the same as of other algorithms: elements are added in rank order, with one rounding.
 #include <algorithm>
 
 #include "copy.h"
@@ -19,19 +17,19 @@ void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
   chain_bytes_ = from_bytes < 0 ? tuning_.chain_bytes : static_cast<std::size_t>(from_bytes);
 }
 
-// Chunk c: (A) write the slices of the area's other ranks into one's slot; (B) add up one's own slice, after the area
-// before; (C) fetch the result of one's slice from the last area; (D) copy the others' results from their slots. Step i
-// does B of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, in this order: an area that waits for the one
-// before has B behind it for as long as that one's C and D are late. Each of A, B and C is a tick on every rank.
+// Per chunk c: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the
+// previous area; (C) fetch the own slice's result from the last area; (D) copy the area's other results. Step i does B
+// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, in this order, so delays of the previous area are hidden.
+// A, B and C are one tick each on every rank.
 //
-// Who has published B of chunk c + 4 has done step c + 4, with D of chunk c: before A of chunk c + 8 all have, and
-// eight slots are enough. They are halves of the large ones.
+// A rank that published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so eight slots are
+// enough: halves of the large ones.
 Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                      std::uint64_t call) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;
   const int ranks = area_ranks_, first = rank_ / ranks * ranks, index = rank_ - first;
   const bool begins = first == 0, ends = first + ranks == size_;
-  const int finisher = size_ - ranks + index;  // of this rank's slice
+  const int finisher = size_ - ranks + index;
   const std::size_t width = size_of(dtype), wide = wide_size_of(dtype);
   const std::size_t slot_bytes = tuning_.large_slot_bytes / 2;
   const Slices slices(count, width, ranks, slot_bytes * ranks * width / (ranks * width + wide));
@@ -42,7 +40,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
   };
   const auto sums = [&](int owner, std::size_t chunk) { return slice(owner, chunk, ranks); };
   RETURN_IF_FAILED(reuse(0));
-  publish(call);  // the call before may have read the slots last: all ranks say that they are out of it
+  publish(call);  // all ranks have left the previous call, which may have read the slots
   for (int slot = 0; slot < kLargeSlots; ++slot) RETURN_IF_FAILED(reuse(large_used_[slot]));
   for (std::size_t step = 0; step < slices.chunks + kShare; ++step) {
     RETURN_IF_FAILED(reuse(0));
@@ -50,7 +48,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       const std::size_t chunk = step - 1, start = slices.start(chunk, index) * width;
       const std::size_t length = slices.length(chunk, index);
       RETURN_IF_FAILED(wait_ranks(first, first + ranks, written[chunk % kSlots], call));
-      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));  // the tick that this B will be
+      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));  // this B's tick
       const void* sources[kMaxRanks];
       int sources_count = 0;
       if (!begins) {
@@ -94,12 +92,12 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       }
     }
   }
-  // And that they are out of this one: who waits to use the slots again has published nothing since.
+  // All ranks have left this call, too, if they publish anything later.
   std::fill_n(large_used_, kLargeSlots, publish(call) - 1);
   return Status::kDone;
 }
 
-// Where ranks wait for each other in a row, the awaited one may wait itself: who has published least holds up all.
+// The awaited rank may wait itself: the rank with the lowest tick holds up all.
 int HostGroup::last_of_all() const {
   int last = suspect_;
   for (int rank = 0; rank < size_; ++rank) {

@@ -10,16 +10,15 @@
 namespace parallel_state {
 namespace {
 
-// The pieces that `bytes` go in; nothing is one piece, as the ranks compare their calls with each.
+// Zero bytes are one piece, because ranks compare their calls with each piece.
 inline bool more(std::size_t start, std::size_t bytes) { return start < bytes || (start == 0 && bytes == 0); }
 
 constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
 
-// Moves `bytes` per rank through slots, in as many exchanges as it takes. In each, `write(slot, start, length)` fills
-// this rank's slot, or doesn't; then `read(rank, slot, start, length)` takes another rank's, of those that
-// `wanted(rank)`.
+// Moves `bytes` per rank through slots. In each exchange, `write(slot, start, length)` may fill this rank's slot; then
+// `read(rank, slot, start, length)` reads those of the ranks that are `wanted(rank)`.
 template <typename Write, typename Wanted, typename Read>
 Status HostGroup::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
@@ -109,7 +108,7 @@ Status HostGroup::broadcast(void* data, std::size_t bytes, int src, double timeo
       const char* theirs;
       RETURN_IF_FAILED(look_up(src, lines_[src].in_at, bytes, &theirs));
       copy(flat, theirs, bytes);
-      publish(call);  // which the source waits for, and nobody else
+      publish(call);  // only the source waits for it
       return Status::kDone;
     }
     copy(flat + start, place(src, slot), length);
@@ -119,7 +118,7 @@ Status HostGroup::broadcast(void* data, std::size_t bytes, int src, double timeo
 
 Status HostGroup::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
   begin(timeout_s);
-  // A slot holds a piece of every rank's block, side by side.
+  // A slot has a piece of every rank's block.
   const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes / size_);
   const std::uint64_t call = call_of(Kind::kScatter, bytes, Method::kNone, 0, -1, src);
@@ -229,9 +228,9 @@ Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src, 
 Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                              double timeout_s) {
   begin(timeout_s);
-  // All ranks must see what each sends to each other and expects from it, so that all find the same where these differ.
-  // A rank whose blocks are all of one size tells it with its tick; others, whose size is the same, need not look
-  // further. What another sends and expects lies as a row before the blocks in its slot.
+  // Every rank must see what each one sends to and expects from each other, so that all find the same misfit. A rank
+  // whose blocks all have one size publishes that with its tick. Other ranks put their sizes as a row before the blocks
+  // in their slot.
   const std::size_t each = in_bytes[0], row = 2 * static_cast<std::size_t>(size_);
   const auto is_each = [each](std::size_t bytes) { return bytes == each; };
   const bool even =
@@ -249,7 +248,7 @@ Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_b
     std::copy(in_bytes, in_bytes + size_, rows_.data() + rank_ * row);
     std::copy(out_bytes, out_bytes + size_, rows_.data() + rank_ * row + size_);
   }
-  // The blocks of a rank come with its tick where all of them fit a slot.
+  // A rank's blocks arrive with its tick if all of them fit a slot.
   const auto begin_of = [&](int from, int to) {
     if (same) return to * each;
     const std::uint64_t* const sent = rows_.data() + from * row;
@@ -288,7 +287,7 @@ Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_b
     copy(static_cast<char*>(out) + out_start[rank], place(rank, slot) + begin_of(rank, rank_), out_bytes[rank]);
   }
   all_reached_ = std::max(all_reached_, tick);
-  std::uint64_t longest = same && !fits(rank_) ? each : 0;  // of what didn't come yet
+  std::uint64_t longest = same && !fits(rank_) ? each : 0;  // of the blocks that haven't arrived
   for (int from = 0; from < size_ && !same; ++from) {
     for (int to = 0; to < size_; ++to) {
       const std::uint64_t sent = rows_[from * row + to], expected = rows_[to * row + size_ + from];

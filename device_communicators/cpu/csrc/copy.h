@@ -1,4 +1,3 @@
-// Copies between a rank's own memory and what it shares with the others.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +9,7 @@ namespace parallel_state {
 #if defined(__x86_64__)
 typedef long long Vector __attribute__((vector_size(16), may_alias));
 
-// Copies at least a vector, by loads and stores; the stores are aligned.
+// Copies at least one vector; stores are aligned.
 inline void copy_by_vectors(char* out, const char* in, std::size_t bytes) {
   constexpr std::size_t kVector = sizeof(Vector), kStep = 4 * kVector;
   const std::size_t head = -reinterpret_cast<std::uintptr_t>(out) % kVector;
@@ -24,11 +23,10 @@ inline void copy_by_vectors(char* out, const char* in, std::size_t bytes) {
 }
 #endif
 
-// A string move writes whole lines without first asking the other cores for what they have of them: written by
-// ordinary stores, a slot that the others have read costs twice as much (64 KiB to another core and summed: 11 us
-// against 5). Prefetching for writing made no difference. Short ones don't repay its start. Where the destination lies
-// up to a vector behind the source within their pages, AMD's Zen 3 moves 2 to 3 GB/s, and so does glibc's memcpy, which
-// moves a string as well from 4 KiB on: 40 by vectors (EPYC 7003; all other offsets are as fast as aligned ones).
+// Long copies use a string move, which doesn't fetch the destination's lines from other cores. Ordinary stores to a
+// slot that others have read cost twice as much (64 KiB copied and summed: 11 us against 5). If the destination is 1 to
+// 31 bytes behind the source modulo 4 KiB, AMD's Zen 3 moves only 2-3 GB/s in this way, and so does glibc's memcpy;
+// vectors move 40 GB/s (EPYC 7003).
 inline void copy(void* out, const void* in, std::size_t bytes) {
 #if defined(__x86_64__)
   constexpr std::size_t kString = 2048, kPage = 4096, kAlike = 32;

@@ -1,11 +1,10 @@
-// A group's methods on plain CPU tensors, called by Python as calling.h has it: past torch's dispatcher and the binding
-// of `torch.ops`, which take two microseconds of three.
+// The collectives and transfers of plain CPU tensors, called by Python directly (see calling.h). They bypass torch's
+// dispatcher and `torch.ops`, which take two of three microseconds.
 //
-// Each function has the arguments of the op of its name, whose Python twin is its `self`, and returns what the method
-// does. It answers NotImplemented where anybody could tell the difference, upon which the method calls the registered
-// op: a tensor of a class of its own, with a gradient, or that torch.func has wrapped, a mode, a tracer, a profiler,
-// arguments that are wrong, a group that nobody serves. Nothing has begun then. What has begun and failed is the
-// twin's.
+// Each function has the arguments of its op; its `self`, `twin`, is the op's Python kernel. It returns NotImplemented,
+// before anything has begun, if the registered op could behave differently: for tensor subclasses, gradients, tensors
+// wrapped by torch.func, modes, tracers, profilers, wrong arguments, groups that aren't served. The caller then calls
+// the op. A call that began and failed is repeated by the Python kernel.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -28,9 +27,9 @@ using namespace parallel_state;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// What is told of Python and torch, as direct.py of parallel_state.collectives fills it in.
+// Facts about Python and torch, set by direct.py of parallel_state.collectives.
 struct Facts {
-  std::ptrdiff_t type_at, tensor_at;  // where an object has its type, a tensor its TensorImpl
+  std::ptrdiff_t type_at, tensor_at;  // offsets of an object's type, and of a tensor's TensorImpl
   const void* tensor_type;
   const void* parameter_type;
   const void* int_type;
@@ -41,7 +40,7 @@ struct Facts {
   void* none;
   void* not_implemented;
   void* runtime_error;
-  const void* const* dtypes;  // by number; null where there is none
+  const void* const* dtypes;  // by number; null: none
   std::ptrdiff_t dtype_count;
   void* (*wrap)(const Tensor&);                            // THPVariable_Wrap
   void* (*call)(void*, void* const*, std::size_t, void*);  // PyObject_Vectorcall
@@ -57,7 +56,7 @@ struct Facts {
   void (*clear_error)();                                   // PyErr_Clear
 };
 
-const Facts* facts = nullptr;  // written before any other function is called
+const Facts* facts = nullptr;  // set before any other function is called
 
 void* same(void* object) {
   facts->hold(object);
@@ -68,14 +67,14 @@ void* not_mine() { return same(facts->not_implemented); }
 
 const void* type_of(void* object) { return *reinterpret_cast<void**>(static_cast<char*>(object) + facts->type_at); }
 
-// Null where it isn't exactly one of torch's own.
+// Null for other classes than torch's own.
 c10::TensorImpl* impl_of(void* object) {
   const void* const type = type_of(object);
   if (type != facts->tensor_type && type != facts->parameter_type) return nullptr;
   return *reinterpret_cast<c10::TensorImpl**>(static_cast<char*>(object) + facts->tensor_at);
 }
 
-// False for what isn't exactly a str, or has no UTF-8: a lone surrogate.
+// False for other classes than str, and for lone surrogates.
 bool text_of(void* object, string_view* found) {
   if (type_of(object) != facts->str_type) return false;
   std::ptrdiff_t bytes = 0;
@@ -92,8 +91,7 @@ bool integer_of(void* object, std::int64_t* number) {
   return overflow == 0;
 }
 
-// Whether no dispatch key but those of autograd and autocast comes before the device's kernel: no lazy bit, wrapper,
-// mode or tracer.
+// Returns whether only keys of autograd and autocast precede the device's kernel: no lazy bit, wrapper, mode or tracer.
 template <DispatchKey kDevice, DispatchKey kAutograd, DispatchKey kAutocast>
 bool is_plain_on(DispatchKeySet keys) {
   constexpr DispatchKeySet dense({kDevice}),
@@ -109,20 +107,20 @@ bool is_plain_anywhere(DispatchKeySet keys) {
   return is_plain(keys) || is_plain_on<DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA>(keys);
 }
 
-// Whether a gradient, or a tangent, would be lost or formed.
+// Returns whether a gradient or tangent would be lost or formed.
 bool wants_gradient(const Tensor& x) {
   if (x.unsafeGetTensorImpl()->autograd_meta() == nullptr) return false;
   return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
 }
 
-// The arguments of a call. A look at one is false where the call isn't for here.
+// The arguments of a call. Methods return false if the call must go to the op.
 class Given {
  public:
   Given(void* twin, void* const* objects, std::ptrdiff_t count) : twin_(twin), objects_(objects), count_(count) {}
 
   bool are(std::ptrdiff_t count) const { return count_ == count && count <= kMost && facts != nullptr; }
 
-  // The group, by the last argument.
+  // The last argument names the group.
   std::shared_ptr<Served> served() const {
     string_view key;
     return text_of(objects_[count_ - 1], &key) ? find_served(key) : nullptr;
@@ -130,15 +128,15 @@ class Given {
 
   bool tensor(int at, Tensor* found) {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
-    if (impl == nullptr || !is_plain(impl->key_set())) return false;  // a nested one can't even be asked for its sizes
+    if (impl == nullptr || !is_plain(impl->key_set())) return false;  // a nested tensor has no sizes
     keys_ = keys_ | impl->key_set();
-    // A reference of one's own: another thread may give the object another tensor meanwhile.
+    // An owned reference: another thread may replace the object's tensor.
     using Owned = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
     *found = Tensor(Owned::unsafe_reclaim_from_nonowning(impl));
-    return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);  // `dtype_refusal` of memory.py
+    return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);  // as `dtype_refusal` of memory.py
   }
 
-  // The op's token, which lies on the group's device and has no gradient.
+  // The op's token: on the group's device, without gradient.
   bool token(int at) {
     const c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain(impl->key_set())) return false;
@@ -146,7 +144,7 @@ class Given {
     return true;
   }
 
-  // The same for a tensor on any device, of an op that Python carries.
+  // The same for a tensor on any device.
   bool is_straight_with(int at) {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain_anywhere(impl->key_set())) return false;
@@ -156,7 +154,7 @@ class Given {
     return !wants_gradient(x) && is_straight();
   }
 
-  // A tensor to be written to, as `check_out` of parallel_state.collectives.checks has it.
+  // A tensor to write to; see `check_out` of parallel_state.collectives.checks.
   bool out(int at, Tensor* found) {
     if (!tensor(at, found) || !found->is_contiguous()) return false;
     if (found->is_inference() && !c10::InferenceMode::is_enabled()) return false;
@@ -164,7 +162,7 @@ class Given {
     return !may_be_view || !found->is_view() || !found->_base().requires_grad();
   }
 
-  // A dim, counted from the front from here on.
+  // Resolves negative dims.
   bool dim(int at, std::int64_t dims, std::int64_t* found) {
     if (!integer_of(objects_[at], found) || *found < -dims || *found >= dims) return false;
     if (*found < 0) *found += dims;
@@ -173,7 +171,7 @@ class Given {
     return true;
   }
 
-  // A rank; where none is given the one that many after this.
+  // A rank; None is the rank `after` this one, in a ring.
   bool peer(int at, const Served& served, int after, std::int64_t* found) {
     if (!none(at)) return integer(at, found);
     const int size = served.handle().size();
@@ -211,8 +209,8 @@ class Given {
     return false;
   }
 
-  // Whether torch's dispatcher would go straight to the kernel of an op on the tensors that were looked at, or by way
-  // of autograd, which has nothing to do; and whether nobody would be told of it. As the dispatcher computes it.
+  // Returns whether torch's dispatcher would call the op's kernel directly, or through autograd without effect, for the
+  // tensors given so far, and no observer would be called.
   bool is_straight() {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     keys_ = (keys_ | local.included_) - local.excluded_;
@@ -220,12 +218,12 @@ class Given {
            !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
   }
 
-  // Notes that `x` was written to, past torch, where the op's kernel for autograd does.
+  // Notes a write to `x` as the op's autograd kernel would.
   void written(const Tensor& x) const {
     if (keys_.has(DispatchKey::AutogradCPU) && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   }
 
-  // What the op's twin makes of the call.
+  // Repeats the call in the op's Python kernel.
   void* in_python() const {
     const Repetition repetition{began_s_};
     std::array<void*, kMost> objects{};
@@ -238,7 +236,7 @@ class Given {
     return result;
   }
 
-  // As `in_python`, of a method that returns `object` whatever its op does.
+  // The same for a method that returns `object`.
   void* in_python(void* object) const {
     void* const result = in_python();
     if (result == nullptr) return nullptr;
@@ -246,7 +244,7 @@ class Given {
     return same(object);
   }
 
-  // As `in_python`, by the registered op, which the method calls next.
+  // Lets the registered op repeat the call: the method calls it next.
   void leave_to_op() const { parallel_state::leave_to_op(began_s_); }
 
   void* object(int at) const { return objects_[at]; }
@@ -260,12 +258,12 @@ class Given {
   void* const* const objects_;
   const std::ptrdiff_t count_;
   DispatchKeySet keys_;
-  int resolved_at_ = -1;  // an argument that the twin gets as this number
+  int resolved_at_ = -1;  // an argument that the Python kernel gets as `resolved_`
   std::int64_t resolved_ = 0;
 };
 
-// Lets other threads run meanwhile. Python's lock is taken outside of any handler and destructor: at the interpreter's
-// end the thread ends there.
+// Runs `body` without the interpreter lock. The lock is taken outside of any handler and destructor, because at the
+// interpreter's exit the thread ends there.
 template <typename Body>
 Carried unlocked(Body body) {
   Carried carried = Carried::kFailed;
@@ -281,7 +279,7 @@ Carried unlocked(Body body) {
   return carried;
 }
 
-// Raises what torch would: no exception of C++ may go on into the interpreter.
+// Raises what torch would raise.
 template <typename Call>
 void* guarded(Call call) {
   try {
@@ -294,7 +292,7 @@ void* guarded(Call call) {
   return nullptr;
 }
 
-// The result of a call whose `body` makes a tensor.
+// For a call whose `body` makes a tensor.
 template <typename Body>
 void* made(const Given& given, Body body) {
   Tensor out;
@@ -303,7 +301,7 @@ void* made(const Given& given, Body body) {
   return carried == Carried::kYes ? facts->wrap(out) : given.in_python();
 }
 
-// The result of a call whose `body` fills `x`, the argument at `at`, which is the result.
+// For a call whose `body` fills its result `x`, the argument at `at`.
 template <typename Body>
 void* filled(const Given& given, int at, const Tensor& x, Body body) {
   const Carried carried = unlocked(body);
@@ -313,7 +311,7 @@ void* filled(const Given& given, int at, const Tensor& x, Body body) {
   return same(given.object(at));
 }
 
-// A call of x, token, op, group.
+// Arguments: x, token, op, group.
 template <typename Call>
 void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
   return guarded([&]() -> void* {
@@ -326,7 +324,7 @@ void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call
   });
 }
 
-// A call of x, token, src, group.
+// Arguments: x, token, src, group.
 template <typename Call>
 void* broadcasting(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
   return guarded([&]() -> void* {
@@ -465,7 +463,7 @@ void* ps_direct_gather(void* twin, void* const* objects, std::ptrdiff_t count) {
 }
 
 void* ps_direct_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {
-  // x, token, size, dtype, device, dim, src, group; of all ranks but `src` x is none
+  // x (None on ranks other than `src`), token, size, dtype, device, dim, src, group
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x;
@@ -506,7 +504,7 @@ void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {  
     const bool is_mine =
         served != nullptr && given.tensor(0, &x) && given.peer(2, *served, 1, &dst) && given.is_straight();
     if (!is_mine) return not_mine();
-    // Within a host it waits for no rank, so it keeps the interpreter lock.
+    // Within a host `send` waits for no rank, so it keeps the interpreter lock.
     const auto sent = [&] { return send(*served, x, dst); };
     const Carried carried = served->handle().hosts() == nullptr ? sent() : unlocked(sent);
     if (carried == Carried::kNo) return not_mine();
@@ -527,13 +525,13 @@ void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
     if (!is_mine) return not_mine();
     Tensor out;
     const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
-    // The op, which the method calls then, tries again, and its twin finds out why not.
+    // The method calls the op next, which tries again; its Python kernel finds the cause.
     if (carried == Carried::kFailed) given.leave_to_op();
     return carried == Carried::kYes ? facts->wrap(out) : not_mine();
   });
 }
 
-// x: returned if the dispatch of an op on it has no effect, on whichever device.
+// Returns x if the dispatch of an op on it has no effect, on any device.
 void* ps_direct_straight(void*, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{nullptr, objects, count};

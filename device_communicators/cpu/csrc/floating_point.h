@@ -1,16 +1,13 @@
-// The floating-point state of a thread: rounding mode, flushing of denormals, traps.
 #pragma once
 
 #include <cstdint>
 
 namespace parallel_state {
 
-// Gives the calling thread the default state until the end of the scope: round to nearest, keep denormals, no traps.
+// Sets the thread's default floating-point state in its scope: round to nearest, keep denormals, no traps.
 //
-// A program can change the state of its thread (torch.set_flush_denormal, fesetround, a library linked with
-// -ffast-math). Ranks that reduce the same inputs under different states would get different bits. Reading the state
-// takes about a nanosecond; it is written only if it isn't the default. The memory clobbers keep loads and stores
-// inside the scope, and with them the arithmetic in between.
+// A program may change the state (torch.set_flush_denormal, fesetround, -ffast-math), and ranks would reduce the same
+// inputs to different bits. Reading it takes about 1 ns. The memory clobbers keep the arithmetic inside the scope.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() : previous_(read()) {
@@ -27,7 +24,7 @@ class DefaultFloatingPoint {
 #if defined(__x86_64__)
   using Word = std::uint32_t;                // MXCSR
   static constexpr Word kDefault = 0x1f80;   // all exceptions are masked
-  static constexpr Word kReported = 0x003f;  // bits that the processor sets to report what happened
+  static constexpr Word kReported = 0x003f;  // bits that report exceptions
   static Word read() {
     Word word;
     asm volatile("stmxcsr %0" : "=m"(word) : : "memory");

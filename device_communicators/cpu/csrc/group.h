@@ -1,7 +1,6 @@
-// The collectives of one group of ranks, whatever carries them: HostGroup within a host, HostsGroup over several.
+// The collectives of one group: HostGroup within a host, HostsGroup over several.
 //
-// Ranks are positions in the group. Memory is the caller's, and needed until the call returns.
-// Not thread-safe: one call at a time.
+// The caller owns all memory and keeps it until the call returns. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -25,13 +24,13 @@ enum class Status : int {
   kBusy = 8,
   kUnmapped = 9,
   kBroken = 10,   // a connection to another host failed: see Group::text
-  kTooLarge = 11  // of broadcast_sized: the misfit has the bytes that were sent, and the most that may be
+  kTooLarge = 11  // broadcast_sized: the misfit has the bytes sent and the maximum
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to
-// the dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. All are [rows,
-// hidden], weight is [hidden], of one dtype, a float of 16 or 32 bits. `out` may be `in`, and `residual_out` may be
-// `residual`; but for that they don't overlap.
+// the dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. Tensors are [rows,
+// hidden], weight is [hidden]; all have one dtype, a float of 16 or 32 bits. `out` may be `in` and `residual_out` may
+// be `residual`; nothing else may overlap.
 struct AddRmsNorm {
   void* out;
   void* residual_out;
@@ -44,10 +43,10 @@ struct AddRmsNorm {
   Dtype dtype;
 };
 
-// Finishes `rows` rows from `first_row` on, whose sums are in `out`.
+// The sums of these rows are in `out`.
 void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t rows);
 
-// A call as errors show it: what was told, and the bytes of its parts where it has parts.
+// A call as errors show it.
 struct Shown {
   Told told;
   std::uint64_t parts[kMaxRanks] = {};
@@ -64,54 +63,52 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sets what the next call is compared and shown as. Without it the call is shown as what it is.
+  // Sets the record of the next call; by default it is derived from the call's kind and size.
   void tell(Told told) { told_ = told; }
 
-  // All ranks make each call. Sizes may be zero: the ranks meet nonetheless, so that a rank with another size finds
-  // out. Each call returns kDone, or what went wrong; `suspect()`, `expected()` and `found()` have the facts.
+  // All ranks make each call, in the same order. Calls of size zero are compared, too. `suspect()`, `expected()` and
+  // `found()` describe a failure.
   virtual Status barrier(double timeout_s) = 0;
   // `out` may be `in`.
   virtual Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                             double timeout_s) = 0;
-  // Slice r of `in`, which is [outer, size, inner] elements, reduced over all ranks into rank r's [outer, inner].
+  // Reduces slice r of `in`, [outer, size, inner] elements, into rank r's `out`, [outer, inner].
   virtual Status reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                 ReduceOp op, double timeout_s) = 0;
   // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
   virtual Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes,
                             double timeout_s) = 0;
-  // `outs[r]` receives rank r's bytes[r], on rank `dst` (null on the others), or on all ranks if `dst` is -1. Copying
-  // this rank's own bytes is the caller's part.
+  // Writes rank r's bytes[r] to `outs[r]`, on rank `dst` or, if -1, on all ranks. Other ranks pass null `outs[r]`. The
+  // caller copies its own bytes.
   virtual Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) = 0;
   virtual Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) = 0;
-  // Broadcasts `bytes` of `src`, a number that other ranks don't know: they get memory of malloc, which is theirs.
-  // kTooLarge on those if it is more than `most_bytes`.
+  // Other ranks than `src` don't know `bytes`. They receive memory from malloc, which they own, or kTooLarge.
   virtual Status broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
                                  std::uint64_t* out_bytes, double timeout_s) = 0;
-  // `in` on `src` holds a block of `bytes` for each rank.
+  // `in` on `src` has a block of `bytes` per rank.
   virtual Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) = 0;
   virtual Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                             double timeout_s) = 0;
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
-  // Takes the place of a message to all ranks among the calls, which is sent another way. `src` returns at once, others
-  // once `src` is in the call. They spin for `spin_ns`, as for a message: `src` computes in between.
+  // Consumes one tick, to order a broadcast message, which is sent otherwise, among collectives. `src` returns at once,
+  // others when `src` has entered the call. They spin for `spin_ns`, because `src` may compute first.
   virtual Status announce(int src, double timeout_s, std::int64_t spin_ns) = 0;
 
-  // Returns kMismatch if a rank is known to have been in another call than this one.
+  // Returns kMismatch if a rank is known to have made a different call.
   virtual Status compare(double timeout_s) = 0;
 
-  // Tells the ranks of other hosts that a call failed with `status`, and why. They get no more from this rank.
+  // Sends a call's failure to other hosts' ranks. They receive nothing more from this rank.
   virtual void give_up(Status) {}
 
-  // What a call that found no memory has failed with.
   Status out_of_memory() {
     forget_failure();
     text_ = "there is no memory for what the call needs";
     return Status::kBroken;
   }
 
-  // Starts or stops timing the waits of the calls that follow. Of the last timed call: for how long this rank waited
-  // for others, which rank came last (this one if it waited for none), and the number of its method.
+  // Turns timing on or off for following calls. Of the last timed call it gives the time waited, the rank that arrived
+  // last (this one if it waited for none), and the method.
   void measure(bool on) {
     measures_ = on;
     if (!on) return;
@@ -122,13 +119,13 @@ class Group {
   int last() const { return last_; }
   std::uint64_t method() const { return told_.word & 255; }
 
-  // Of the last call that failed.
-  int suspect() const { return suspect_; }    // kOutside: a rank outside of the group
-  int reporter() const { return reporter_; }  // the rank that found out, if it is another one; else -1
+  // Of the last call that failed:
+  int suspect() const { return suspect_; }    // kOutside: a rank outside the group
+  int reporter() const { return reporter_; }  // the rank that detected the failure; -1: this one
   const Shown& expected() const { return expected_; }
   const Shown& found() const { return found_; }
   const Misfit& misfit() const { return misfit_; }
-  const std::string& text() const { return text_; }  // what failed in a connection; else empty
+  const std::string& text() const { return text_; }  // the cause of kBroken; else empty
 
  protected:
   void forget_failure() {

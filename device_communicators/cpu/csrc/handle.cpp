@@ -24,12 +24,12 @@ struct Tables {
 
 std::atomic<bool> measured{false};
 
-constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: a group that has few tensors takes few addresses
+constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: small, to save addresses
 
 std::atomic<Tables*>& current_tables();
 
-// A forked child begins without groups: those that it inherits are its parent's, and a thread of the parent may have
-// held the lock. The old tables stay, with their groups: a child lets go of nothing either.
+// Inherited groups belong to the parent, a thread of which may have held the lock. They are leaked, because a child
+// must not release anything.
 void forget_all() {
   Tables* const inherited = current_tables().load(std::memory_order_relaxed);
   auto* const fresh = new Tables;
@@ -38,7 +38,7 @@ void forget_all() {
   current_tables().store(fresh, std::memory_order_relaxed);
 }
 
-// Never destroyed: threads may be in a call when the process ends.
+// Never destroyed: threads may be in a call at exit.
 std::atomic<Tables*>& current_tables() {
   static std::atomic<Tables*> current{(in_forked_children(forget_all), new Tables)};
   return current;
@@ -84,7 +84,8 @@ void Handle::listen_to(const std::shared_ptr<control::EndListeners>& source, std
   if (hosts_ != nullptr) {
     local.clear();
     for (const int rank : hosts_->local_ranks()) local.push_back(ranks[static_cast<std::size_t>(rank)]);
-    hosts_->listen_to(source, std::move(ranks));  // first: who sees a domain's death knows whether it is the group's
+    // First: a wait that sees a death in the domain must know whether the rank is in the group.
+    hosts_->listen_to(source, std::move(ranks));
   }
   liveness_.listen_to(source, std::move(local), std::move(domain));
 }
@@ -94,7 +95,7 @@ Loss Handle::loss(int rank) const {
   return hosts_->loss(rank);
 }
 
-// While a call is under way its connections say how it ends.
+// A running call reports its end to its connections by itself.
 void Handle::leave_group() {
   liveness_.leave();
   if (hosts_ == nullptr || !enter()) return;
@@ -133,7 +134,7 @@ void Handle::note(Status status, double elapsed_s) {
                 group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
     failed_ = true;
   }
-  // What another rank of this host found out is known already; the dead are seen by all.
+  // The ranks of this host know of its failures and of deaths already.
   const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
   if (!is_known && status != Status::kPeerDied) {
     const bool has_calls = status == Status::kMismatch;
@@ -144,7 +145,7 @@ void Handle::note(Status status, double elapsed_s) {
   if (arena_ != nullptr) arena_->retire();
 }
 
-// The group fails by a death that no wait in it has met.
+// Fails the group by a death that none of its waits detected.
 void Handle::doom() {
   if (failed_) return;
   failed_ = true;
@@ -163,7 +164,7 @@ void measure_calls(bool on) { measured.store(on, std::memory_order_relaxed); }
 
 bool calls_are_measured() { return measured.load(std::memory_order_relaxed); }
 
-// There is one writer at a time, so no addition has to be atomic.
+// One writer at a time.
 void Meter::note(const Group& group, std::int64_t took_ns) {
   const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t what) {
     to.store(to.load(std::memory_order_relaxed) + what, std::memory_order_relaxed);
@@ -236,7 +237,7 @@ std::shared_ptr<Handle> find(std::uint64_t number) {
 }
 
 void forget(std::uint64_t number) {
-  std::shared_ptr<Handle> last;  // destroyed after the lock is let go
+  std::shared_ptr<Handle> last;  // destroyed after the lock is released
   const std::unique_lock<std::shared_mutex> lock(tables().mutex);
   const auto found = tables().by_number.find(number);
   if (found == tables().by_number.end()) return;
@@ -282,7 +283,7 @@ Repetition::Repetition(double began) : outer_s_(began_s) {
 
 Repetition::~Repetition() {
   began_s = outer_s_;
-  note_overlap(nullptr);  // an overlap that this call has met is not the next one's
+  note_overlap(nullptr);  // an overlap of this call isn't the next call's
 }
 
 double repeated_since_s() { return began_s; }
@@ -317,8 +318,7 @@ void stop_serving(const std::string& key) {
 }
 
 std::shared_ptr<Served> find_served(std::string_view key) {
-  // A layer asks for one group again and again: the last answer is kept for as long as nothing has changed. It must not
-  // keep a group alive that was closed since, hence the weak pointer.
+  // A layer looks up one group repeatedly. The weak pointer doesn't keep a closed group alive.
   thread_local std::string last_key;
   thread_local std::weak_ptr<Served> last;
   thread_local std::uint64_t last_version = 0;

@@ -1,10 +1,8 @@
-// The groups that this process has, for callers that must not hold a pointer: by number for the C interface, by the
-// group's name for the registered ops.
+// The groups of this process, found by number (C interface) or name (registered ops).
 //
-// A handle owns its group and the memory that the group works in. Whoever is in the middle of a call keeps it alive, so
-// that a group can be closed by another thread at any time: the call ends by itself, at its deadline at the latest, and
-// the memory goes with the last one. A call that begins while another is under way fails with kBusy: no turn of threads
-// on one rank would be that of the others. A forked child has none of them.
+// A handle owns its group and the group's memory. Running calls keep it alive, so any thread may close a group at any
+// time. A call that begins during another fails with kBusy, because ranks can't agree on an order of threads. A forked
+// child has no groups.
 #pragma once
 
 #include <atomic>
@@ -27,19 +25,18 @@ namespace parallel_state {
 
 class Transfers;
 
-// What went wrong first: the group is of no use from then on, and each later call fails with this at once.
+// The first failure of a group. Later calls fail with it at once.
 struct Failure {
   Status status = Status::kDone;
   int suspect = -1;
-  int reporter = -1;  // who found out, where that was another rank
+  int reporter = -1;  // the rank that detected it; -1: this one
   Shown expected;
   Shown found;
   Misfit misfit;
   double elapsed_s = 0;
-  std::string text;  // see Group::text
+  std::string text;
 };
 
-// Operations that the registered ops count by themselves.
 enum class Counted : int {
   kAllReduce,
   kAllReduceInPlace,
@@ -70,8 +67,7 @@ struct Traffic {
   std::atomic<std::uint64_t> bytes{0};
 };
 
-// What the calls of a group took, by their method's number, and how often which of its ranks came last. Written by who
-// is in a call, one at a time; read by any.
+// Times of calls by method, and how often each rank arrived last. Written by the thread in a call, read by any.
 struct Meter {
   static constexpr int kMethods = 256;
   struct Row {
@@ -85,25 +81,23 @@ struct Meter {
   void note(const Group& group, std::int64_t took_ns);
 };
 
-// Whether calls of all groups of this process are measured.
 void measure_calls(bool on);
 bool calls_are_measured();
 
-// Good to some milliseconds, for a fifth of the price of the exact clock.
+// Accurate to a few ms, at a fifth of the exact clock's cost.
 double coarse_now_s();
 
 class Handle {
  public:
-  // Of the memory that a handle works in.
   static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
-  // Takes over `memory`, a mapping of `bytes`; null for memory of its own, for a rank that is alone on its host.
+  // Takes ownership of `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
   Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  // Runs `call(group, timeout_s)`, unless a call is under way or the group failed before.
+  // Runs `call(group, timeout_s)`, unless a call is running or the group has failed.
   template <typename Call>
   Status run(Call call) {
     if (!enter()) return is_held() ? run_entered(call) : Status::kBusy;
@@ -111,15 +105,15 @@ class Handle {
     return run_entered(call);
   }
 
-  // Whether no other call was under way; until `leave` there can be none. Acquire and release pair: the next call sees
-  // what this one wrote.
+  // Returns false if a call is running; else no other begins until `leave`. Acquire and release pair: a call sees the
+  // writes of earlier ones.
   bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
   void leave() { busy_.store(false, std::memory_order_release); }
 
-  // As `run`, by who has entered; a signal handler that interrupts it can't.
+  // As `run`, for a thread that has entered.
   template <typename Call>
   Status run_entered(Call call) {
-    if (in_call_) return Status::kBusy;  // a signal handler in the middle of the call
+    if (in_call_) return Status::kBusy;  // in a signal handler
     if (liveness_.is_doomed()) doom();
     if (failed_) return failure_.status;
     const double started_s = coarse_now_s();
@@ -135,7 +129,7 @@ class Handle {
     }
     in_call_ = false;
     if (measured) meter_->note(*group_, now_ns() - started_ns);
-    // An unsupported call has done nothing: another way may carry it.
+    // An unsupported call has done nothing; another transport may carry it.
     if (status != Status::kDone && status != Status::kUnsupported) note(status, coarse_now_s() - started_s);
     return status;
   }
@@ -150,34 +144,34 @@ class Handle {
     return failure_;
   }
 
-  // Takes over the mappings of the first page of every rank's part of the memory for tensors, which may grow to `bytes`
-  // each; this rank allocates from its own: see Arena. Once, before the handle is used.
+  // Takes ownership of mappings of the first page of every rank's arena, which may grow to `bytes`. Call it once,
+  // before use.
   void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
 
-  // Null where there is none.
+  // Null without arenas.
   Arena* arena() const { return arena_.get(); }
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
-  Lender* lender() const { return lender_.get(); }  // of tensors in this rank's arena
+  Lender* lender() const { return lender_.get(); }
 
-  GroupLiveness& liveness() { return liveness_; }  // of the ranks of this host
+  GroupLiveness& liveness() { return liveness_; }  // of this host's ranks
 
-  // From now on the group spans several hosts: this one's ranks are those of the handle so far, in their order. See
-  // HostsGroup. Once, before the handle is used.
+  // Extends the group over several hosts; see HostsGroup. The ranks so far are this host's, in their order. Call it
+  // once, before use.
   void span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
             bool rounded);
   HostsGroup* hosts() const { return hosts_.get(); }  // null on one host
 
-  // Ranks below are those of the whole group. See GroupLiveness.
+  // From here on, ranks are those of the whole group.
   void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
   Loss loss(int rank) const;
-  // This rank leaves on purpose, or gave up outside of a call: ranks that wait for it, now or later, learn of it.
+  // Reports to peers that this rank left on purpose, or failed outside of a call.
   void leave_group();
   void fail(int status, int suspect);
   bool has_left(int rank) const;
 
-  Queues& queues() { return queues_; }  // of messages
+  Queues& queues() { return queues_; }
 
-  // Sends and receives of plain tensors; null where there are none. They keep the handle, and not the other way round.
+  // Transfers own the handle, so this pointer is weak.
   std::shared_ptr<Transfers> transfers() {
     const std::lock_guard<std::mutex> lock(transfers_mutex_);
     return transfers_.lock();
@@ -187,12 +181,12 @@ class Handle {
     transfers_ = transfers;
   }
 
-  // Of the calls that begin from now on; where callers take turns.
+  // Applies to later calls.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
 
   const Meter& meter() const { return *meter_; }
 
-  // See Group; before the handle is used.
+  // See HostGroup; before the handle is used.
   void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
   std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // between calls
 
@@ -212,7 +206,7 @@ class Handle {
   void doom();
 
   std::atomic<bool> busy_{false};
-  bool in_call_ = false;  // this and the next: written and read by who has entered
+  bool in_call_ = false;  // this and the next: only for the thread that has entered
   bool failed_ = false;
   void* memory_;
   std::size_t bytes_;
@@ -221,11 +215,11 @@ class Handle {
   GroupLiveness liveness_;
   HostGroup host_group_;
   std::unique_ptr<HostsGroup> hosts_;
-  Group* group_;  // that which carries the calls
+  Group* group_;  // &host_group_ or hosts_
   std::unique_ptr<Meter> meter_;
   std::mutex failure_mutex_;
   Failure failure_;
-  std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
+  std::vector<std::unique_ptr<Windows>> windows_;  // by rank
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Lender> lender_;
   Queues queues_;
@@ -233,28 +227,27 @@ class Handle {
   std::weak_ptr<Transfers> transfers_;
 };
 
-// Numbers begin at 1 and are never used again.
+// Numbers begin at 1 and are never reused.
 std::uint64_t keep(std::shared_ptr<Handle> handle);
 std::shared_ptr<Handle> find(std::uint64_t number);
 void forget(std::uint64_t number);
 
-// One operation, for whoever asks later what a rank was doing. Written by one thread at a time, read by any, even while
-// the writer is stuck: each word is atomic, and a record that is half overwritten shows a number that doesn't fit.
+// One operation, for reports of what a rank is doing. One thread writes; any thread reads, even while the writer hangs.
+// A reader detects a half-overwritten record by its number.
 struct Record {
   static constexpr int kDims = 6;
 
   std::atomic<std::uint64_t> sequence{0};
-  std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};  // dtype by torch's numbers
+  std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};  // dtype: torch's number
   std::atomic<std::int64_t> sizes[kDims];
-  std::atomic<std::int64_t> peer{-1};            // the other rank of a transfer
-  std::atomic<std::int64_t> method{0};           // of a transfer, or the word of `Told` of a message to all
-  std::atomic<double> started_s{0}, ended_s{0};  // on the monotonic clock; 0: not yet
+  std::atomic<std::int64_t> peer{-1};            // of a transfer
+  std::atomic<std::int64_t> method{0};           // of a transfer; of a broadcast message, the word of its `Told`
+  std::atomic<double> started_s{0}, ended_s{0};  // monotonic clock; 0: not yet
 
   void begin(std::uint64_t number, Counted what);
   void describe(int tensor_dtype, const std::int64_t* tensor_sizes, std::size_t tensor_dims);
 };
 
-// A group as the ops that are called with one name see it.
 class Served {
  public:
   static constexpr std::uint64_t kRecords = 64;
@@ -264,26 +257,24 @@ class Served {
   Handle& handle() const { return *handle_; }
   std::shared_ptr<Handle> share() const { return handle_; }
 
-  // The number of the next operation of the group, whoever carries it.
+  // Counts operations of all transports.
   std::uint64_t next() { return sequence_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void go_on_after(std::uint64_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
-  // A message to all, as the group's next operation.
   Record& begin_broadcast(Counted operation, Told told);
-  // A transfer, which has the number of the operation before it. Any thread may be in one. `method`: see ToOne.
+  // A transfer has the number of the operation before it. Any thread may call it. `method`: see ToOne.
   Record& begin_transfer(Counted operation, int peer, int method);
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
 
-  // Forgets a transfer, or the broadcast that has just begun, which Python is to begin again.
+  // Drops the record of a transfer or broadcast that Python will begin again.
   void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
   void drop_broadcast(Record& record) {
     record.started_s.store(0, std::memory_order_relaxed);
     sequence_.fetch_sub(1, std::memory_order_relaxed);
   }
 
-  // Notes that an operation of so many bytes is done.
   void end(Record& record, Counted operation, std::size_t bytes) {
     record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
     count(operation, bytes);
@@ -295,13 +286,12 @@ class Served {
     traffic.bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  // Runs `call(group, timeout_s)` as the group's next operation, on a tensor of `sizes`: recorded, and counted with its
-  // `bytes` where it succeeds.
+  // Runs and records `call(group, timeout_s)` on a tensor of `sizes`; counts its `bytes` if it succeeds.
   template <typename Call>
   Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
                Call call) {
     return handle_->run([&](Group& group, double timeout_s) {
-      Record& record = begin(operation, dtype, sizes, dims);  // a call that doesn't begin has no number
+      Record& record = begin(operation, dtype, sizes, dims);  // inside `run`: a refused call gets no number
       const Status status = call(group, timeout_s);
       if (status != Status::kDone) return status;
       end(record, operation, bytes);
@@ -310,7 +300,7 @@ class Served {
   }
 
   const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
-  // The first kRecords are operations of all ranks, as many more transfers.
+  // The first kRecords are operations of all ranks, the next kRecords are transfers.
   const Record& record(std::uint64_t index) const {
     return index < kRecords ? records_[index] : transfers_[index - kRecords];
   }
@@ -324,8 +314,7 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// Records a transfer as started until this object is destroyed. A transfer that hasn't ended by then is dropped from
-// the records.
+// Records a transfer. One that hasn't ended is dropped on destruction.
 class RecordedTransfer {
  public:
   RecordedTransfer(Served& served, Counted operation, int peer, int method)
@@ -343,13 +332,13 @@ class RecordedTransfer {
   Record& record_;
 };
 
-// A call of this thread that the registered ops found in the middle of another one: the Python route, which they hand
-// it on to, must refuse it, too. It is taken once.
+// An op that was refused with kBusy is called again by its Python kernel. The kernel takes this note, once, and refuses
+// it, too.
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// Exists while the Python twin of an op runs, which repeats the op's call from its begin. `began_s`: when the op was
-// called, on the monotonic clock; the twin's errors count from there. What the op noted for its twin ends with it.
+// Exists while an op's Python kernel repeats the op's call. `began_s`: when the op was called (monotonic clock); the
+// kernel's errors count from there. The op's notes for its kernel end with this object.
 class Repetition {
  public:
   explicit Repetition(double began_s);
@@ -358,13 +347,13 @@ class Repetition {
   Repetition& operator=(const Repetition&) = delete;
 
  private:
-  const double outer_s_;  // of the twin that called this op, which began earlier
+  const double outer_s_;  // of an outer repetition
 };
 
-// When the op was called that this thread repeats in Python; 0 outside of such a call.
+// When the repeated op was called; 0 outside of a Repetition.
 double repeated_since_s();
 
-// Notes when a call began that failed and that this thread's next op repeats. It is taken once; 0: there is none.
+// Notes when a failed call began that this thread's next op repeats. The op takes the note once; 0: none.
 void leave_to_op(double began_s);
 double take_left_to_op();
 
@@ -372,7 +361,7 @@ double take_left_to_op();
 void call_as(int method);
 Told as_called(Told told);
 
-// A name that nobody serves goes to the Python route.
+// Calls of a group that isn't served use the Python route.
 void serve(const std::string& key, std::shared_ptr<Handle> handle);
 void stop_serving(const std::string& key);
 std::shared_ptr<Served> find_served(std::string_view key);

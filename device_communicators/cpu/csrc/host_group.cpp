@@ -25,8 +25,7 @@ std::uint64_t HostGroup::call_of(Kind kind, std::uint64_t size, Method method, s
                                  int root) {
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
   const std::uint64_t told = note_of_call(kind, told_, digest, reduction, root);
-  // With those before it: a rank that only gave, and didn't see that the others were in another call, differs from then
-  // on.
+  // Includes all earlier calls: a rank that only sent, without comparing, a different call differs from then on.
   history_ = mixed(told + size + history_);
   return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
 }
@@ -43,7 +42,6 @@ HostGroup::Slot HostGroup::large_slot(std::uint64_t count) {
   return {kSmallSlots * tuning_.small_slot_bytes + slot * tuning_.large_slot_bytes, &large_used_[slot]};
 }
 
-// The next slot of a size for `bytes`, which must fit a large one.
 HostGroup::Slot HostGroup::next_slot(std::size_t bytes) {
   if (bytes > tuning_.small_slot_bytes) return large_slot(large_count_++);
   const std::size_t slot = small_count_++ % kSmallSlots;
@@ -58,9 +56,9 @@ bool HostGroup::find_even_parts(int rank, std::uint64_t tick, std::uint64_t* byt
   return even != 0;
 }
 
-// The note beside the tick may be another than that of the call, for ranks that know why: see all_to_all.
+// The note may differ from the call's digest: see all_to_all.
 std::uint64_t HostGroup::publish(std::uint64_t call, std::uint64_t note) {
-  constexpr auto relaxed = std::memory_order_relaxed;  // who reads it has seen the tick
+  constexpr auto relaxed = std::memory_order_relaxed;  // readers have seen the tick
   Archive::Entry& entry = archives_[rank_].entries[(tick_ + 1) % kKept];
   entry.note.store(call & ~Counter::kFlag, relaxed);
   entry.word.store(told_.word, relaxed);
@@ -78,7 +76,7 @@ Status HostGroup::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     if (result == WaitResult::kInterrupted) return Status::kInterrupted;
     if (result == WaitResult::kTimedOut) return Status::kTimedOut;
     const Loss loss = liveness_.loss(rank);
-    // One rank saw a mismatch before the others; who was in another call than this rank can tell it better than a word.
+    // Another rank detected a mismatch first. If this rank's call differs, too, its facts are better.
     if (loss.reporter >= 0 && loss.status == static_cast<int>(Status::kMismatch) && in_another_call()) {
       return Status::kMismatch;
     }
@@ -97,12 +95,11 @@ WaitResult HostGroup::measured_wait(int rank, std::uint64_t tick) {
   const std::int64_t started = now_ns();
   const WaitResult result = wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
   waited_ns_ += now_ns() - started;
-  last_ = rank;  // those that this rank looked for before had come by then
+  last_ = rank;  // those polled before had arrived
   return result;
 }
 
-// Whether `rank`, which has published `tick`, did so in another call. Its note is on the line that was waited for,
-// unless it has gone on since: a rank that only gives, as the source of broadcasts does, may be far ahead.
+// The rank's note is on the awaited line unless it has continued: one that only sends may be far ahead.
 bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (call == kNoCall) return false;
   std::uint64_t note;
@@ -111,8 +108,8 @@ bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
 }
 
-// Looks for a rank that has published `tick` in another call, for one that waits for nobody: of two that do, the later
-// sees the earlier, as both publish first and look then.
+// Compares calls of a rank that waits for no other. Of two such ranks the later sees the earlier, because both publish
+// before they look.
 Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   if (is_part_) return Status::kDone;
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -123,8 +120,7 @@ Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   return Status::kDone;
 }
 
-// Whether any rank was in another call than this one at a tick that both have published; the first such tick that is
-// kept.
+// Compares all archived ticks that both ranks published; remembers the first difference.
 bool HostGroup::in_another_call() {
   const auto note = [&](int of, std::uint64_t tick) {
     return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);
@@ -148,7 +144,7 @@ Status HostGroup::compare(double timeout_s) {
   return in_another_call() ? Status::kMismatch : Status::kDone;
 }
 
-// Keeps both calls at `tick`, this rank's and that of `rank`, for the error.
+// For the error.
 bool HostGroup::remember(int rank, std::uint64_t tick) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const auto show = [&](int of, Shown& shown) {
@@ -170,10 +166,10 @@ Status HostGroup::wait_all(std::uint64_t tick, std::uint64_t call) {
   return Status::kDone;
 }
 
-// Waits for the ranks from `begin` to `end`, of which this is one.
+// [begin, end) includes this rank.
 Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call) {
   if (policy_.yields != 0) {
-    // Who needs this core comes first: to spin for another meanwhile would keep it from publishing.
+    // First the ranks on this core: spinning for others would keep them from publishing.
     for (int rank = begin; rank < end; ++rank) {
       if (rank != rank_ && lines_[rank].read() < tick && lines_[rank].shares_core()) {
         RETURN_IF_FAILED(wait_one(rank, tick, call));
@@ -187,7 +183,7 @@ Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64
   return Status::kDone;
 }
 
-// Waits until nobody reads any more what was published with `tick`, nor what the next ticks take away in the archive.
+// Waits until no rank reads the data of `tick`, or archive entries that the next ticks overwrite.
 Status HostGroup::reuse(std::uint64_t tick) {
   if (tick_ + 4 > kKept) tick = std::max(tick, tick_ + 4 - kKept);
   return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, 0);

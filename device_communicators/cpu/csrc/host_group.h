@@ -1,17 +1,16 @@
-// The collectives of one group of ranks on one host, over a segment of shared memory that all of them have mapped.
+// The collectives of one group of ranks on one host, over a segment of shared memory.
 //
-// The segment: a control line per rank, then for each rank, from a page on, 16 small slots and 4 large ones. A rank
-// writes its own slots and its own line, and reads the others'. Every exchange counts one *tick* on each rank, in the
-// same order on all of them: a rank publishes the tick once its data lies in its slot, and the others wait for that.
+// The segment has a control line per rank, then each rank's 16 small and 4 large slots, page-aligned. A rank writes its
+// own line and slots, and reads the others'. An exchange is one *tick* on each rank, in the same order: a rank
+// publishes the tick once its data is in its slot, and the others wait for that.
 //
-// Reuse of a slot: a rank that has published tick t has entered exchange t, so it has finished all before. A slot is
-// written again only when all others have entered an exchange after the one in which they read it last.
+// A slot is rewritten only when all others have entered an exchange after the one in which they last read it. A rank
+// that has published tick t has finished all exchanges before t.
 //
-// With its tick a rank tells what it does, as a digest of the whole call: the others compare before they touch its
-// data. The words behind the digest, of its last 64 ticks, lie in its archive, for the error of a rank that finds
-// another.
+// A tick carries a digest of the call. Peers compare digests before they read any data. Each rank's archive has the
+// records of its last 64 ticks, for errors.
 //
-// Not thread-safe: one call at a time. The caller owns the segment and keeps it mapped while the group lives.
+// Not thread-safe. The caller owns the segment and keeps it mapped.
 #pragma once
 
 #include <atomic>
@@ -30,19 +29,18 @@ namespace parallel_state {
 
 class HostGroup final : public Group {
  public:
-  // `segment` holds `segment_bytes(size)` bytes, zero when the first rank attaches. `liveness` of all
-  // ranks lives as long as the group.
+  // `segment` has `segment_bytes(size)` bytes, zero before the first rank attaches. `liveness` must outlive the group.
   HostGroup(void* segment, int rank, int size, const GroupLiveness& liveness, WaitPolicy policy);
 
   static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
 
-  // Where the slots of `rank` begin, on a page, and those of the one before end.
+  // Page-aligned; also the end of the previous rank's slots.
   static std::size_t slots_offset(int size, int rank) {
     return data_offset(size) + static_cast<std::size_t>(rank) * rank_bytes(tuning_of(size));
   }
 
-  // The group is the part on this host of one that spans several: who gives doesn't look what the others do, as ranks
-  // of other hosts may be waiting for it, and hear of a mismatch by what comes next.
+  // Makes this the local part of a group over several hosts. A rank that only sends then doesn't compare calls, as
+  // other hosts may wait for it; the next exchange reports a mismatch.
   void be_part() { is_part_ = true; }
 
   Status barrier(double timeout_s) override;
@@ -63,30 +61,29 @@ class HostGroup final : public Group {
   Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
   Status compare(double timeout_s) override;
 
-  // As reduce_scatter. If `wide`, `out` gets what these inputs are as a part of a reduction: see PartFunction.
+  // As reduce_scatter. If `wide`, `out` gets a partial reduction: see PartFunction.
   Status scatter_reduced(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
                          bool wide, double timeout_s);
-  // Reduces all ranks' `in` into `out` of rank 0; as a part of a reduction if `wide`. Others don't wait.
+  // Reduces into rank 0's `out`; partially if `wide`. Other ranks don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
 
-  // Takes its place among the calls without data, and waits for nobody.
+  // Consumes one tick without data. Waits only for ranks that are some 60 ticks behind.
   Status pass(double timeout_s);
 
-  // The ranks' arenas, all of one capacity, for as long as the group lives. A contiguous input of all_reduce,
-  // all_gather (of one row), reduce_scatter (of one row) or broadcast that lies in this rank's arena is read where it
-  // lies; ranks need not be alike in that. A process that can't map another's input any more fails the call, with
-  // kUnmapped.
+  // Lets ranks read inputs in place in their owners' arenas: of all_reduce and broadcast and, with one row, of
+  // all_gather and reduce_scatter. Ranks may differ in that. Arenas have one capacity and outlive the group. A rank
+  // that can't map an input fails the call with kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
-  // The ranks of each `ranks` that follow each other share an area, a NUMA node or a cache, beyond which memory is
-  // farther; there are two areas at least, all of that size. A reduction of `from_bytes` and more (negative: as tuned)
-  // then goes from area to area; its bits are the same. All ranks say the same, before the first call.
+  // Declares areas of `ranks` consecutive ranks, NUMA nodes or caches: at least two, of equal size. Reductions of
+  // `from_bytes` and more (negative: the tuned size) go from area to area, with the same bits. All ranks must pass the
+  // same values, before the first call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
-  // What this rank has read of slots of other areas, in all_reduce.
+  // Bytes read from slots of other areas, in all_reduce.
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
-  // What moves on while this rank waits for others; null for nothing.
+  // Side work continues while this rank waits; may be null.
   void set_side_work(SideWork* side_work) { policy_.side_work = side_work; }
 
  private:
@@ -105,26 +102,26 @@ class HostGroup final : public Group {
   std::uint64_t publish(std::uint64_t call, std::uint64_t note);
   void begin(double timeout_s);
 
-  // The note of a call that has begun: all of it must be equal on all ranks.
+  // Equal on all ranks.
   std::uint64_t call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest = 0, int reduction = -1,
                         int root = -1);
   void tell_parts(const std::size_t* bytes);
 
-  // That all parts are of one size; whether that is what `rank` told with its tick, and then `bytes` is filled with it.
+  // Publishes that all parts have `bytes` bytes. `find_even_parts` fills `bytes` if `rank` published that.
   void tell_even_parts(std::size_t bytes);
   bool find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const;
 
-  // The last calls of a rank; written by it before the tick that they belong to is published.
+  // The last calls of a rank. An entry is written before its tick is published.
   static constexpr std::uint64_t kKept = 64;
   static constexpr unsigned kEvenShift = 8;
   static constexpr std::uint64_t kPartsMask = (1 << kEvenShift) - 1;
   struct alignas(128) Archive {
     struct Entry {
-      // parts: how many, and from kEvenShift on 1 + the bytes of each, where they are even; else 0
+      // parts: their number; from kEvenShift on, if they are even, 1 + the bytes of each
       std::atomic<std::uint64_t> note, word, shape, parts;
     };
     Entry entries[kKept];
-    std::atomic<std::uint64_t> part_bytes[kMaxRanks];  // of the last call that has parts
+    std::atomic<std::uint64_t> part_bytes[kMaxRanks];  // of the last call with parts
   };
   static constexpr std::size_t archive_offset(int size) { return static_cast<std::size_t>(size) * sizeof(Counter); }
   static constexpr std::size_t data_offset(int size) {
@@ -132,7 +129,7 @@ class HostGroup final : public Group {
     return (end + kPage - 1) / kPage * kPage;
   }
 
-  // A place in each rank's part of the segment, and the tick with which this rank published its own last.
+  // An offset in each rank's part, and the tick with which this rank last used it.
   struct Slot {
     std::size_t offset;
     std::uint64_t* used;
@@ -146,9 +143,9 @@ class HostGroup final : public Group {
 
   static constexpr std::uint64_t kPrivate = Windows::kOutside;
   struct Inputs {
-    const char* at[kMaxRanks];    // of those that are shared
-    int shared = 0;               // how many are
-    std::uint64_t is_shared = 0;  // by rank, a bit each
+    const char* at[kMaxRanks];  // if shared
+    int shared = 0;
+    std::uint64_t is_shared = 0;  // one bit per rank
     const char* of(int rank, const char* otherwise) const {
       return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise;
     }
@@ -167,7 +164,6 @@ class HostGroup final : public Group {
   int last_of_all() const;
   Status chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
 
-  // Counts bytes that are read where `rank` has written them.
   void note_read(int rank, std::size_t bytes) {
     if (area_ranks_ != 0 && rank / area_ranks_ != rank_ / area_ranks_) crossed_bytes_ += bytes;
   }
@@ -176,27 +172,27 @@ class HostGroup final : public Group {
     return kSmallSlots * tuning.small_slot_bytes + kLargeSlots * tuning.large_slot_bytes;
   }
 
-  Counter* lines_;  // one per rank: its tick, and what it does there
+  Counter* lines_;  // by rank
   Archive* archives_;
   char* data_;
   const Tuning tuning_;
   WaitPolicy policy_;
   const GroupLiveness& liveness_;
   std::uint64_t tick_ = 0;         // the last one that this rank published
-  std::uint64_t all_reached_ = 0;  // a tick that all others are known to have published
+  std::uint64_t all_reached_ = 0;  // all others have published it
   std::uint64_t small_used_[kSmallSlots] = {};
   std::uint64_t large_used_[kLargeSlots] = {};
   std::uint64_t small_count_ = 0;
   std::uint64_t large_count_ = 0;
-  int area_ranks_ = 0;  // of each area; 0: there are none
+  int area_ranks_ = 0;  // per area; 0: no areas
   std::size_t chain_bytes_ = 0;
   std::uint64_t crossed_bytes_ = 0;
   Windows* arenas_[kMaxRanks] = {};
   bool has_arenas_ = false;
   Deadline deadline_;
-  std::uint64_t history_ = 0;        // a digest of all calls so far
-  std::uint64_t parts_ = 0;          // of the call, as the archive has them
-  std::vector<std::uint64_t> rows_;  // of an all_to_all: what each rank sends and expects
+  std::uint64_t history_ = 0;        // of all calls so far
+  std::uint64_t parts_ = 0;          // as in Archive
+  std::vector<std::uint64_t> rows_;  // all_to_all: bytes that each rank sends and expects
   bool is_part_ = false;
 };
 

@@ -1,4 +1,4 @@
-// What goes from rank to rank over several hosts and stays as it is: gathers, scatter, all_to_all.
+// Gathers, scatter and all_to_all over several hosts.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -10,14 +10,14 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::size_t kAtOnceBytes = 64 << 10;  // up to here a block goes through its host's memory in one step
-constexpr std::size_t kPieceBytes = 1 << 20;    // of a larger one: the host shares a piece while the next one comes
+constexpr std::size_t kAtOnceBytes = 64 << 10;  // up to here, blocks go through the host's memory in one step
+constexpr std::size_t kPieceBytes = 1 << 20;    // of larger blocks: the host shares a piece while the next one arrives
 
 std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
 
 }  // namespace
 
-// To `out`, [outer, size, inner_bytes], from blocks [outer, inner_bytes] of all ranks by host.
+// Copies blocks [outer, inner_bytes], sorted by host, to `out`, [outer, size, inner_bytes].
 void HostsGroup::put_in_place(char* out, const char* blocks, std::size_t outer, std::size_t inner_bytes) const {
   const std::size_t bytes = outer * inner_bytes, stride = index_of(size_) * inner_bytes;
   for (std::size_t place = 0; place < order_.size(); ++place) {
@@ -30,7 +30,7 @@ Status HostsGroup::all_gather(void* out, const void* in, std::size_t outer, std:
   begin(Kind::kAllGather, bytes, Method::kAllGather, timeout_s);
   auto* const to = static_cast<char*>(out);
   const auto* const from = static_cast<const char*>(in);
-  // The lead's or the lanes' blocks come by host: in order of the ranks, too, if those are numbered host by host.
+  // Blocks arrive sorted by host. If ranks are numbered host by host, that is rank order.
   const bool as_it_is = outer == 1 && is_in_order_;
   char* const blocks = as_it_is ? to : blocks_.take(bytes * index_of(size_));
   RETURN_IF_FAILED(has_lanes_ ? gather_by_lanes(blocks, from, bytes) : gather_by_leads(blocks, from, bytes));
@@ -38,7 +38,7 @@ Status HostsGroup::all_gather(void* out, const void* in, std::size_t outer, std:
   return Status::kDone;
 }
 
-// Each rank gets the blocks of its lane, of which the ranks of the host give each other theirs.
+// Each rank receives the blocks of its lane; then the ranks of a host share theirs.
 Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t bytes) {
   const std::size_t ranks = index_of(local_size()), place = index_of(place_);
   peers_.clear();
@@ -83,7 +83,7 @@ Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t byt
   return finish();
 }
 
-// The lead of each host sends the blocks of its ranks to the other leads.
+// Leads exchange the blocks of their hosts.
 Status HostsGroup::gather_by_leads(char* blocks, const char* in, std::size_t bytes) {
   constexpr std::size_t kPiece = 4 * kPieceBytes;
   const auto start_of = [&](int host) {
@@ -141,8 +141,8 @@ Status HostsGroup::gatherv(void* const* outs, const std::size_t* bytes, const vo
   return finish();
 }
 
-// The ranks of this host give each other blocks of `ranks`, of which each has that at its place; a place without a rank
-// has nothing.
+// The ranks of this host share blocks of `ranks`; each has the block at its own position. A position beyond the list
+// has none.
 Status HostsGroup::share_at_home(const std::vector<int>& ranks, void* const* outs, const std::size_t* bytes,
                                  const void* in) {
   void* to[kMaxRanks] = {};
@@ -154,7 +154,7 @@ Status HostsGroup::share_at_home(const std::vector<int>& ranks, void* const* out
   return at_home(local_.gatherv(to, sizes, in, -1, left_s()));
 }
 
-// Of each other host, the ranks of this one get some blocks each, and give each other those.
+// Each rank of this host receives some blocks of each other host; then they share them.
 Status HostsGroup::gather_all(void* const* outs, const std::size_t* bytes, const void* in) {
   const auto ranks_here = local_ranks().size();
   for_other_hosts([&](int host) {
@@ -212,8 +212,8 @@ Status HostsGroup::scatter(void* out, const void* in, std::size_t bytes, int src
   return finish();
 }
 
-// A rank whose blocks are all of one size says that in its heads. Another one sends first what it gives to each rank
-// and expects from each, so that ranks that don't fit together are found by all.
+// A rank whose blocks all have one size puts it in its heads. Other ranks first send a table of what they send to and
+// expect from each rank, so that every rank finds a misfit.
 Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                               double timeout_s) {
   if (!meshed_) return Status::kUnsupported;
@@ -231,7 +231,7 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   starts_[0] = starts_[size] = 0;
   auto* const to = static_cast<char*>(out);
   const auto* const from = static_cast<const char*>(in);
-  const auto table = [&] {  // what each rank gives to each, and expects from each
+  const auto table = [&] {  // per rank: the bytes it sends to and expects from each rank
     if (rows_.size() != row * size) rows_.resize(row * size);
     return rows_.data();
   };
@@ -239,7 +239,7 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
     std::copy(in_bytes, in_bytes + size, table() + index_of(rank_) * row);
     std::copy(out_bytes, out_bytes + size, table() + index_of(rank_) * row + size);
   }
-  // The nearest ranks first, so that not all send to the same one.
+  // Nearest ranks first, so that not all send to the same one.
   for (int step = 1; step < size_; ++step) {
     const int rank = (rank_ + step) % size_;
     if (is_here(rank)) continue;
@@ -251,13 +251,13 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   pending_.clear();
   for_remote_ranks([&](int rank) { pending_.push_back(rank); });
   bool same = even;
-  // Takes blocks as they come while all are of one size; else once all tables are there.
+  // Accepts blocks at once while all have one size; else when all tables have arrived.
   const auto take_heads = [&] {
     for (std::size_t at = 0; at < pending_.size();) {
       const int rank = pending_[at];
       Inbox& inbox = link(rank).in;
       if (inbox.state() != Inbox::State::kChosen) {
-        // A table is read: its block's head is awaited once all are compared.
+        // A table was read; its block's head is expected after the comparison.
         if (is_table_[index_of(rank)] && inbox.is_idle()) {
           pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(at));
           continue;
@@ -323,7 +323,7 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   return finish();
 }
 
-// The part of all_to_all that stays on this host.
+// The local part of all_to_all.
 Status HostsGroup::exchange_at_home(char* out, const char* in, const std::size_t* out_bytes,
                                     const std::size_t* in_bytes) {
   const std::size_t size = index_of(size_);

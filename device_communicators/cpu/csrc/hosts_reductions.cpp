@@ -1,5 +1,5 @@
-// Reductions over several hosts: what is reduced is combined in the order of the hosts, whichever rank does it, and
-// rounded once.
+// Reductions over several hosts. Parts are combined in the order of the hosts and rounded once, so all ranks have the
+// same bits.
 #include <algorithm>
 #include <cstring>
 
@@ -10,11 +10,12 @@
 namespace parallel_state {
 namespace {
 
-// The most that each host sends to all others in one round; above, each reduces a slice, in two rounds. Of two and
-// three hosts on one machine with two cores, one round took 0.3 to 0.7 of the time of two up to here, and from 256 KiB
-// on the same. Of two hosts whose sums travel in the tensor's dtype, one round sends no more than two do.
+// If a host would send at most this much to all others, hosts send everything in one round; above, each reduces a
+// slice, in two rounds. Measured with two and three hosts on one machine with two cores: one round took 0.3 to 0.7 of
+// two up to here, and as much from 256 KiB on. With two hosts whose sums travel in the tensor's dtype, one round sends
+// no more.
 constexpr std::size_t kOneRoundBytes = 64 << 10;
-// A longer reduction goes in chunks, about so many of these lengths: the network has work while the host has.
+// Longer reductions are cut into about kChunks chunks of these lengths, so that network and host work at the same time.
 constexpr std::size_t kLeastChunk = 1 << 18, kMostChunk = 1 << 20, kChunks = 16;
 constexpr std::size_t kAlignment = 64;  // elements; slices begin at whole cache lines
 constexpr std::size_t kMostSources = 64;
@@ -25,7 +26,7 @@ struct Cut {
   std::size_t start, count;
 };
 
-// Slice `part` of `count` elements in `parts`; the last ones are shorter, or empty.
+// The last slices are shorter, or empty.
 Cut cut_of(std::size_t count, int parts, int part) {
   const std::size_t unit = static_cast<std::size_t>(parts) * kAlignment;
   const std::size_t step = (count + unit - 1) / unit * kAlignment;
@@ -48,7 +49,7 @@ HostsGroup::Reduction HostsGroup::reduction_of(Dtype dtype, ReduceOp op) const {
           widens ? wide_size_of(dtype) : size_of(dtype)};
 }
 
-// Whether each host sends all of `count` elements to all others; nothing is rounded then.
+// In one round each host sends all elements to all others, unrounded.
 bool HostsGroup::in_one_round(const Reduction& how, std::size_t count) const {
   const std::size_t width = hosts_ == size_ ? how.width : how.wide_width;
   if (count * width * static_cast<std::size_t>(hosts_ - 1) <= kOneRoundBytes) return true;
@@ -59,7 +60,7 @@ bool HostsGroup::is_wide(const Reduction& how, int host, bool one_round) const {
   return how.widens && ranks_of(host).size() > 1 && (one_round || !how.is_rounded);
 }
 
-// This host's part of `count` elements from `start` on, as it goes to other hosts.
+// This host's part, in the type in which it travels.
 const void* HostsGroup::as_it_travels(const Reduction& how, const char* part, std::size_t start, std::size_t count,
                                       bool one_round, char* rounded) {
   const bool has_wide = how.widens && !is_alone();
@@ -70,15 +71,15 @@ const void* HostsGroup::as_it_travels(const Reduction& how, const char* part, st
   return to;
 }
 
-// Writes what the hosts' parts, `sources_` in their order, come to; `wide_` of those that are in the type of sums.
-// `out` may be one of them.
+// Combines the hosts' parts, `sources_` in host order; `wide_` marks those in the accumulator's type. `out` may be one
+// of them.
 void HostsGroup::combine(const Reduction& how, void* out, std::size_t count) {
   std::size_t first = 0;
   const void* sources[kMostSources];
   for (bool is_last = false; !is_last;) {
     std::size_t taken = 0;
     std::uint64_t wide = 0;
-    if (first != 0) {  // what the ones before came to
+    if (first != 0) {  // the result so far
       sources[taken++] = totals_.take(count * how.wide_width);
       wide = how.widens ? 1 : 0;
     }
@@ -115,15 +116,13 @@ Status HostsGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeou
   return Status::kDone;
 }
 
-// In chunks, of which three are under way: in step s this host reduces chunk s, and sends its part of it; combines the
-// hosts' parts of chunk s - 1, its own slice of them if that takes two rounds, and sends what came of it; and has the
-// ranks of the host share what came of chunk s - 2. By leads, that reduce for their hosts and give them the result; or
-// by lanes, in which each rank has a share of the chunk.
+// Works in chunks, three at a time. In step s this host reduces chunk s and sends its part; combines the hosts' parts
+// of chunk s - 1 (in two rounds only its own slice) and sends that result; shares the result of chunk s - 2 within the
+// host. Leads do this for their hosts; with lanes, each rank does it for its share of the chunk.
 //
-// Messages between two ranks, in their order: P0, P1 R0, P2 R1, ...; P are the parts, R the results of chunks in two
-// rounds. An `out` that is `in` is written where R of another host comes to: after that host had this one's part of
-// it. Memory of turn s is used again in step s + 4: another host's P of chunk s + 4 comes after this one has combined
-// chunk s + 1.
+// Messages between two ranks are P0, P1 R0, P2 R1, ...: parts P, and results R of chunks in two rounds. If `out` is
+// `in`, another host's R overwrites it only after that host has received this one's part. Memory of step s is reused in
+// step s + 4: another host's P of chunk s + 4 arrives after this one has combined chunk s + 1.
 Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, const Reduction& how) {
   const std::size_t length = chunk_of(count), chunks = std::max<std::size_t>(1, (count + length - 1) / length);
   const bool small = count <= length && in_one_round(how, count), lanes = has_lanes_ && !small;
@@ -136,12 +135,12 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
   result_numbers_.assign(chunks, 0);
   sent_numbers_.assign(chunks, 0);
   struct Chunk {
-    std::size_t turn, count, piece;  // elements of the chunk, and of this rank's share of it
+    std::size_t turn, count, piece;  // elements of the chunk, and of this rank's share
     bool is_padded, one_round;
     const char* in;
-    char* out;     // of the chunk
+    char* out;
     char* result;  // of this rank's share
-    char* part;    // what the share is on this host
+    char* part;    // the host's part of that share
   };
   const auto chunk_at = [&](std::size_t index) {
     Chunk chunk{};
@@ -217,7 +216,7 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
     if (moves && step >= 1 && step <= chunks) {
       const Chunk chunk = chunk_at(step - 1);
       RETURN_IF_FAILED(wait_from(peers_, part_numbers_[step - 1]));
-      // The result overwrites what this rank sends, if that is its input and output.
+      // In place, the result overwrites what this rank sends.
       if (chunk.one_round && is_alone()) RETURN_IF_FAILED(wait_sent(peers_, sent_numbers_[step - 1]));
       const Cut own = cut(chunk, host_);
       const bool has_wide = how.widens && !is_alone();
@@ -251,20 +250,20 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
   return finish();
 }
 
-// Each host reduces what it has, its lead gives the others the blocks of their ranks and combines those of its own,
-// which its ranks take from it. In chunks of columns, of which two are under way.
+// Each host reduces its inputs. Its lead sends the blocks of other hosts' ranks to their leads, combines those of its
+// own ranks and scatters them. In chunks of columns, two at a time.
 Status HostsGroup::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                   ReduceOp op, double timeout_s) {
   begin(Kind::kReduceScatter, outer * inner, Method::kReduceScatter, timeout_s, static_cast<std::uint64_t>(dtype),
         static_cast<int>(op));
   const Reduction how = reduction_of(dtype, op);
   const auto ranks = static_cast<std::size_t>(size_), ranks_here = static_cast<std::size_t>(local_size());
-  const std::size_t count = outer * inner;  // of each rank's result
+  const std::size_t count = outer * inner;  // per rank
   const std::size_t length = std::max<std::size_t>(1, chunk_of(count * ranks) / ranks);
   const std::size_t chunks = std::max<std::size_t>(1, (count + length - 1) / length);
   const bool as_it_is = chunks == 1 && outer == 1 && is_in_order_;
   const bool has_wide = how.widens && !is_alone();
-  std::vector<std::size_t> starts(1, 0);  // of each host among the ranks by host
+  std::vector<std::size_t> starts(1, 0);  // of each host, with ranks sorted by host
   for (const auto& each : ranks_) starts.push_back(starts.back() + each.size());
   peers_.clear();
   for_other_hosts([&](int host) { peers_.push_back(at(host)); });

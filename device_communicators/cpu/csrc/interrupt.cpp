@@ -12,7 +12,7 @@ namespace {
 std::atomic<bool> known{false};  // released after `python` and `main_thread` are set, acquired before they are read
 Interpreter python;
 pthread_t main_thread;
-void* raised[3] = {nullptr, nullptr, nullptr};  // by the main thread, for the main thread
+void* raised[3] = {nullptr, nullptr, nullptr};  // used by the main thread only
 
 bool in_main_thread() { return known.load(std::memory_order_acquire) && pthread_equal(pthread_self(), main_thread); }
 

@@ -25,17 +25,17 @@ class GroupLiveness::Listener final : private control::EndListener {
   void on_end(int rank, bool died) noexcept override {
     const auto index = static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
     const Wake wake;
-    if (index == group_.me_) {  // this process' own control plane ended: no news to the others
+    if (index == group_.me_) {  // not reported to peers
       if (died) group_.doom();
       return;
     }
     ReportedEnds& ends = *group_.ends_;
-    // Release: a wait that reads the bit of a rank that left also reads all that the rank published before.
+    // Release: a wait that reads a rank's bit also sees all that the rank published before.
     if (index < group_.size_) {
       (died ? ends.died : ends.left).fetch_or(std::uint64_t{1} << index, std::memory_order_release);
     }
     if (died && std::binary_search(domain_.begin(), domain_.end(), rank)) {
-      ends.doomed.store(1, std::memory_order_release);  // after the bit, so that a wait can name the rank
+      ends.doomed.store(1, std::memory_order_release);  // after the bit, so that waits can name the rank
     }
   }
 
@@ -85,7 +85,7 @@ Loss GroupLiveness::loss(int awaited) const {
   return Loss(has_left(awaited) ? awaited : -1);
 }
 
-// The control plane's own news come by wake_progress.
+// wake_progress reports exits.
 bool GroupLiveness::watch(Sleep* sleep) const {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == me_) continue;
@@ -97,13 +97,13 @@ bool GroupLiveness::watch(Sleep* sleep) const {
 }
 
 void GroupLiveness::leave() {
-  // Release: who sees it sees all that this rank published before.
+  // Release: a peer also sees all that this rank published before.
   members_[me_].has_left.store(1, std::memory_order_release);
   wake_sleepers(reinterpret_cast<std::uint32_t*>(&members_[me_].has_left));
 }
 
 void GroupLiveness::fail(int status, int suspect, Told expected, Told found, Misfit misfit) {
-  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // the first failure has the facts
+  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // has the cause
   if (misfit.from >= 0) {
     expected = {misfit.sent_bytes, misfit.expected_bytes};
     found = {};

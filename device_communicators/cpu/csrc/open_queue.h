@@ -1,8 +1,7 @@
-// Ends of message queues, as they are opened for Python and found again by calls that come past it.
+// Open ends of message queues, for Python and for C++ calls that bypass it.
 //
-// Python has a lock for each end, and holds it for the whole of a message; a call that comes past it doesn't know of
-// that. So each call into an end takes its turn. One that comes past Python leaves its message to Python where it
-// doesn't have the turn at once, a message is half written or half read, or Python has others that go first.
+// Python's own lock on an end is unknown to C++, so each call into an end takes a turn. A call that bypasses Python
+// falls back to it if the turn isn't free, a message is half written or half read, or Python's messages go first.
 #pragma once
 
 #include <pthread.h>
@@ -22,7 +21,7 @@ namespace parallel_state {
 class Turn {
  public:
   bool try_take() { return !taken_.exchange(true, std::memory_order_acquire); }
-  // False where it isn't free within the timeout: a thread may wait for a message in it.
+  // Returns false if another thread has the turn until the timeout.
   bool take(double timeout_s) {
     if (try_take()) return true;
     for (const std::int64_t until_ns = now_ns() + static_cast<std::int64_t>(timeout_s * 1e9); now_ns() < until_ns;) {
@@ -35,10 +34,10 @@ class Turn {
 
  private:
   static constexpr unsigned kNapUs = 50;
-  std::atomic<bool> taken_{false};  // acquire and release pair: each turn sees what the ones before it wrote
+  std::atomic<bool> taken_{false};  // a turn sees the writes of earlier ones
 };
 
-// The fields behind `turn` are written in it, or before anybody else knows of the end.
+// The fields after `turn` are written in a turn, or before the end is shared.
 template <typename End>
 struct OpenEnd {
   OpenEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses, WaitPolicy policy,
@@ -51,18 +50,16 @@ struct OpenEnd {
   bool closed = false;
   double timeout_s = 0;
   std::int64_t spin_ns = 0;
-  std::uint64_t* broadcasts = nullptr;  // the number of the group's messages to all so far, between their turns
-  std::shared_ptr<OpenEnd> itself;      // until it is closed
+  std::uint64_t* broadcasts = nullptr;  // number of broadcast messages of the group so far
+  std::shared_ptr<OpenEnd> itself;      // until closed
 };
 
 using OpenWriter = OpenEnd<QueueWriter>;
 using OpenReader = OpenEnd<QueueReader>;
 
-// A turn in an end, for as long as this lives.
 template <typename End>
 class InTurn {
  public:
-  // Takes the turn if it is free.
   explicit InTurn(OpenEnd<End>& open) : InTurn(open, open.turn.try_take()) {}
   InTurn(OpenEnd<End>& open, double timeout_s) : InTurn(open, open.turn.take(timeout_s)) {}
   ~InTurn() {
@@ -76,8 +73,8 @@ class InTurn {
 
  private:
   InTurn(OpenEnd<End>& open, bool has_it) : open_(open), has_it_(has_it) {
-    if (!has_it_ || open.closed) return;  // the report may be gone with the end
-    // For a signal's handler, which must not wait for the thread that it interrupts.
+    if (!has_it_ || open.closed) return;  // the report may have been freed
+    // For signal handlers, which must not wait for the thread that they interrupt.
     holder_ = &open.report->holder;
     holder_->store(static_cast<std::int64_t>(pthread_self()), std::memory_order_relaxed);
   }
@@ -87,20 +84,19 @@ class InTurn {
   std::atomic<std::int64_t>* holder_ = nullptr;
 };
 
-// Which ends are lost: as their group knows it, or, without one, by their processes alone.
+// Detects lost ends: by the group's liveness or, without a group, by processes.
 struct Watch {
   std::shared_ptr<const Losses> losses;
 };
 
-// The open ends of a group's queues of messages, by the rank on the other side.
+// Open queues of a group, by peer.
 class Queues {
  public:
   explicit Queues(int size) : writers_(size + 1), readers_(2 * size) {}
 
-  // -1 stands for all others.
+  // -1: all other ranks.
   void add(int dst, const std::shared_ptr<OpenWriter>& end) { put(writers_, dst + 1, end); }
   void add(int src, bool of_all, const std::shared_ptr<OpenReader>& end) { put(readers_, 2 * src + of_all, end); }
-  // Null for one that isn't open.
   std::shared_ptr<OpenWriter> writer(int dst) { return get(writers_, dst + 1); }
   std::shared_ptr<OpenReader> reader(int src, bool of_all) { return get(readers_, 2 * src + of_all); }
 

@@ -15,10 +15,10 @@ namespace {
 struct Reduction {
   Dtype dtype;
   ReduceOp op;
-  int told;  // the reduction as the caller called it, by its place in REDUCE_OPS of native_group.py
+  int told;  // the caller's reduction, as numbered by REDUCE_OPS of native_group.py
 };
 
-// Whether the kernels reduce `dtype` by `name`, and how. Bytes that are 0 or 1: or is max, and is min.
+// Returns whether kernels reduce `dtype` by `name`, and how. For bools sum and max are "or", the others "and".
 bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   ReduceOp op;
   if (name == "sum") op = ReduceOp::kSum;
@@ -45,12 +45,12 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   }
 }
 
-// One each of a group's ranks; few groups have more.
+// One per rank; few groups have more.
 template <typename T>
 using Many = c10::SmallVector<T, kMaxRanks>;
 
-// Results from this size on come from memory that all ranks map: what malloc gives back to the system between two calls
-// costs more in page faults than the collective itself.
+// Results from this size on use the arena: page faults of memory that malloc returns to the system between calls cost
+// more than the collective.
 constexpr std::size_t kPooledBytes = 128 << 10;
 
 Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -66,7 +66,7 @@ Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
   return empty(served, sizes, like.scalar_type());
 }
 
-// As native_group.py numbers those dtypes that both know.
+// As numbered by native_group.py.
 int number_of(at::ScalarType dtype) {
   const int number = static_cast<int>(dtype);
   constexpr int kUint64 = 27 + 2, kUnknown = 254;
@@ -78,7 +78,6 @@ Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t dim =
       told_of(method, x.sizes(), number_of(x.scalar_type()), reduction, static_cast<int>(dim), static_cast<int>(root)));
 }
 
-// As Served::carry, of `x`.
 template <typename Call>
 Carried carry(Served& served, Counted operation, const Tensor& x, Told told, Call call) {
   const at::IntArrayRef sizes = x.sizes();
@@ -96,24 +95,22 @@ const Tensor& nothing() {
   return none;
 }
 
-// The sizes of `x` with another length of `dim`.
 c10::SmallVector<std::int64_t, 8> resized(const Tensor& x, std::int64_t dim, std::int64_t length) {
   c10::SmallVector<std::int64_t, 8> sizes(x.sizes().begin(), x.sizes().end());
   sizes[dim] = length;
   return sizes;
 }
 
-// `x` with `dim` in front, contiguous, and the reverse.
+// Moves `dim` to the front, contiguous; and back.
 Tensor rows_of(const Tensor& x, std::int64_t dim) { return (dim == 0 ? x : x.movedim(dim, 0)).contiguous(); }
 Tensor with_rows(const Tensor& rows, std::int64_t dim) { return dim == 0 ? rows : rows.movedim(0, dim).contiguous(); }
 
-// Whether `sizes` has one for each rank.
 bool fit(c10::SymIntArrayRef sizes, const Served& served) {
   return sizes.size() == static_cast<std::size_t>(served.handle().size()) &&
          std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.expect_int() >= 0; });
 }
 
-// As `tell`, of a call with `sizes` of the ranks' parts.
+// Also compares the `sizes` of the ranks' parts.
 Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymIntArrayRef sizes, int reduction,
                 std::int64_t dim) {
   c10::SmallVector<std::int64_t, 16> compared(shape.begin(), shape.end());
@@ -123,7 +120,7 @@ Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymI
   return told;
 }
 
-// Allocates a result, unless the caller has given one; false where that isn't of this form.
+// Allocates a result unless the caller passed one. Returns false if that one doesn't fit.
 bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& like) {
   if (!out->defined()) {
     *out = empty(served, sizes, like);
@@ -132,7 +129,7 @@ bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& l
   return out->is_contiguous() && out->sizes() == sizes && out->scalar_type() == like.scalar_type();
 }
 
-// `x`, contiguous; a copy where `out` shares its memory: others read it while this rank writes.
+// Contiguous `x`; a copy if `out` shares its memory, because peers read it while this rank writes.
 Tensor apart(const Tensor& x, const Tensor& out) {
   return x.storage().data() == out.storage().data() ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
 }
@@ -260,7 +257,7 @@ Carried reduce_scatter(Served& served, const Tensor& x, std::int64_t dim, string
   });
 }
 
-// Exchanges the slices, and reduces one's own.
+// Exchanges slices, then reduces the own ones.
 Carried reduce_scatterv(Served& served, const Tensor& x, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
                         Tensor* out) {
   Reduction how;
@@ -343,7 +340,7 @@ Carried gather(Served& served, const Tensor& x, std::int64_t dim, std::int64_t d
   });
   if (carried != Carried::kYes || rank != dst) return carried;
   std::memcpy(outs[rank], in->const_data_ptr(), bytes[rank]);
-  // Where the dims are 1 long, flatten gives a view of other strides.
+  // For dims of length 1 flatten returns a view with other strides.
   *out = dim == 0 ? blocks : blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous();
   return carried;
 }
@@ -354,7 +351,7 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
   const std::int64_t ranks = served.handle().size();
   const auto numel = static_cast<std::int64_t>(c10::multiply_integers(sizes));
   if (numel == 0 || dim < 0 || dim >= dims || src < 0 || src >= ranks) return Carried::kNo;
-  Tensor blocks;  // slices one after the other
+  Tensor blocks;  // consecutive slices
   if (served.handle().rank() == src) {
     const bool fits = x.defined() && x.device().is_cpu() && x.scalar_type() == dtype && x.dim() == dims &&
                       x.size(dim) == ranks * sizes[dim] && x.numel() == ranks * numel;
@@ -374,7 +371,7 @@ Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out
   *out = empty(served, x.sizes(), x);
   const bool sends = served.handle().rank() == src;
   const Tensor given = sends ? x.resolve_conj().resolve_neg().contiguous() : x;
-  // The source copies to its own result while the others read: they need not wait for that.
+  // The source copies to its own result afterwards, so that others don't wait for that.
   void* const data = sends ? const_cast<void*>(given.const_data_ptr()) : out->mutable_data_ptr();
   const Told told = tell(Method::kBroadcast, x, -1, -1, src);
   const Carried carried = carry(served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {
@@ -382,7 +379,7 @@ Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out
   });
   if (carried != Carried::kYes || !sends) return carried;
   if (given.nbytes() < kPooledBytes) std::memcpy(out->mutable_data_ptr(), data, given.nbytes());
-  else out->copy_(given);  // by several threads
+  else out->copy_(given);  // with several threads
   return carried;
 }
 

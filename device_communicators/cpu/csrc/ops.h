@@ -1,9 +1,8 @@
-// Collectives and transfers of CPU tensors on a group that shared memory serves: from tensors to pointers, and results.
-// Who calls them, through torch's dispatcher or past it, is the business of bindings.cpp and direct.cpp.
+// Collectives and transfers of CPU tensors on a compiled group. bindings.cpp calls them through torch's dispatcher,
+// direct.cpp bypasses it.
 //
-// They need no lock of Python's, and all but `send` wait: on any thread. `out` is an undefined tensor, which becomes
-// the result, or the caller's own, contiguous and of the result's sizes and dtype, which is filled. C++ exceptions are
-// torch's own.
+// They need no interpreter lock; all but `send` wait. An undefined `out` becomes the result; another is a contiguous
+// tensor of the result's sizes and dtype, which is filled. C++ exceptions are torch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +16,11 @@ namespace parallel_state {
 
 using at::Tensor;
 using std::string_view;
-using Splits = at::OptionalSymIntArrayRef;  // none: all are equal
+using Splits = at::OptionalSymIntArrayRef;  // none: equal splits
 
 enum class Carried : int {
-  kNo,      // shared memory doesn't: an unusual dtype or shape. Nothing has begun
-  kFailed,  // it has begun, or was refused, and the op's Python twin finds out why
+  kNo,      // unsupported dtype or shape; nothing has begun
+  kFailed,  // begun or refused; the op's Python kernel finds the cause
   kYes
 };
 
@@ -35,22 +34,21 @@ Carried reduce_scatter(Served& served, const Tensor& x, std::int64_t dim, string
 Carried reduce_scatterv(Served& served, const Tensor& x, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
                         Tensor* out);
 Carried all_to_all(Served& served, const Tensor& x, Splits output_splits, Splits input_splits, Tensor* out);
-// `out` stays undefined on the ranks that get nothing.
+// `out` stays undefined on ranks other than `dst`.
 Carried gather(Served& served, const Tensor& x, std::int64_t dim, std::int64_t dst, Tensor* out);
-// `x` is undefined on the ranks that give nothing.
+// `x` is undefined on ranks other than `src`.
 Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t dim,
                 std::int64_t src, Tensor* out);
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);
 Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src);
 Carried barrier(Served& served);
-// To and from one rank, in the order of the calls. A tensor that doesn't fit into the queue at once is left to the
-// twin.
+// In the order of the calls. A tensor that doesn't fit into the queue at once is left to the Python kernel.
 Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
-// A tensor in memory that all ranks map, which goes back there with it; an ordinary one where there is no room.
+// In this rank's arena, and freed with the tensor; in ordinary memory if the arena is full.
 Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
-// The same for a large one, an ordinary one for another, or without a group.
+// In the arena if the tensor is large and there is a group.
 Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace parallel_state

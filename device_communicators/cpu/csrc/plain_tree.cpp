@@ -1,18 +1,18 @@
-// What the typed codec asks of C before it decodes msgpack from a peer.
+// Checks msgpack from a peer before the typed codec decodes it.
 
 #include <cstddef>
 #include <cstdint>
 
 namespace {
 
-// The keys of the maps in msgpack from a peer. Lists as keys, and numbers in great number, can be chosen so that each
-// collides with all before: then building a dict takes a time that is quadratic, within one call that nobody can end.
+// Lists as keys of maps, and many numbers, can be chosen so that all collide. Building a dict then takes quadratic
+// time, in one call that can't be interrupted.
 class KeyCheck {
  public:
   KeyCheck(std::uint64_t nested, std::uint64_t most) : nested_(nested), most_(most) {}
 
   enum class Kind { kNumber, kText, kOther };
-  enum class Found { kFine, kRefused, kMalformed };  // malformed: the decoder comes no further than this look
+  enum class Found { kFine, kRefused, kMalformed };  // kMalformed: the decoder fails here, too
 
   struct Depth {
     int values;
@@ -32,14 +32,14 @@ class KeyCheck {
       return Found::kFine;
     };
     std::uint64_t size = 0;
-    const auto sized = [&at, end, &size](int bytes) {  // a size of so many bytes, the highest first
+    const auto sized = [&at, end, &size](int bytes) {  // reads a big-endian size
       if (bytes > end - at) return false;
       for (size = 0; bytes > 0; --bytes) size = size << 8 | *at++;
       return true;
     };
     tell(Kind::kNumber);
     if (head <= 0x7f || head >= 0xe0 || head == 0xc0 || head == 0xc2 || head == 0xc3) return Found::kFine;
-    if (head >= 0xca && head <= 0xd3) {  // float32, float64, then unsigned and signed numbers of 1, 2, 4 and 8 bytes
+    if (head >= 0xca && head <= 0xd3) {  // float32, float64, integers of 1, 2, 4 and 8 bytes
       return skip(head == 0xca ? 4 : head == 0xcb ? 8 : std::uint64_t{1} << ((head - 0xcc) & 3));
     }
     tell(Kind::kText);
@@ -83,8 +83,8 @@ class KeyCheck {
     return found;
   }
 
-  const std::uint64_t nested_;  // a bit for each extension code whose payload is msgpack
-  const std::uint64_t most_;    // so many keys may be numbers
+  const std::uint64_t nested_;  // extension codes whose payload is msgpack, a bit each
+  const std::uint64_t most_;    // numbers among a map's keys
 };
 
 constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the decoder's
@@ -94,8 +94,8 @@ constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the d
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether the keys of all maps in `size` bytes of msgpack are texts, or up to `most` numbers: see KeyCheck.
-// `extensions` may be within each other; the decoder ends at more.
+// Returns whether the keys of all maps are texts, or at most `most` numbers. `extensions` is the deepest nesting of
+// extensions, beyond which the decoder fails.
 int ps_plain_keys(const std::uint8_t* data, std::uint64_t size, std::uint64_t nested, std::uint64_t most,
                   int extensions) {
   const KeyCheck::Found found = KeyCheck(nested, most).value(data, data + size, {kDeepest, extensions});

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x5053'5155'4555'4531;
 
-// Beyond any machine's memory, and far from an overflow of what is added to it.
+// Beyond any machine's memory, without overflow of sums.
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 60;
 
 }  // namespace
@@ -27,12 +27,12 @@ RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, i
 }
 
 void RingEnd::leave() {
-  leaving_.store(true, std::memory_order_relaxed);  // carries no data; a waiter looks at it every few milliseconds
-  // Release: who sees the bit sees all chunks that were published before it.
+  leaving_.store(true, std::memory_order_relaxed);  // carries no data; waiters poll it every few milliseconds
+  // Release: an end that sees the bit sees all chunks published before.
   ends_->left.fetch_or(std::uint64_t{1} << me_, std::memory_order_release);
 }
 
-// Who ended first: an end may have left because another rank died.
+// Names the first end that exited: others may have left because of it.
 Loss RingEnd::loss(int index) const {
   if (leaving_.load(std::memory_order_relaxed)) return Loss(ranks_[index]);
   const Loss found = losses_.loss(ranks_[index]);
@@ -66,7 +66,7 @@ QueueStatus QueueWriter::send(const Piece* pieces, int count, int heads, std::ui
 }
 
 bool QueueWriter::fit(const Piece* pieces, int count, int heads) {
-  constexpr std::uint64_t kMostAtOnce = 8 << 20;  // of loans: who writes at once keeps others waiting for the GIL
+  constexpr std::uint64_t kMostAtOnce = 8 << 20;  // more loans would keep others waiting for the GIL
   if (unfinished_) return false;
   take_in(pieces, count, heads);
   const std::uint64_t tensor_bytes = header_.total_bytes - header_.head_bytes;
@@ -99,7 +99,7 @@ bool QueueWriter::wants_loans() const {
   return lender_ != nullptr && (ends_->wants_loans.load(std::memory_order_relaxed) & readers) == readers;
 }
 
-// Lends the tensors of the message that was taken in, so that their records follow its head; or leaves it as it is.
+// On success the loans' records follow the head; else the message is unchanged.
 bool QueueWriter::lend(int heads) {
   const std::uint64_t readers = ((std::uint64_t{1} << shape_.readers) - 1) << 1;
   const int tensors = static_cast<int>(pieces_.size()) - heads;
@@ -132,7 +132,7 @@ QueueStatus QueueWriter::resume(double timeout_s) {
   return QueueStatus::kDone;
 }
 
-// Waits until all readers are past what lies in the slot of `chunk`.
+// Waits until all readers have read the previous chunk in the slot.
 QueueStatus QueueWriter::reuse(std::uint64_t chunk) {
   if (chunk <= shape_.chunks || reusable_ >= chunk - shape_.chunks) return QueueStatus::kDone;
   std::uint64_t least = UINT64_MAX;
@@ -191,7 +191,7 @@ QueueStatus QueueReader::next(double timeout_s) {
   return status;
 }
 
-// Waits for the next chunk, of a new message where nothing is left of the last one, and checks that it is the one.
+// Waits for the next chunk, of a new message if the last one was read, and checks its header.
 QueueStatus QueueReader::enter() {
   const std::uint64_t chunk = read_ + 1;
   const QueueStatus status = await(0, chunk);  // model: await_chunk
@@ -247,7 +247,7 @@ QueueStatus QueueReader::read(const Piece* pieces, int count, double timeout_s) 
   return QueueStatus::kDone;
 }
 
-// Copies the next bytes in the ring, which are of those that `left` counts.
+// Copies the ring's next bytes, which `left` counts.
 QueueStatus QueueReader::copy_out(char* to, std::uint64_t bytes, std::uint64_t* left) {
   for (std::uint64_t done = 0; done < bytes;) {
     if (!in_chunk_) {
@@ -283,7 +283,7 @@ QueueStatus QueueReader::copy_lent(char* to, std::uint64_t bytes) {
   return QueueStatus::kDone;
 }
 
-// Reads the records of the loans, unless that was done: they follow the head, which has been read.
+// Reads the records of the loans, once.
 QueueStatus QueueReader::find_loans() {
   if (records_left_ == 0) return QueueStatus::kDone;
   std::vector<LoanRecord> records(header_.lent);
@@ -297,7 +297,7 @@ QueueStatus QueueReader::find_loans() {
     if (data == nullptr || word == nullptr) return QueueStatus::kMalformed;
     loans_.push_back(
         {data, record.bytes, reinterpret_cast<std::atomic<std::uint64_t>*>(word), std::uint64_t{1} << me_});
-    bytes += record.bytes;  // each is at most an arena's, and there are few
+    bytes += record.bytes;  // can't overflow: few records, each within an arena
   }
   return bytes == lent_left_ ? QueueStatus::kDone : QueueStatus::kMalformed;
 }

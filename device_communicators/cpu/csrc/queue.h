@@ -1,18 +1,16 @@
-// Messages from one rank to one or more others on the same host, through a ring of chunks that all of them have mapped.
+// Messages from one rank to others on the same host, through a ring of chunks in shared memory.
 //
-// A message is a head (what tells the readers how to take in the rest) and a body; it may be of any size and lies in as
-// many chunks as it takes, one after the other. Chunks are counted from 1, and chunk n lies in slot (n - 1) % chunks.
-// The writer publishes the number of the last chunk that it wrote; each reader publishes the number of the last one
-// that it has read. Nothing else is shared, and both numbers only grow:
+// A message is a head, which describes the rest, and a body. It takes as many consecutive chunks as it needs. Chunks
+// count from 1; chunk n is in slot (n - 1) % chunks. The writer publishes the last chunk that it wrote, each reader the
+// last that it read. Both numbers only grow:
 //
-//   the writer writes chunk n   once every reader has published n - chunks   (it has read what lay in that slot)
+//   the writer writes chunk n   once every reader has published n - chunks
 //   a reader reads chunk n      once the writer has published n
 //
-// So no flag is ever reset, the writer fills chunk n + 1 while readers empty chunk n, nothing is dropped, and a reader
-// that finds another number in a chunk than the one it is at knows of the damage. Readers don't know of each other.
-// tests/internals/queue_model.py explores the steps of this protocol one by one, under the names given here.
+// So no flag is ever reset, and the writer fills chunk n + 1 while readers empty chunk n. A chunk with another number
+// is damaged. tests/internals/queue_model.py explores this protocol step by step, under the names given here.
 //
-// Not thread-safe: one call at a time on a writer, and on a reader. The caller owns the memory.
+// Not thread-safe: one call at a time per end. The caller owns the memory.
 #pragma once
 
 #include <atomic>
@@ -35,72 +33,71 @@ enum class QueueStatus : int {
   kGivenUp = 5
 };
 
-// The form of a ring, equal on all sides. Zero bytes are an empty ring.
+// Equal on all sides. Zero bytes are an empty ring.
 struct RingShape {
   std::uint64_t chunk_bytes;  // a multiple of 64
   std::uint64_t chunks;
   int readers;  // 1 … 63
 
-  // Control: who has left and who wants loans, the writer's counter, and one for each reader.
+  // Flags of the ends, the writer's counter, a counter per reader.
   std::size_t control_bytes() const { return (2 + static_cast<std::size_t>(readers)) * sizeof(Counter); }
   std::size_t data_bytes() const { return chunk_bytes * chunks; }
 };
 
-// What lies before a chunk's part of its message. The same for all chunks of one, but for `chunk`.
+// Precedes each chunk of a message; only `chunk` differs between them.
 struct alignas(64) ChunkHeader {
   std::uint64_t magic;
   std::uint64_t chunk;
   std::uint64_t message;  // counted from 1
   std::uint64_t total_bytes;
   std::uint64_t head_bytes;
-  std::uint64_t fingerprint;  // what the message is, as far as the queue's users must agree on it
-  std::uint64_t lent;         // tensors of which the records of their loans are in the ring, after the head; else 0
+  std::uint64_t fingerprint;  // kind of message, on which the queue's users must agree
+  std::uint64_t lent;         // number of lent tensors; their records follow the head
 };
 static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 
-// What an end of a queue that was opened by the C interface fills in at each call: the words of native.QueueReport.
+// Filled in by each call of the C interface; the words of native.QueueReport.
 struct QueueReport {
-  std::int64_t suspect = -1;     // rank, after a failure
-  std::int64_t total_bytes = 0;  // of the message that `ps_queue_take` found
+  std::int64_t suspect = -1;     // after a failure
+  std::int64_t total_bytes = 0;  // these four: of the message that `ps_queue_take` found
   std::int64_t head_bytes = 0;
   std::int64_t fingerprint = 0;
-  std::int64_t left_bytes = 0;  // how many of its bytes weren't read yet
-  std::int64_t reporter = -1;   // who gave up, after kGivenUp, and with which status of group.h
+  std::int64_t left_bytes = 0;  // not read yet
+  std::int64_t reporter = -1;   // after kGivenUp, with its status of group.h
   std::int64_t reason = 0;
-  // Of calls that come past Python, see open_queue.h:
-  std::atomic<std::int64_t> reserved{0};  // not 0: Python is to have the next message; written for Python
-  std::int64_t found = 0;                 // 1: the next message has been looked at, and left to Python
-  std::int64_t broken = 0;                // the status of a call that failed; each later one has it
-  std::int64_t elapsed_us = 0;            // how long that call took
-  std::atomic<std::int64_t> holder{0};    // the thread whose turn it is, by pthread_self; 0 for none
+  // Of calls that bypass Python, see open_queue.h:
+  std::atomic<std::int64_t> reserved{0};  // not 0: the next message is Python's
+  std::int64_t found = 0;                 // 1: the next message was inspected and left to Python
+  std::int64_t broken = 0;                // status of a failed call, returned by later calls
+  std::int64_t elapsed_us = 0;            // duration of that call
+  std::atomic<std::int64_t> holder{0};    // pthread_self of the thread in its turn; 0: none
 };
 
-// One side of a ring: its counters, and whether the others are still there.
+// One end of a ring; also the liveness of the other ends.
 class RingEnd : public Losses {
  public:
-  // `ranks[0]` is the writer's, the others are the readers'; `losses` tells which of the group's live. `me` is an
-  // index.
+  // `ranks[0]` is the writer, the others are readers. `losses`: of the group. `me` is an index in `ranks`.
   RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses,
           WaitPolicy policy);
 
-  // Tells the other ends that this one writes or reads no more, and a call that another thread is in to return.
+  // Publishes that this end is closed, and makes a call of another thread return.
   void leave();
-  int writer() const { return ranks_[0]; }        // a rank
-  int suspect() const { return suspect_; }        // whose death or absence the last call failed with: a rank
-  const Loss& given_up() const { return lost_; }  // who gave up, after kGivenUp, and why
-  // What the last call, which timed out, waited for; null before.
+  int writer() const { return ranks_[0]; }
+  int suspect() const { return suspect_; }        // rank that failed the last call by its death or absence
+  const Loss& given_up() const { return lost_; }  // after kGivenUp
+  // The counter that a timed-out call waited for; null before.
   Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
 
  protected:
-  struct alignas(128) Ends {  // a bit each, by index
+  struct alignas(128) Ends {  // one bit per index
     std::atomic<std::uint64_t> left{0};
-    std::atomic<std::uint64_t> wants_loans{0};  // no more than a hint: it orders nothing
+    std::atomic<std::uint64_t> wants_loans{0};  // a hint; orders nothing
   };
 
   Counter& counter(int index) { return counters_[index]; }
   char* slot(std::uint64_t chunk) const { return data_ + (chunk - 1) % shape_.chunks * shape_.chunk_bytes; }
   std::size_t room() const { return shape_.chunk_bytes - sizeof(ChunkHeader); }
-  // By when the call that begins must be done; without a timeout it waits for nobody.
+  // Begins a call. With a timeout of 0 it doesn't wait.
   void begin(double timeout_s) {
     deadline_.set(timeout_s);
     waits_ = timeout_s > 0;
@@ -112,7 +109,7 @@ class RingEnd : public Losses {
   Ends* const ends_;
 
  private:
-  // Of the end with this index, the writer being 0.
+  // `index` 0 is the writer.
   Loss loss(int index) const override;
 
   Counter* counters_;
@@ -133,21 +130,21 @@ class QueueWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Lends large tensors to readers that all want it, from now on.
+  // Lends large tensors from now on, if all readers want it.
   void set_lender(Lender* lender) { lender_ = lender; }
 
-  // Takes in the message of these pieces, the first `heads` of which are its head and the others its tensors; writes
-  // what fits within the timeout. After kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
+  // Sends a message: `heads` pieces of head, then its tensors. Writes what fits within the timeout. After kTimedOut
+  // call `resume`; the pieces must stay unchanged until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
-  // Takes in such a message if it can be written at once; false, and nothing was done, where it can't. Then either
-  // `write`, which waits for nobody and can't fail, or `drop` it.
+  // Returns false if the message can't be written at once. Else it is accepted; then call either `write`, which doesn't
+  // wait or fail, or `drop`.
   bool fit(const Piece* pieces, int count, int heads);
   void write(std::uint64_t fingerprint);
   void drop();
-  // Whether so many bytes can be written at once, if no message is half written.
+  // Only while no message is half written.
   bool has_room(std::uint64_t bytes);
-  std::uint64_t written() const { return written_; }  // chunks so far
+  std::uint64_t written() const { return written_; }  // chunks
 
  private:
   void take_in(const Piece* pieces, int count, int heads);
@@ -160,42 +157,42 @@ class QueueWriter : public RingEnd {
   Lender* lender_ = nullptr;
   std::vector<LoanRecord> loans_;
   std::vector<Piece> pieces_;
-  std::size_t piece_ = 0;  // where in the message the next chunk begins
+  std::size_t piece_ = 0;  // position of the next chunk in the message
   std::uint64_t offset_ = 0;
   ChunkHeader header_{};
   bool unfinished_ = false;
-  std::uint64_t written_ = 0;   // the last chunk that was published
-  std::uint64_t reusable_ = 0;  // a chunk that all readers are known to have read
+  std::uint64_t written_ = 0;   // last published chunk
+  std::uint64_t reusable_ = 0;  // last chunk known to be read by all
 };
 
 class QueueReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Where the writer lends from; without it its loans are malformed.
+  // The arena of the writer's loans; without it they are malformed.
   void set_lender(Windows* arena) { arena_ = arena; }
-  // Whether the writer may lend tensors. One that is read instead ends that.
+  // Lets the writer lend tensors, until one is read instead of borrowed.
   void want_loans(bool wanted);
 
-  // Waits for the next message and tells its form; the one before must have been read to its end.
+  // Waits for the next message; see `header`. The previous one must have been read completely.
   QueueStatus next(double timeout_s);
-  // Copies the message's next bytes, and waits for those that are still to come. A null address passes over them.
-  // What was lent is copied as what was sent, and given back.
+  // Copies the message's next bytes, and waits for those not yet written. A null address skips them. Lent tensors are
+  // copied, too, and given back.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);
 
-  // The tensors of the message, whose head has been read, where they are; the caller gives them back. Empty where they
-  // weren't lent, or some have been read.
+  // Returns the message's lent tensors, after its head was read; the caller gives them back. Empty if none were lent or
+  // some have been read.
   QueueStatus borrow(std::vector<Loan>* loans, double timeout_s);
   bool is_lent() const { return lent_left_ != 0; }
 
-  // Whether the message that `next` has found begins with this head, all of which lies in its first chunk.
+  // Returns whether the message found by `next` begins with `head`. False if the head exceeds the first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
 
-  // Whether what is left of the message lies in the chunk that is being read.
+  // Returns whether the rest of the message is in the current chunk.
   bool is_at_hand() const { return bytes_left() == 0 || (in_chunk_ && end_ - offset_ == bytes_left()); }
 
   const ChunkHeader& header() const { return header_; }
-  // The bytes of the chunk that is being read; they stay until `read` has gone past them.
+  // The current chunk's unread bytes, until `read` has passed them.
   const char* here() const { return slot(read_ + 1) + sizeof(ChunkHeader) + offset_; }
   std::uint64_t bytes_left() const { return left_ + lent_left_; }
 
@@ -209,17 +206,17 @@ class QueueReader : public RingEnd {
 
   Windows* arena_ = nullptr;
   bool wants_loans_ = false;
-  std::vector<Loan> loans_;  // of the message, once their records were read; given back one by one
-  std::size_t loan_ = 0;     // the next, and where in it
+  std::vector<Loan> loans_;  // of the message, after their records were read
+  std::size_t loan_ = 0;     // the next loan, and the position in it
   std::uint64_t loan_offset_ = 0;
-  ChunkHeader header_{};            // of the message that is being read
-  std::uint64_t left_ = 0;          // bytes of it in the ring that weren't read yet,
-  std::uint64_t records_left_ = 0;  // of the records of its loans, which follow those,
-  std::uint64_t lent_left_ = 0;     // and of what is lent
+  ChunkHeader header_{};            // of the current message
+  std::uint64_t left_ = 0;          // unread bytes of it in the ring,
+  std::uint64_t records_left_ = 0;  // of the records of its loans, which follow,
+  std::uint64_t lent_left_ = 0;     // and of the lent tensors
   std::uint64_t offset_ = 0;        // in the chunk
   std::uint64_t end_ = 0;
   bool in_chunk_ = false;
-  std::uint64_t read_ = 0;  // the last chunk that was given back
+  std::uint64_t read_ = 0;  // last chunk given back
   std::uint64_t messages_ = 0;
 };
 

@@ -1,7 +1,6 @@
-// The C interface of the message queue, for ctypes. Status codes are those of queue.h.
+// The C interface of message queues, for ctypes. Status codes are those of queue.h.
 //
-// An end of a queue is opened with a block of words that it fills in at each call: see `QueueReport`. So a caller
-// passes few arguments and reads the words that it needs, which costs less than out-parameters do.
+// Each call on an end fills in its `QueueReport`, which is cheaper to read than out-parameters.
 
 #include <algorithm>
 #include <atomic>
@@ -45,10 +44,10 @@ using parallel_state::WaitPolicy;
 using parallel_state::Watch;
 using parallel_state::control::ProcessWatch;
 
-// Ends of a queue that are no ranks of a world, as those of vLLM's queues: only this process watches them.
+// The liveness of ends that aren't ranks of a world, such as those of vLLM's queues: this process watches them.
 class ProcessLiveness final : public Losses {
  public:
-  // A PID of 0 or less, as of a process in another PID namespace, isn't watched.
+  // A PID of 0 or less, such as of another PID namespace, isn't watched.
   ProcessLiveness(const std::int64_t* pids, int count) : processes_(static_cast<std::size_t>(count)) {
     for (Process& each : processes_) {
       each.pid = static_cast<int>(*pids++);
@@ -71,7 +70,7 @@ class ProcessLiveness final : public Losses {
   struct Process {
     int pid = 0;
     mutable std::mutex opening;
-    mutable ProcessWatch watch;  // not changed once it is found
+    mutable ProcessWatch watch;  // constant once found
     mutable std::atomic<ProcessWatch::Found> found{ProcessWatch::kUnknown};
   };
   static bool has_ended(const Process& process) {
@@ -102,7 +101,7 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
   return made.get();
 }
 
-// From now on calls that come past Python find the end where `add` puts it.
+// Lets calls that bypass Python find the end where `add` puts it.
 template <typename End, typename Add>
 void serve(OpenEnd<End>* open, std::uint64_t group, double timeout_s, std::uint64_t* broadcasts, Add add) {
   open->timeout_s = timeout_s;
@@ -110,7 +109,7 @@ void serve(OpenEnd<End>* open, std::uint64_t group, double timeout_s, std::uint6
   if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(*handle);
 }
 
-// Closes the end. False where a thread is in it: what it works in must stay.
+// Returns false if a thread uses the end, whose memory must then stay.
 template <typename End>
 bool close(OpenEnd<End>* open) {
   const std::shared_ptr<OpenEnd<End>> last = open->itself;  // outlives the turn
@@ -129,7 +128,7 @@ int told(OpenEnd<End>* opened, QueueStatus status) {
   return static_cast<int>(status);
 }
 
-// Who comes past Python is in a writer, or looks at a reader, for no longer than a copy takes.
+// No limit: calls that bypass Python hold a turn only for a copy.
 constexpr double kSoonS = 1e9;
 
 }  // namespace
@@ -143,7 +142,7 @@ void* ps_liveness_new(const std::int64_t* pids, int count) {
   return new (std::nothrow) Watch{std::make_shared<const ProcessLiveness>(pids, count)};
 }
 
-// Keeps the group's memory for as long as it lives. Null where there is no such group.
+// Keeps the group's memory. Null for an unknown group.
 void* ps_liveness_of(std::uint64_t group) {
   std::shared_ptr<Handle> handle = parallel_state::find(group);
   if (handle == nullptr) return nullptr;
@@ -169,12 +168,12 @@ void ps_queue_writer_leave(void* writer) { static_cast<OpenWriter*>(writer)->end
 
 void ps_queue_reader_leave(void* reader) { static_cast<OpenReader*>(reader)->end.leave(); }
 
-// 0 where a thread is in the end still: then its memory must stay, and this be called again.
+// Returns 0 while a thread uses the end: keep its memory and call again.
 int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>(writer)) ? 1 : 0; }
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
-// Lets calls that come past Python find the end of a group's queue: to `dst`, -1 for all others. What they wait for has
-// this timeout; `broadcasts` is the number of messages to all so far.
+// Lets calls that bypass Python find this end of a group's queue. `dst` -1: all other ranks. `timeout_s` bounds their
+// waits; `broadcasts` counts broadcast messages.
 void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
@@ -191,14 +190,14 @@ void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_al
   });
 }
 
-// Keeps calls that come past Python from the end with this report until as many are taken back. Any thread.
+// Keeps calls that bypass Python from this end until as many are taken back. Any thread.
 void ps_queue_reserve(QueueReport* report, int calls) {
-  // Release: who reads the last to be taken back sees all that was received until then.
+  // Release: a thread that reads the last withdrawal sees all that was received before.
   report->reserved.fetch_add(calls, std::memory_order_release);
 }
 
-// The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
-// Without a timeout: what fits, and 1 where it isn't all.
+// Sends `head` and `count` pieces, the first `more_heads` of which belong to the head. Without a timeout it writes what
+// fits, and returns kTimedOut if that isn't all.
 int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, const Piece* pieces, int count,
                   int more_heads, std::uint64_t fingerprint, double timeout_s) {
   auto* opened = static_cast<OpenWriter*>(writer);
@@ -214,7 +213,7 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
   return status;
 }
 
-// Packs an object, see pack.h; the caller holds the GIL. 0 where it is left to Python; else call `ps_packed`.
+// Packs an object (pack.h), with the interpreter lock. Returns 0 if Python must do it; else call `ps_packed`.
 int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, std::uint64_t slices, std::uint64_t mine,
             void* whole) {
   if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit, {slices, mine, whole})) return 0;
@@ -222,9 +221,9 @@ int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, st
   return 1;
 }
 
-// Fills in the pieces that this thread packed last, and returns how many: `counts[0]` of the head, then the tensors.
-// `objects` gets the `counts[1]` that were kept alive, to be let go by the caller. Without `pieces`: they were read,
-// and their memory is free for the next message.
+// Returns the number of pieces that this thread packed last, and fills them in: `counts[0]` of the head, then the
+// tensors. `objects` gets the `counts[1]` objects kept alive, which the caller releases. Null `pieces` frees the memory
+// for the next message.
 int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
   Packer& packed = packer();
   if (pieces == nullptr) {
@@ -247,13 +246,13 @@ int ps_queue_resume(void* writer, double timeout_s) {
   return told(opened, opened->end.resume(timeout_s));
 }
 
-// Waits for the next message. Its form is reported, and a head of at most `capacity` bytes copied into `head`.
+// Waits for the next message, reports its sizes, and copies a head of at most `capacity` bytes.
 int ps_queue_take(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
   auto* opened = static_cast<OpenReader*>(reader);
   QueueReader& end = opened->end;
   QueueReport& report = *opened->report;
   const InTurn<QueueReader> turn{*opened, timeout_s};
-  if (!turn) {  // another thread waits for a message in it
+  if (!turn) {  // another thread waits in it
     report.suspect = end.writer();
     return static_cast<int>(QueueStatus::kTimedOut);
   }

@@ -1,9 +1,8 @@
-// Element-wise reduction of several sources into one output, in the order of the sources.
+// Element-wise reduction of several sources, in their order, into one output.
 //
-// 16-bit floats are accumulated in float32 and rounded once. Integers wrap, and their averages are divided toward zero.
-// The same sources in the same order give the same bits, so that ranks agree: with every instruction set, and under
-// every floating-point state of the calling thread (see floating_point.h). The max of zeros is +0 unless all are -0;
-// the min is -0 unless all are +0. A NaN result may be any NaN.
+// 16-bit floats are accumulated in float32 and rounded once. Integers wrap; their averages are divided toward zero.
+// Equal sources in equal order give equal bits, with every instruction set and floating-point state. The max of zeros
+// is +0 unless all are -0; the min is -0 unless all are +0. A NaN result may be any NaN.
 #pragma once
 
 #include <cstddef>
@@ -16,37 +15,37 @@ enum class ReduceOp : int { kSum, kMax, kMin, kProduct, kAverage };
 
 std::size_t size_of(Dtype dtype);
 
-// Writes the result to every one of `outs`. An out may be one of the sources, but for that they don't overlap. Pointers
-// are aligned to the element's size.
+// Writes the result to each of `outs`. An out may be one of the sources; nothing else may overlap. Pointers are aligned
+// to the element.
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
-// A reduction in parts. A source is an input, or, where its bit of `wide` is set, what a part came to, in the type in
-// which sums are made. `out` gets the sums in that type; with a `total`, the number of inputs in all parts, it gets the
-// result. If a part begins with what the ones before came to, bits are those of one reduction of all inputs. At most
+// Reduces in parts. A source is an input or, if its bit of `wide` is set, the result of an earlier part, in the type of
+// the accumulator. `out` gets the result in that type; with a `total`, the number of inputs in all parts, it gets the
+// finished result. Bits equal those of one reduction if each part begins with the result of the earlier ones. At most
 // 64 sources.
 using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
 PartFunction part_function(Dtype dtype, ReduceOp op);
 
-// Of an element of the sums of a part.
+// Bytes per element of a part's result.
 std::size_t wide_size_of(Dtype dtype);
 
-// The version in use: the fastest for this processor, unless `use_instruction_set` chose another.
+// The fastest for this processor unless `use_instruction_set` chose another.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 
-// The version for an instruction set, by its name, for tests; null where this processor lacks it.
+// For tests; null if this processor lacks the instruction set.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set);
 
-// One row of `AddRmsNorm` in group.h, from its sum. Null for dtypes that aren't floats of 16 or 32 bits.
+// Finishes one row of `AddRmsNorm`, given its sum. Null for dtypes other than floats of 16 or 32 bits.
 using AddRmsNormFunction = void (*)(void* out, void* residual_out, const void* sum, const void* residual,
                                     const void* weight, std::size_t hidden, float eps);
 AddRmsNormFunction add_rms_norm_function(Dtype dtype);
 
-// Which instruction set is in use: "avx512", "avx2" or "plain".
+// "avx512", "avx2" or "plain".
 const char* instruction_set();
 
-// From now on, in all threads. False for a set that this processor lacks.
+// For all threads. Returns false if this processor lacks the set.
 bool use_instruction_set(const char* name);
 
 }  // namespace parallel_state

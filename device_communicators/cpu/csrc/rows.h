@@ -1,4 +1,4 @@
-// Copies between contiguous bytes and rows that lie apart.
+// Copies between contiguous bytes and rows with a stride.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace parallel_state {
 
-// Copies bytes [start, start + length) of rows of `row_bytes` to rows that lie `stride_bytes` apart.
+// Copies to bytes [start, start + length) of rows of `row_bytes` that are `stride_bytes` apart.
 inline void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes, const char* in, std::size_t start,
                       std::size_t length) {
   while (length != 0) {
@@ -21,7 +21,7 @@ inline void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes
   }
 }
 
-// The reverse: from rows that lie `stride_bytes` apart.
+// The reverse.
 inline void collect_rows(char* out, const char* in, std::size_t row_bytes, std::size_t stride_bytes, std::size_t start,
                          std::size_t length) {
   while (length != 0) {

@@ -1,4 +1,3 @@
-// Reducing into one place and copying to others, by turns.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +8,9 @@
 
 namespace parallel_state {
 
-constexpr std::size_t kShareBlockBytes = 8 << 10;  // is still in the first-level cache when it is copied
+constexpr std::size_t kShareBlockBytes = 8 << 10;  // fits the first-level cache
 
-// Reduces into `outs[0]` and copies to the other outs. Moves `sources` on.
+// Reduces into `outs[0]` and copies each block to the other outs. Advances `sources`.
 inline void reduce_and_share(char* const* outs, int out_count, const void** sources, int source_count,
                              std::size_t count, std::size_t width, ReduceFunction reduce) {
   const std::size_t block = kShareBlockBytes / width;

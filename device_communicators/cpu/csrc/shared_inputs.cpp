@@ -1,9 +1,8 @@
-// Tensors that lie in the ranks' arenas, memory which all ranks have mapped: they aren't copied to slots.
+// Inputs in the ranks' arenas, which all ranks map, aren't copied to slots.
 //
-// With its first tick of a call a rank says whether its input lies in its arena, by a flag in the tick's note, and
-// where, beside its counter. The others then read the input where it lies. So ranks need not be alike in this: one
-// whose arena is full passes an ordinary tensor. Where any input is shared, a closing tick ends the call: nobody
-// returns, and may write to his tensor, before all have read it.
+// With its first tick of a call a rank publishes whether its input is in its arena (a flag in the note), and where
+// (beside its counter). The others read it in place. Ranks may differ in that. If any input is shared, a closing tick
+// ends the call, so that no rank writes to its tensor before all have read it.
 #include <algorithm>
 #include <memory>
 
@@ -18,7 +17,7 @@ void HostGroup::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) 
   has_arenas_ = true;
 }
 
-// Before the first tick of a call: where this rank's tensors are. The flag for the notes of its ticks.
+// Publishes the offsets of this rank's tensors, before the first tick. Returns the flag for the notes.
 std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
   if (!has_arenas_ || in_bytes <= tuning_.symmetric_slots_bytes) return 0;
   const std::uint64_t in_at = arenas_[rank_]->offset_of(in, in_bytes);
@@ -28,13 +27,13 @@ std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void*
   return Counter::kFlag;
 }
 
-// After all were seen at `tick`: whose inputs are shared. Every rank sees the same.
+// Finds the shared inputs, equally on every rank.
 Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes) {
   inputs.shared = 0;
   inputs.is_shared = 0;
   if (!has_arenas_ || bytes <= tuning_.symmetric_slots_bytes) return Status::kDone;
   for (int rank = 0; rank < size_; ++rank) {
-    // A note that is no longer known is of a rank that has gone on, and it would not have, had it shared its input.
+    // If the note was overwritten, the rank has continued, so it shared no input.
     if (rank == rank_ ? own_flag == 0 : !lines_[rank].flagged(tick)) continue;
     RETURN_IF_FAILED(look_up(rank, lines_[rank].in_at, bytes, &inputs.at[rank]));
     inputs.is_shared |= std::uint64_t{1} << rank;
@@ -43,8 +42,8 @@ Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_fla
   return Status::kDone;
 }
 
-// A rank's tensor in its arena, mapped when it is first met. Where it isn't there, the rank is to blame; where this
-// process has no addresses left for it, this one is, and the failure tells the others.
+// Maps a rank's tensor on first use. If the offset is invalid, that rank is the suspect; if this process has no
+// addresses left, this rank is.
 Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found) {
   const std::uint64_t offset = at.load(std::memory_order_relaxed);
   if (!arenas_[rank]->holds(offset, bytes)) {
@@ -59,7 +58,7 @@ Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::s
 
 Status HostGroup::close(std::uint64_t call) { return wait_all(publish(call), call); }
 
-// All inputs are shared. Each rank reduces its slice of them, and writes it to all outputs where these are shared too.
+// Each rank reduces its slice; if all outputs are shared, too, it writes the slice to each.
 Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
                                 std::uint64_t call) {
   const std::size_t width = size_of(dtype), bytes = count * width;
@@ -71,7 +70,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
   for (int rank = 0; rank < size_; ++rank) {
     private_out = private_out || lines_[rank].out_at.load(std::memory_order_relaxed) == kPrivate;
   }
-  if (private_out) {  // somewhere: then every rank reduces all of it, and in place only once nobody reads any more
+  if (private_out) {  // on some rank: every rank reduces everything, and writes in place after all have read
     std::unique_ptr<char[]> kept(out == inputs.at[rank_] ? new char[bytes] : nullptr);
     void* const to = kept == nullptr ? out : kept.get();
     reduce(&to, 1, sources, size_, count);
@@ -82,7 +81,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
   for (int rank = 0; rank < size_; ++rank) {
     const char* place;
     RETURN_IF_FAILED(look_up(rank, lines_[rank].out_at, bytes, &place));
-    outs[rank] = const_cast<char*>(place);  // the caller there owns it, and said that it may be written
+    outs[rank] = const_cast<char*>(place);  // its owner allows the write
   }
   const Slices slices(count, width, size_, bytes + 64 * width * size_);
   const std::size_t start = slices.start(0, rank_) * width;
@@ -90,7 +89,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
     sources[rank] = static_cast<const char*>(sources[rank]) + start;
     outs[rank] += start;
   }
-  std::swap(outs[0], outs[rank_]);  // one's own is written first
+  std::swap(outs[0], outs[rank_]);  // the own output first
   reduce_and_share(outs, size_, sources, size_, slices.length(0, rank_), width, reduce);
   return close(call);
 }

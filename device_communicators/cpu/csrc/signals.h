@@ -1,4 +1,3 @@
-// Tells the main thread of a Python program that a signal has come, without the interpreter lock.
 #pragma once
 
 #include <sys/stat.h>
@@ -9,17 +8,17 @@
 
 namespace parallel_state {
 
-// A pipe that is readable once Python's signal handler has run. base/wakeup.py sets both.
+// Readable once Python's signal handler has run. Set by base/wakeup.py.
 struct SignalPipe {
   std::atomic<int> reader{-1};          // -1: unknown
   std::atomic<std::uint64_t> inode{0};  // 0: not checked
 };
 
-// Returns true if a signal may have come since the last call, then the caller runs Python's handlers. Main thread only.
+// Returns true if a signal may have arrived since the last call. Main thread only.
 inline bool has_signal(const SignalPipe& pipe) {
   const int reader = pipe.reader.load(std::memory_order_relaxed);
   if (reader < 0) return true;
-  // A program that closes all descriptors, such as a daemon, may use the number for another file.
+  // A program that closes all descriptors, such as a daemon, may reuse the number.
   struct stat info;
   const std::uint64_t inode = pipe.inode.load(std::memory_order_relaxed);
   if (inode != 0 && (fstat(reader, &info) != 0 || info.st_ino != inode)) return true;

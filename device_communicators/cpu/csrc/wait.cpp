@@ -15,17 +15,17 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::int64_t kSliceNs = 20'000'000;       // a sleeper looks this often whether the other still lives
-constexpr std::int64_t kBusySliceNs = 1'000'000;    // and this often if it has work to go on with
-constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // and this often where a wake-up may be lost
-constexpr int kProbes = 8;         // at once: a rank that is about to publish does so within a hundred nanoseconds
-constexpr int kSpinsPerLook = 32;  // a look at the clock costs as much as a pause or two
+constexpr std::int64_t kSliceNs = 20'000'000;       // how often a sleeper polls liveness
+constexpr std::int64_t kBusySliceNs = 1'000'000;    // the same, with side work to continue
+constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // the same, if a wake-up may be lost
+constexpr int kProbes = 8;                          // a rank about to publish does so within 100 ns
+constexpr int kSpinsPerLook = 32;                   // reading the clock costs as much as a pause or two
 constexpr int kYieldsToNeighbour = 100;
-constexpr std::int64_t kStrangerNs = 1'000'000;  // a yield this long has let in somebody for a slice of the scheduler
+constexpr std::int64_t kStrangerNs = 1'000'000;  // a longer yield gave another process its time slice
 constexpr int kLeastWaryWaits = 8;
 constexpr int kMostWaryWaits = 512;
 
-// The kernel compares 32 bits: those of the counter that change first.
+// The kernel compares 32 bits: the lower half of the counter.
 std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
   auto* word = reinterpret_cast<std::uint32_t*>(&value);
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
@@ -34,7 +34,7 @@ std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
   return word;
 }
 
-// Returns true if a signal ended it.
+// Returns true if a signal ended the wait.
 bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
   timespec limit{static_cast<time_t>(slice_ns / 1'000'000'000), static_cast<long>(slice_ns % 1'000'000'000)};
   return syscall(SYS_futex, futex_word(counter.value), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr,
@@ -44,18 +44,17 @@ bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
 
 bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 0; }
 
-// The core that runs this, plus 1; 0 where it can't be told. The C library keeps it in the thread's memory.
+// 1 + the current core; 0 if unknown.
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
-// How many more waits of this thread go to sleep without yielding. With a busy stranger on the core a rank that yields
-// gets it back after the stranger's time slice, one that sleeps as soon as it is woken: 0.2 ms against 1.9 a call
-// (4 ranks on 2 cores, 8 KiB). Then it is tried again whether the stranger has gone, each time after twice as many.
+// Number of this thread's next waits that sleep without yielding. If a foreign process shares the core, a yielding rank
+// waits for that process's time slice, a sleeping one is woken: 1.9 ms against 0.2 a call (4 ranks on 2 cores, 8 KiB).
+// Yielding is tried again, each time after twice as many waits.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
 thread_local bool gentle = false;
 
-// Whether the counter reached its target within `count` yields.
 bool yield_until(const Counter& counter, std::uint64_t target, int count, SideWork* side_work) {
   if (count == 0 || gentle) return false;
   if (wary_waits > 0) {
@@ -78,8 +77,8 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count, SideWo
 WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadline_ns, const Liveness& liveness,
                      int owner, SideWork* side_work) {
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  // The barrier runs on the owner's core too, between two of its instructions. If that is before it looks for sleepers,
-  // it sees this one; if after, the value that it stored before it looked is seen below.
+  // The barrier runs on the owner's core. If it runs before the owner checks for sleepers, the check sees this one. If
+  // after, the value stored before the check is seen below.
   const bool sure = membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) || counter.fences.load(std::memory_order_relaxed) != 0;
   WaitResult result = WaitResult::kReached;
   for (bool signal = false;;) {
@@ -123,11 +122,11 @@ void Counter::own() {
   fences.store(barriers ? 0 : 1, std::memory_order_relaxed);
 }
 
-// A value and the look for sleepers after it must not change places, or a sleeper and the owner miss each other. A
-// fence here would hold the owner up until its slot's lines have come from the other cores: 0.4 us of 2.1 at 8 KiB. So
-// the sleeper, who has time, makes all cores pass a barrier (`sleep_for`); here only the compiler is told.
+// The store of the value and the check for sleepers must not be reordered. A fence here would stall the owner until its
+// slot's lines arrive from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier
+// (`sleep_for`).
 void Counter::publish(std::uint64_t next, std::uint64_t note) {
-  // Release: who sees this note sees the value before it, and so knows which value the note is about (`differs`).
+  // Release: a rank that sees this note also sees the value before it (`differs`).
   notes[next % kNotes].store(note, std::memory_order_release);
   const std::uint16_t here = current_core();
   if (core.load(std::memory_order_relaxed) != here) core.store(here, std::memory_order_relaxed);
@@ -151,7 +150,7 @@ bool Counter::begin_sleep(std::uint64_t target, std::uint64_t* seen) {
 std::uint32_t* Counter::word() { return futex_word(value); }
 
 bool Counter::flagged(std::uint64_t reached) const {
-  // The note is overwritten after value `reached + kNotes - 1` was published: if that isn't seen, it is still this one.
+  // The note is overwritten after value `reached + kNotes - 1` is published.
   const std::uint64_t note = notes[reached % kNotes].load(std::memory_order_acquire);
   return (note & kFlag) != 0 && read() < reached + kNotes - 1;
 }

@@ -29,7 +29,7 @@ bool populate(void* at, std::size_t bytes) {
   return result == 0;
 }
 
-// Addresses for `bytes` of a file from `offset` on, of which huge pages begin where those of the file do; or null.
+// Reserves addresses, aligned to the huge pages of the file from `offset` on.
 char* reserve(std::size_t bytes, std::size_t offset) {
   void* const found = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -40,7 +40,7 @@ char* reserve(std::size_t bytes, std::size_t offset) {
   return made;
 }
 
-// Maps the file behind `page` once more, from that page on, which is at `offset` of it.
+// Maps the file behind `page` again; `offset` is the page's position in it.
 char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   char* const at = huge && bytes >= kHugePage ? reserve(bytes, offset) : nullptr;
   void* const made = at == nullptr ? mremap(page, 0, bytes, MREMAP_MAYMOVE)
@@ -50,13 +50,13 @@ char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   return nullptr;
 }
 
-// Makes the whole huge pages of a mapping such; what the kernel has none for stays as it is.
+// Parts for which the kernel has no huge pages stay as they are.
 int collapse(void* at, std::size_t bytes) {
   const auto begin = (reinterpret_cast<std::uintptr_t>(at) + kHugePage - 1) / kHugePage * kHugePage;
   const auto end = (reinterpret_cast<std::uintptr_t>(at) + bytes) / kHugePage * kHugePage;
   if (begin >= end) return 0;
   void* const first = reinterpret_cast<void*>(begin);
-  madvise(first, end - begin, MADV_HUGEPAGE);  // so that the others map them as such, too
+  madvise(first, end - begin, MADV_HUGEPAGE);  // so that other processes map them as huge pages, too
   return madvise(first, end - begin, MADV_COLLAPSE) == 0 ? 0 : errno;
 }
 
@@ -87,13 +87,12 @@ std::size_t block_offset(std::size_t used, std::size_t bytes) {
 }
 
 bool has_populate() {
-  static const bool can =
-      madvise(nullptr, 0, MADV_POPULATE_WRITE) == 0;  // an advice that is unknown fails on nothing, too
+  static const bool can = madvise(nullptr, 0, MADV_POPULATE_WRITE) == 0;  // an unknown advice fails even on 0 bytes
   return can;
 }
 
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset) {
-  // Faults are taken here, all at once, and not in the first collective; where the kernel can't, they come later.
+  // Faults now, not in the first collective; later if the kernel can't populate.
   if (descriptor >= 0) {
     if (posix_fallocate(descriptor, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) return false;
     populate(at, bytes);
@@ -104,7 +103,7 @@ bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t o
     if (huge) collapse(at, bytes);
     return true;
   }
-  madvise(at, bytes, MADV_REMOVE);  // gives back what it got
+  madvise(at, bytes, MADV_REMOVE);
   return false;
 }
 
@@ -119,7 +118,7 @@ Windows::~Windows() {
 }
 
 char* Windows::find(std::uint64_t offset, std::size_t bytes) const {
-  for (int index = count_.load(std::memory_order_acquire) - 1; index >= 0; --index) {  // the last is the largest
+  for (int index = count_.load(std::memory_order_acquire) - 1; index >= 0; --index) {
     const Window& window = windows_[index];
     if (offset < window.offset) continue;
     const std::size_t inside = offset - window.offset;
@@ -143,21 +142,21 @@ char* Windows::at(std::uint64_t offset, std::size_t bytes) {
   if (!holds(offset, bytes)) return nullptr;
   if (char* const found = find(offset, bytes)) return found;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (char* const found = find(offset, bytes)) return found;  // another thread was here
+  if (char* const found = find(offset, bytes)) return found;  // mapped by another thread
   const int count = count_.load(std::memory_order_relaxed);
   if (count == kMost) return nullptr;
   const std::size_t start = offset / kPage * kPage;
   const std::size_t needed = (offset + bytes - start + kPage - 1) / kPage * kPage;
   std::size_t wanted = count == 0 ? first_window_bytes_ : std::min(capacity_, 2 * windows_[count - 1].bytes);
   wanted = std::min(std::max(wanted, needed), capacity_);
-  // A window that would go beyond the end begins earlier: it overlaps others then, which show the same bytes.
+  // A window that would exceed the capacity begins earlier, and overlaps others.
   if (!map(std::min(start, capacity_ - wanted), wanted) && !map(start, needed)) return nullptr;
   return find(offset, bytes);
 }
 
 bool Windows::map(std::size_t start, std::size_t bytes) {
   const int count = count_.load(std::memory_order_relaxed);
-  // From the page that is mapped and lies nearest before the start.
+  // From the mapped page nearest before `start`.
   char* page = first_page_;
   std::size_t at = 0;
   for (int index = 0; index < count; ++index) {
@@ -168,7 +167,7 @@ bool Windows::map(std::size_t start, std::size_t bytes) {
     at = last;
     page = window.base + (last - window.offset);
   }
-  char* hop = nullptr;  // over what nobody has asked for, in steps that take little address space
+  char* hop = nullptr;  // skips unrequested bytes in steps, to save address space
   std::size_t hop_bytes = 0;
   while (page != nullptr && at < start) {
     const std::size_t step = std::min(start - at, kHop);

@@ -51,21 +51,18 @@ def __getattr__(name: str) -> Any:
 
 
 NOTES = reasons({
-    "as in 0.16, plus main's keyword-only gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size": (
-        "initialize_model_parallel"
-    ),
-    "has main's `gtp_remat`; wrong sizes raise an error that is both RuntimeError and AssertionError": "RankGenerator",
-    "main's `with_gtp_remat` is keyword-only; positional arguments are as in 0.16": (
+    "as in 0.16, plus main's keyword-only gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size, "
+    "which must have their defaults": "initialize_model_parallel",
+    "wrong sizes raise an error that is both RuntimeError and AssertionError": "RankGenerator",
+    "main's `with_gtp_remat` is keyword-only and changes nothing; positional arguments are as in 0.16": (
         "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group "
         "get_expert_data_parallel_world_size get_expert_data_parallel_rank"
     ),
-    "has main's `with_egtp_remat`": "get_expert_tensor_model_pipeline_parallel_group",
+    "has main's `with_egtp_remat`, which changes nothing": "get_expert_tensor_model_pipeline_parallel_group",
     "the buffer has Megatron's interface and is on the device of the groups, which may be the CPU": (
         "get_global_memory_buffer"
     ),
-    "as in 0.16; main always has the rank in `gtp` in second place, this one only if gtp_remat_size isn't 1": (
-        "get_all_ranks"
-    ),
+    "as in 0.16; main has the rank in `gtp` in second place": "get_all_ranks",
     "on the CPU the default backend is parallel_state": "create_group",
     "needs no einops": "create_hierarchical_groups",
     "a group of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set": (

@@ -22,10 +22,8 @@ from parallel_state.compat.megatron.lookup import (
     CHOSEN,
     HIERARCHICAL,
     HYBRID,
-    LISTED,
     OPTIONS,
     VARIABLES,
-    WITHOUT_GTP,
     forget,
     gloo_group_of,
     group_of,
@@ -39,13 +37,7 @@ from parallel_state.compat.megatron.process_groups import (
     create_hybrid_dp_cp_groups,
     overwrite_nccl_comm_cfgs,
 )
-from parallel_state.compat.megatron.ranks import (
-    RankGenerator,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    hierarchical_ranks,
-    with_gtp_remat,
-)
+from parallel_state.compat.megatron.ranks import hierarchical_ranks
 from parallel_state.process_groups.options import GroupOptions
 
 logger = logging.getLogger("parallel_state")
@@ -55,15 +47,6 @@ _LOGGED: set[str] = set()
 _JOINED: list[weakref.ref[Any]] = []
 """torch's default group, if `_join_world` made the world over it; else empty."""
 
-_TOKENS = {
-    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "dp_gtp": "gtp_remat-dp",
-    "dp_cp_gtp": "gtp_remat-dp-cp", "model": "tp-gtp_remat-pp", "tp_cp": "tp-cp", "tp_dp": "tp-gtp_remat-dp",
-    "tp_dp_cp": "tp-gtp_remat-dp-cp", "gtp": "gtp_remat",
-}  # fmt: skip
-_EXPERT_TOKENS = {
-    "ep": "ep", "etp": "tp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp", "tp_ep_pp_gtp": "tp-ep-gtp_remat-pp",
-    "edp": "dp", "edp_gtp": "gtp_remat-dp", "egtp": "gtp_remat",
-}  # fmt: skip
 _GLOO_KINDS = ("dp", "dp_cp", "intra_dp_cp", "edp", "intra_edp")
 
 
@@ -100,14 +83,17 @@ def initialize_model_parallel(
     gloo groups of the data-parallel ones. `distributed_timeout_minutes` is the timeout of each call of the groups.
     Options without effect (SHARP; on the CPU those of NCCL) are logged once.
 
-    `gtp_remat_size`, `expert_gtp_remat_size`, `rank_offset` and `local_world_size` are arguments of Megatron's main.
-    With any of them, only the getters of this module return the groups, not those of `parallel_state`, and only the
-    members of a group make it.
+    The last four are arguments of Megatron's main, and must have their defaults.
 
     Raises NotInitializedError before init_process_group, InitializedError if the groups exist (both AssertionErrors),
     RefusedError (RuntimeError and AssertionError) if sizes don't fit.
     """
     _check_sharp(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
+    if gtp_remat_size * expert_gtp_remat_size != 1 or rank_offset or local_world_size is not None:
+        raise RefusedError(
+            "gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size must have their defaults; for a "
+            "part of the world, use parallel_state.create_parallel_groups over a sub-group"
+        )
     if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
         raise RefusedError(
             "pipeline_model_parallel_comm_backend must be 'nccl', 'ucc' or None, "
@@ -132,47 +118,28 @@ def initialize_model_parallel(
     timeout = timedelta(minutes=distributed_timeout_minutes)
     try:
         with as_megatrons():
-            if gtp_remat_size * expert_gtp_remat_size > 1 or rank_offset or local_world_size is not None:
-                if num_distributed_optimizer_instances > 1:
-                    raise RefusedError(
-                        "gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size need "
-                        f"num_distributed_optimizer_instances=1, but it is {num_distributed_optimizer_instances}"
-                    )
-                if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
-                    raise RefusedError("virtual stages need a pipeline_model_parallel_size above 1")
-                ends = {
-                    "embedding": get_embedding_ranks or default_embedding_ranks,
-                    "position_embedding": get_position_embedding_ranks or default_position_embedding_ranks,
-                }
-                tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
-                dense = tp, 1, cp, gtp_remat_size, "tp"
-                experts = expert_tensor_parallel_size or tp, expert_model_parallel_size, 1, expert_gtp_remat_size, "ep"
-                ranks = range(rank_offset, rank_offset + (local_world_size or dist.get_world_size()))
-                _make_listed(dense, experts, pp, order, ranks, ends, timeout)
-                create_gloo_process_groups = create_gloo_process_groups and gtp_remat_size == expert_gtp_remat_size == 1
-            else:
-                state.initialize_model_parallel(
-                    tensor_model_parallel_size,
-                    pipeline_model_parallel_size,
-                    cp=context_parallel_size,
-                    ep=expert_model_parallel_size,
-                    etp=expert_tensor_parallel_size,
-                    inter_dist_opt=num_distributed_optimizer_instances,
-                    virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-                    order=order,
-                    backend=backend_of_groups(),
-                    axis_options=nccl if on_gpu else None,
-                    timeout=timeout,
-                    eager=True,
-                    get_embedding_ranks=get_embedding_ranks,
-                    get_position_embedding_ranks=get_position_embedding_ranks,
-                )
+            state.initialize_model_parallel(
+                tensor_model_parallel_size,
+                pipeline_model_parallel_size,
+                cp=context_parallel_size,
+                ep=expert_model_parallel_size,
+                etp=expert_tensor_parallel_size,
+                inter_dist_opt=num_distributed_optimizer_instances,
+                virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+                order=order,
+                backend=backend_of_groups(),
+                axis_options=nccl if on_gpu else None,
+                timeout=timeout,
+                eager=True,
+                get_embedding_ranks=get_embedding_ranks,
+                get_position_embedding_ranks=get_position_embedding_ranks,
+            )
         OPTIONS["gloo"] = create_gloo_process_groups
         if create_gloo_process_groups:
             for kind in _GLOO_KINDS:  # made now, on all ranks: later perhaps not all ranks of a group call the getter
                 gloo_group_of(kind)
         if create_all_gather_group:
-            LISTED["dp_cp_ag"] = _apart("dp_cp", timeout)
+            OPTIONS["dp_cp_ag"] = _apart("dp_cp", timeout)
         _make_context_parallel(hierarchical_context_parallel_sizes, hybrid_context_parallel, timeout)
         if virtual_pipeline_model_parallel_size is not None:
             CHOSEN["get_virtual_pipeline_model_parallel_rank"] = 0
@@ -258,64 +225,14 @@ def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str
     return {kinds[name]: process_groups.options_of(chosen) for name, chosen in found.items() if name in kinds}
 
 
-_Sizes = tuple[int, int, int, int, str]
-"""Sizes of tp, ep, cp and gtp_remat, and the axis after which gtp_remat is inserted into the order."""
-
-
-def _make_listed(
-    dense: _Sizes,
-    experts: _Sizes,
-    pp: int,
-    order: str,
-    ranks: range,
-    ends: Mapping[str, Callable[[list[int]], list[int]]],
-    timeout: timedelta,
-) -> None:
-    """Fills `LISTED` from two RankGenerators, as Megatron's main does. Only the members of a group make it."""
-
-    def generator(tp: int, ep: int, cp: int, gtp: int, after: str) -> RankGenerator:
-        size = tp * ep * cp * pp * gtp
-        if len(ranks) % size:
-            raise RefusedError(f"the world size must be divisible by {size}, but is {len(ranks)}")
-        return RankGenerator(tp, ep, len(ranks) // size, pp, cp, with_gtp_remat(order, after), ranks.start, gtp)
-
-    of_dense, of_experts = generator(*dense), generator(*experts)
-    pipelines = of_dense.get_ranks("pp")
-    if pipelines != of_experts.get_ranks("pp"):
-        raise RefusedError(f"order {order!r} gives dense and expert layers different pipeline groups; put pp last")
-    if not order.endswith("pp") and pp > 1 and of_dense.dp != of_experts.dp:
-        raise RefusedError(
-            f"order {order!r} needs the same data-parallel size for dense and expert layers, but they are "
-            f"{of_dense.dp} and {of_experts.dp}; put pp last"
-        )
-    lists = {kind: of_dense.get_ranks(token) for kind, token in _TOKENS.items()}
-    lists |= {kind: of_experts.get_ranks(token) for kind, token in _EXPERT_TOKENS.items()}
-    lists |= {kind: [pick(list(each)) for each in pipelines] for kind, pick in ends.items()}
-    me, made = dist.get_rank(), {}
-    for kind, members in {**lists, "intra_dist_opt": [list(ranks)]}.items():
-        mine = next((each for each in members if me in each), None)
-        if mine is not None:
-            key = tuple(mine)
-            if key not in made:
-                made[key] = create_group(mine, timeout, use_local_synchronization=True, group_desc=kind)
-            LISTED[kind] = made[key], list(mine)
-    for whole in ("dp_cp", "dp_cp_gtp", "edp", "edp_gtp"):
-        LISTED[f"intra_{whole}"] = LISTED[whole]
-
-
 def _lists(kind: str) -> list[list[int]]:
-    """Returns the rank lists of a kind: all of the world, or only this rank's if its members alone made it."""
-    return [LISTED[kind][1]] if kind in LISTED else state.get_parallel_groups().layout.groups(kind)
+    return state.get_parallel_groups().layout.groups(kind)
 
 
-def _apart(kind: str, timeout: timedelta | None) -> tuple[Any, list[int]]:
-    """Returns a second group of the same ranks, and these; its calls don't wait for those of the first group."""
-    found: tuple[Any, list[int]] = (None, [])
-    for ranks in _lists(kind):
-        group = create_group(ranks, timeout, use_local_synchronization=kind in LISTED, group_desc=f"{kind}_ag")
-        if dist.get_rank() in ranks:
-            found = group, ranks
-    return found
+def _apart(kind: str, timeout: timedelta | None) -> Any:
+    """Returns a second group of this rank's ranks; its calls don't wait for those of the first group."""
+    made = {tuple(ranks): create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)}
+    return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
 
 def create_all_gather_groups(
@@ -330,10 +247,10 @@ def create_all_gather_groups(
     """
     if not has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
-    dense, _ = _apart("dp_cp", timeout)
+    dense = _apart("dp_cp", timeout)
     if not for_expert_parallelism or size_of("ep") == 1:
         return dense, None
-    return dense, _apart("edp", timeout)[0]
+    return dense, _apart("edp", timeout)
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
@@ -343,7 +260,7 @@ def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
     """
     groups = [pg]
     if pg is None:
-        kinds = [group_of(kind) for kind in (*VARIABLES.values(), *WITHOUT_GTP)]
+        kinds = [group_of(kind) for kind in dict.fromkeys(VARIABLES.values())]
         groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.CREATED]))
     dist.barrier(pg)  # no timeout may become shorter during a call
     if torch.cuda.is_available():

@@ -23,11 +23,11 @@ from parallel_state.compat.megatron.lookup import (
     rank_of,
     ranks_of,
     size_of,
-    usual_kind,
 )
 from parallel_state.compat.tables import named
 
 # These return the kind for Megatron's flags. Names, order and defaults of the flags are those of Megatron's getters.
+# Flags of main's axis `gtp_remat`, which has one rank here, change nothing.
 
 
 def _data_parallel(
@@ -35,13 +35,11 @@ def _data_parallel(
 ) -> str:
     if partial_data_parallel and not with_context_parallel:
         raise RefusedError("partial_data_parallel needs with_context_parallel=True")
-    kind = "intra_dp_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
-    return usual_kind(f"{kind}_gtp") if with_gtp_remat else kind
+    return "intra_dp_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
 
 
 def _expert_data_parallel(partial_expert_data_parallel: bool = False, *, with_gtp_remat: bool = True) -> str:
-    kind = "intra_edp" if partial_expert_data_parallel else "edp"
-    return usual_kind(f"{kind}_gtp") if with_gtp_remat else kind
+    return "intra_edp" if partial_expert_data_parallel else "edp"
 
 
 def _tensor_and_data_parallel(with_context_parallel: bool = False) -> str:
@@ -49,7 +47,7 @@ def _tensor_and_data_parallel(with_context_parallel: bool = False) -> str:
 
 
 def _expert_tensor_model_pipeline_parallel(with_egtp_remat: bool = False) -> str:
-    return usual_kind("tp_ep_pp_gtp") if with_egtp_remat else "tp_ep_pp"
+    return "tp_ep_pp"
 
 
 _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
@@ -69,8 +67,8 @@ _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
     "expert_data_parallel": (_expert_data_parallel, "group group_gloo world_size rank"),
     "intra_distributed_optimizer_instance": ("intra_dist_opt", "group"),
     "inter_distributed_optimizer_instance": ("inter_dist_opt", "group"),
-    "gtp_weight_remat": ("gtp", "group world_size rank global_ranks"),
-    "expert_gtp_weight_remat": ("egtp", "group world_size rank global_ranks"),
+    "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
+    "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
 }
 """Stem of Megatron's getters -> kind of group (or a function of the getter's flags that returns it), and getters."""
 _TEXTS = {
@@ -115,18 +113,18 @@ def _getter(kind: str | Callable[..., str], fact: str, name: str) -> Callable[..
         def get() -> int:
             return ranks_of(by_flags())[0]
 
-    else:  # group_gloo, always without `gtp`
+    else:  # group_gloo
         flags = [each for each in flags if each.kind is not each.KEYWORD_ONLY]
 
         def get(*given: bool, **named: bool) -> Any:
-            return gloo_group_of(by_flags(*given, **named, with_gtp_remat=False))
+            return gloo_group_of(by_flags(*given, **named))
 
     get.__signature__ = inspect.signature(get).replace(parameters=flags)
     return get
 
 
 def _number(kind: str, of: Callable[[str], int], name: str) -> Any:
-    has_none = kind in ("etp", "gtp", "egtp") and group_of(kind) is None
+    has_none = kind in ("etp", "dp_replicate") and group_of(kind) is None
     if has_none and kind == "etp":  # as in Megatron, for programs that set sizes without making groups
         return CHOSEN.get(name.replace("expert_tensor", "tensor_model"))
     return 0 if has_none or (kind not in _NOT_ZERO and is_before_start()) else of(kind)
@@ -201,12 +199,11 @@ def get_data_parallel_group(
     """Returns the process group of `dp`; `with_context_parallel` of `dp_cp`; `partial_data_parallel` of `intra_dp_cp`.
 
     `intra_dp_cp` is this optimizer instance's part of `dp_cp`. `independent_all_gather` selects the group that
-    `create_all_gather_group` made. `with_gtp_remat=False` leaves out the axis `gtp_remat`, along which ranks gather
-    each other's weights.
+    `create_all_gather_group` made.
     """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return or_raise(group_of("dp_cp_ag"), "dp_cp all-gather")
-    kind = _data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat=with_gtp_remat)
+    kind = _data_parallel(with_context_parallel, partial_data_parallel)
     return or_raise(group_of(kind), kind)
 
 
@@ -314,8 +311,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Returns this rank's positions in tp, (gtp,) dp, cp, pp and ep as `0_1_0_3_0`, for names of shards."""
-    gtp = ["gtp_weight_remat"] if _get("gtp_weight_remat_world_size") > 1 else []
-    stems = ("tensor_model_parallel", *gtp, "data_parallel", "context_parallel", "pipeline_model_parallel",
+    """Returns this rank's positions in tp, dp, cp, pp and ep as `0_1_0_3_0`, for names of shards."""
+    stems = ("tensor_model_parallel", "data_parallel", "context_parallel", "pipeline_model_parallel",
              "expert_model_parallel")  # fmt: skip
     return "_".join(str(_get(f"{stem}_rank") or 0) for stem in stems)

@@ -1,7 +1,7 @@
 """Finds this rank's groups by kind, and keeps the values of Megatron's setters.
 
-A kind is a row of the axis table, or one that only Megatron has. Its group is, in this order: the one that a program
-assigned to Megatron's module variable, the one in `LISTED`, the one of `parallel_state.state`.
+A kind is a row of the axis table, or `dp_cp_ag`, which only Megatron has. Its group is the one that a program assigned
+to Megatron's module variable, else the one of `parallel_state.state`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import torch.distributed as dist
 
 from parallel_state import state
 from parallel_state.compat.megatron.errors import NotInitializedError, as_megatrons
-from parallel_state.compat.megatron.process_groups import create_group
 
 CHOSEN: dict[str, Any] = {}
 """Values of setters, by the name of the getter."""
-LISTED: dict[str, tuple[Any, list[int]]] = {}
-"""Groups that `parallel_state.state` doesn't have, with their ranks, by kind."""
 HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""`gloo`: True if the last initialize_model_parallel made gloo groups."""
+"""Of the last initialize_model_parallel. `gloo`: True if it made gloo groups; `dp_cp_ag`: its all-gather group."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -35,30 +32,21 @@ VARIABLES = {
             "EXPERT_TENSOR_AND_MODEL_PARALLEL": "tp_ep", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp",
             "EXPERT_DATA_PARALLEL": "edp", "INTRA_PARTIAL_EXPERT_DATA_PARALLEL": "intra_edp",
             "INTER_PARTIAL_EXPERT_DATA_PARALLEL": "inter_dist_opt",
-            "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE": "intra_dist_opt", "GTP_WEIGHT_REMAT": "gtp",
-            "EXPERT_GTP_WEIGHT_REMAT": "egtp",
+            "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE": "intra_dist_opt", "GTP_WEIGHT_REMAT": "dp_replicate",
+            "EXPERT_GTP_WEIGHT_REMAT": "dp_replicate",
         },
         "_WITH_CP": {"DATA_PARALLEL": "dp_cp", "INTRA_PARTIAL_DATA_PARALLEL": "intra_dp_cp",
                      "TENSOR_AND_DATA_PARALLEL": "tp_dp_cp"},
         "_WITH_CP_AG": {"DATA_PARALLEL": "dp_cp_ag"},
-        "_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp_gtp", "EXPERT_DATA_PARALLEL": "edp_gtp"},
-        "_WITH_CP_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp_cp_gtp"},
-        "_WITH_EGTP": {"EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp_gtp"},
+        "_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp", "EXPERT_DATA_PARALLEL": "edp"},
+        "_WITH_CP_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp_cp"},
+        "_WITH_EGTP": {"EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp"},
     }.items()
     for name, kind in kinds.items()
 }  # fmt: skip
 """Megatron's module variable -> kind. A group that a tool assigns to the variable replaces ours."""
-_VARIABLE_OF = {kind: name for name, kind in VARIABLES.items()}
-
-WITHOUT_GTP = {"dp_gtp": "dp", "dp_cp_gtp": "dp_cp", "intra_dp_cp_gtp": "intra_dp_cp", "edp_gtp": "edp",
-                "intra_edp_gtp": "intra_edp", "tp_ep_pp_gtp": "tp_ep_pp", "gtp": "dp_replicate",
-                "egtp": "dp_replicate"}  # fmt: skip
-"""Kinds that are equal to another kind if gtp_remat_size is 1. `dp_replicate` is then a group of one rank."""
-
-
-def usual_kind(kind: str) -> str:
-    """Returns the kind without `_gtp` if there is no such group, so that Megatron's variable of that kind is read."""
-    return kind if kind in LISTED else WITHOUT_GTP.get(kind, kind)
+_VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
+"""Kind -> the first variable: the others are those of main's axis `gtp_remat`, which has one rank here."""
 
 
 def _assigned(kind: str) -> Any:
@@ -70,7 +58,7 @@ def forget() -> None:
     """Resets this module: setters' values, assigned variables, and groups that the state doesn't have."""
     for name in VARIABLES:
         vars(sys.modules[__package__]).pop(name, None)
-    for kept in (CHOSEN, LISTED, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):
+    for kept in (CHOSEN, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):
         kept.clear()
 
 
@@ -79,27 +67,25 @@ def group_of(kind: str) -> Any:
     assigned = _assigned(kind)
     if assigned is not None:
         return assigned
-    if kind in LISTED:
-        return LISTED[kind][0]
-    if kind == "dp_cp_ag" or not state.model_parallel_is_initialized():
+    if kind == "dp_cp_ag":
+        return OPTIONS.get(kind)
+    if not state.model_parallel_is_initialized():
         return None
     if kind == "inter_dist_opt" and "intra_dp_cp" not in state.get_parallel_groups().layout.parts:
         return None  # with one optimizer instance there is no group between instances
-    group = state.try_get_group(WITHOUT_GTP.get(kind, kind))
+    group = state.try_get_group(kind)
     return None if group is None else group.device_group
 
 
 def has_group(kind: str) -> bool:
     """Returns True if this rank has a group of this kind, without making it. Only for kinds that every layout has."""
-    return _assigned(kind) is not None or kind in LISTED or state.model_parallel_is_initialized()
+    return _assigned(kind) is not None or state.model_parallel_is_initialized()
 
 
 def ranks_of(kind: str) -> list[int]:
     """Returns the global ranks of this rank's group. Raises NotInitializedError without a group."""
-    if kind in LISTED:
-        return LISTED[kind][1]
     with as_megatrons():
-        return state.get_group_ranks(WITHOUT_GTP.get(kind, kind))
+        return state.get_group_ranks(kind)
 
 
 def or_raise(group: Any, kind: str) -> Any:
@@ -115,14 +101,8 @@ def gloo_group_of(kind: str) -> Any:
         raise NotInitializedError(
             f"the {kind} group has no gloo group: initialize_model_parallel had create_gloo_process_groups=False"
         )
-    if kind not in LISTED:
-        with as_megatrons():
-            return state.get_group(kind).cpu_group
-    name = f"{kind}_gloo"
-    if name not in LISTED:
-        ranks = LISTED[kind][1]
-        LISTED[name] = create_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=name), ranks
-    return LISTED[name][0]
+    with as_megatrons():
+        return state.get_group(kind).cpu_group
 
 
 def size_of(kind: str) -> int:
@@ -136,10 +116,8 @@ def rank_of(kind: str) -> int:
     assigned = _assigned(kind)
     if assigned is not None:
         return int(assigned.rank())
-    if kind in LISTED:
-        return LISTED[kind][1].index(dist.get_rank())
     with as_megatrons():
-        return state.get_group_rank(WITHOUT_GTP.get(kind, kind))
+        return state.get_group_rank(kind)
 
 
 def is_before_start() -> bool:

@@ -28,8 +28,7 @@ def generate_masked_orthogonal_rank_groups(
 class RankGenerator:
     """Numbers the ranks of a world by axes, fastest axis first, and returns the rank lists of groups.
 
-    Megatron uses one for dense layers (`ep` 1) and one for expert layers (`cp` 1). Along the axis `gtp_remat`, ranks
-    hold slices of weights and gather them at each use. The first rank is `rank_offset`.
+    Megatron uses one for dense layers (`ep` 1) and one for expert layers (`cp` 1). The first rank is `rank_offset`.
     """
 
     def __init__(
@@ -41,20 +40,19 @@ class RankGenerator:
         cp: int,
         order: str,
         rank_offset: int = 0,
-        gtp_remat: int = 1,
     ) -> None:
         """Raises RefusedError if both `ep` and `cp` exceed 1, or if `order` lacks an axis whose size isn't 1."""
         if ep != 1 and cp != 1:
             raise RefusedError(f"ep or cp must be 1 in a RankGenerator, but they are {ep} and {cp}")
-        self.tp, self.ep, self.dp, self.pp, self.cp, self.gtp_remat = tp, ep, dp, pp, cp, gtp_remat
+        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
-        self.world_size = tp * dp * pp * cp * ep * gtp_remat
-        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": gtp_remat}
+        self.world_size = tp * dp * pp * cp * ep
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         names = order.lower().split("-")
         for name, size in self.name_to_size.items():
             if name not in names and size != 1:
                 raise RefusedError(f"order must name {name}, whose size is {size}, but is {order!r}")
-        names += [name for name in self.name_to_size if name not in names and name != "gtp_remat"]
+        names += [name for name in self.name_to_size if name not in names]
         self.order = "-".join(names)
         self.ordered_size = [self.name_to_size[name] for name in names]
 
@@ -71,22 +69,6 @@ class RankGenerator:
         mask = self.get_mask(self.order, token)
         lists = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
         return [[rank + self.rank_offset for rank in ranks] for ranks in lists]
-
-    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Returns the groups along `gtp_remat`. Raises RefusedError unless `gtp_remat_size` is this generator's."""
-        if gtp_remat_size != self.gtp_remat:
-            raise RefusedError(f"gtp_remat_size must be this generator's, {self.gtp_remat}, but is {gtp_remat_size}")
-        if "gtp_remat" not in self.order.split("-"):
-            return [[rank] for rank in range(self.rank_offset, self.rank_offset + self.world_size)]
-        return self.get_ranks("gtp_remat")
-
-
-def with_gtp_remat(order: str, after: str) -> str:
-    """Inserts `gtp_remat` into the order, unless it is there: after `after`, else after `tp`, else in front."""
-    names = order.lower().split("-")
-    if "gtp_remat" not in names:
-        names.insert(next((names.index(name) + 1 for name in (after, "tp") if name in names), 0), "gtp_remat")
-    return "-".join(names)
 
 
 def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:

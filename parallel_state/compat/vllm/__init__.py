@@ -5,8 +5,8 @@
     ps.ensure_model_parallel_initialized(2, 2)
 
 Names, parameters and return types are those of vLLM 0.33; `NOTES` lists differences, `MISSING` missing names. The
-modules `utils`, `parallel_state`, `communication_op`, `device_communicators.pynccl` and
-`device_communicators.shm_broadcast` have the same paths as in `vllm.distributed`.
+modules `utils`, `parallel_state`, `communication_op` and `device_communicators.shm_broadcast` have the same paths as in
+`vllm.distributed`.
 
 `plugin`, `platform` and `communicator` import vLLM and run its CPU engine on this library (see the setting
 PARALLEL_STATE_PLUGIN). All other modules, also `message_queue`, work without vLLM.

@@ -144,9 +144,6 @@ class Gpus(msgspec.Struct):
     torch_cuda: bool = False
     """True if torch was built with CUDA."""
     remarks: list[str] = []
-    iommu: bool = False
-    acs_redirect: list[str] = []
-    """PCI bridges that route traffic between GPUs through the CPU."""
     device_files: int = 0
     """Number of the driver's device files in /dev, independent of NVML."""
 
@@ -176,12 +173,9 @@ class Facts(msgspec.Struct):
 
 
 class CpuRun(msgspec.Struct):
-    """Times of a fixed piece of work on one core, repeated while all ranks do the same."""
+    """Time of a fixed piece of work on one core, repeated while all ranks do the same."""
 
     best_ms: float
-    median_ms: float
-    busy: float
-    """CPU time divided by wall time."""
     throttled: int = 0
     """Number of periods in which the cgroup's quota stopped this rank."""
 
@@ -210,8 +204,6 @@ class Measured(msgspec.Struct):
 
     cpu: list[CpuRun] = []
     links: list[Link] = []
-    clock_offset_s: float | None = None
-    """This rank's clock minus the leader's, including the delay of the leader's plan."""
 
 
 class GroupTraffic(msgspec.Struct):

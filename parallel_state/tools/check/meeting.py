@@ -11,16 +11,18 @@ import errno
 import os
 import socket
 import time
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import RendezvousError
 from device_communicators.base.host import connect_to
+from device_communicators.control.client import ForeignServiceError
+from parallel_state.startup.answers import ask_for_store
 from parallel_state.startup.job_store import JOB_STORE
-from parallel_state.startup.stores import listen_on, looks, tcp_store, within
+from parallel_state.startup.stores import check_own, listen_on, looks, open_tcp_store
 from parallel_state.tools.check.facts import Facts, Place
 
 T = TypeVar("T")
@@ -28,7 +30,6 @@ T = TypeVar("T")
 PAUSE_S = 0.02
 _CONNECT_S = 2.0
 _HANDSHAKE_S = 3.0
-_GRACE_S = 0.5
 _OWN_NAME_S = 3.0
 _SETTLE_S = 0.2
 _LATE_S = 1.5
@@ -51,7 +52,6 @@ class Plan(msgspec.Struct):
     """In the order of arrival: arrival n is `arrivals[n - 1]`."""
     links: list[list[tuple[int, int]]]
     """Rounds of pairs (source, target) of arrivals, which measure at the same time."""
-    leader_time_s: float
 
 
 class Meeting:
@@ -169,11 +169,12 @@ def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist
             return _join_other(address, prefix), False
         raise NotMetError("port-unusable", f"rank 0 can't listen on port {address[1]}: {error}") from error
     with listener:
-        _check_own(address, listener, deadline)
-        until = max(deadline, time.monotonic() + 1.0)
-        return within(
-            time.monotonic() + _HANDSHAKE_S, partial(tcp_store, address, until, listener.detach()), _GRACE_S
-        ), True
+        try:  # names may resolve late
+            check_own(address, listener, min(deadline, time.monotonic() + _OWN_NAME_S))
+        except RendezvousError as error:
+            is_unknown = isinstance(error.__cause__, socket.gaierror)
+            raise NotMetError("master-unresolved" if is_unknown else "master-elsewhere", str(error)) from error
+        return open_tcp_store(address, max(deadline, time.monotonic() + 1.0), listener), True
 
 
 def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
@@ -183,64 +184,21 @@ def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
         if BoundedStore(dist.PrefixStore(prefix, store)).check(["arrivals"]):
             return store
         text = f"{port} is in use by the store of another job"
-    except (OSError, RuntimeError):
-        text = f"{port} is in use by another program{_describe_listener(address[1])}"
+    except (OSError, RuntimeError, ForeignServiceError) as error:
+        text = f"{port} is in use by another program: {error}"
     raise NotMetError("port-taken", text)
 
 
 def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
     deadline = time.monotonic() + limit_s
-    return within(deadline, partial(tcp_store, address, deadline), _GRACE_S)
-
-
-def _describe_listener(port: int) -> str:
-    inodes = set()
-    for name in ("tcp", "tcp6"):
-        try:
-            with open(f"/proc/net/{name}", encoding="utf-8") as file:
-                rows = [line.split() for line in file.readlines()[1:]]
-        except OSError:
-            continue
-        inodes |= {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            if any(
-                os.readlink(f"/proc/{pid}/fd/{fd}") in {f"socket:[{inode}]" for inode in inodes}
-                for fd in os.listdir(f"/proc/{pid}/fd")
-            ):
-                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-                    return f", {file.read().strip()} (pid {pid})"
-        except OSError:
-            continue
-    return ""
-
-
-def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Raises NotMetError unless a connection to MASTER_ADDR arrives here. Retries for 3 s: names may resolve late."""
-    listener.settimeout(1.0)
-    host = socket.gethostname()
-    until = min(deadline, time.monotonic() + _OWN_NAME_S)
-    while True:
-        try:
-            with connect_to(address, _CONNECT_S):
-                accepted, _ = listener.accept()
-                accepted.close()
-                return
-        except socket.gaierror as error:
-            code, text = "master-unresolved", f"{address[0]} doesn't resolve on {host}: {error.strerror}"
-        except OSError as error:
-            why = "a connection doesn't arrive" if isinstance(error, TimeoutError) else error.strerror or error
-            code, text = "master-elsewhere", f"{address[0]} doesn't lead to {host}, where rank 0 runs: {why}"
-        if time.monotonic() > until:
-            raise NotMetError(code, text)
-        time.sleep(0.2)
+    ask_for_store(address, deadline)
+    return open_tcp_store(address, deadline)
 
 
 def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.Store:
     """Connects to the store as soon as it is served; retries until the deadline."""
     where = f"{address[0]}:{address[1]}"
     server = "the launcher's agent" if place.agent_store else "rank 0"
-    kind, text = "master-refused", ""
     while True:
         left_s = deadline - time.monotonic()
         try:
@@ -248,19 +206,22 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
                 pass
             try:
                 return _shake_hands(address, max(1.0, min(_HANDSHAKE_S, left_s)))
-            except (OSError, RuntimeError):
-                kind, text = "master-stranger", f"a program listens at {where}, but it isn't the store of a job"
-        except socket.gaierror as error:
-            kind, text = "master-unresolved", f"{address[0]} doesn't resolve here: {error.strerror}"
-        except TimeoutError:
-            kind, text = "master-silent", f"packets to {where} get no answer"
-        except ConnectionRefusedError:
-            kind, text = (
-                "master-refused",
-                f"nobody listens at {where}: {server} wasn't started, or runs on another host",
-            )
+            except (OSError, RuntimeError, ForeignServiceError) as error:
+                text = f"a program listens at {where}, but it isn't the store of a job: {error}"
+                kind = "master-stranger"
         except OSError as error:
-            kind, text = "master-unreachable", f"can't connect to {where}: {error.strerror or error}"
+            kind, text = _unreached(error, where, server)
         if time.monotonic() + 0.2 >= deadline:
             raise NotMetError(kind, text)
         time.sleep(0.1)
+
+
+def _unreached(error: OSError, where: str, server: str) -> tuple[str, str]:
+    """Returns kind and text of a failed connection to the store."""
+    if isinstance(error, socket.gaierror):
+        return "master-unresolved", f"{where.rpartition(':')[0]} doesn't resolve here: {error.strerror}"
+    if isinstance(error, TimeoutError):
+        return "master-silent", f"packets to {where} get no answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "master-refused", f"nobody listens at {where}: {server} wasn't started, or runs on another host"
+    return "master-unreachable", f"can't connect to {where}: {error.strerror or error}"

@@ -296,7 +296,6 @@ def ports_differ(evidence: Evidence) -> Iterator[Match]:
 # Links.
 
 _CLOCK_S = 1.0
-_LATE_PLAN_S = 5.0
 _SLOW = 4.0
 _LATENCY = 5.0
 _LATENCY_US = 300.0
@@ -384,8 +383,7 @@ def lossy_links(evidence: Evidence) -> Iterator[Match]:
 
 
 def clocks(evidence: Evidence) -> Iterator[Match]:
-    """Compares clocks by round trips between hosts; if these show no offset, by the arrival of the leader's plan."""
-    reported: set[str] = set()
+    """Compares clocks by round trips between hosts."""
     offsets: dict[str, list[tuple[float, str]]] = {}
     for link in evidence.links:
         if not link.problem and abs(link.clock_offset_s) > _CLOCK_S + link.clock_error_s:
@@ -395,15 +393,8 @@ def clocks(evidence: Evidence) -> Iterator[Match]:
     while offsets:  # the host that differs from most others has the wrong clock
         host = max(offsets, key=lambda name: len(offsets[name]))
         offset, other = offsets.pop(host)[0]
-        reported.add(host)
         offsets = {name: left for name, each in offsets.items() if (left := [one for one in each if one[1] != host])}
         yield Match(evidence.hosts[host], clock=host, offset=_offset(offset), other=other)
-    for number, measured in evidence.measured.items():
-        facts = evidence.facts_of(number)
-        offset_s = measured.clock_offset_s
-        if offset_s is not None and not -_CLOCK_S < offset_s < _LATE_PLAN_S and not reported:
-            clock = f"rank {facts.place.rank}"
-            yield Match([facts], clock=clock, offset=_offset(offset_s), other="the leader")
 
 
 def _offset(offset_s: float) -> str:
@@ -636,13 +627,6 @@ def no_peer_access(evidence: Evidence, ranks: Group) -> Words | None:
     paths = ranks[0].gpus.paths
     refused = [f"{path}: {path.peer_problem}" for path in paths if path.peer_problem]
     return {"refused": len(refused), "pairs": len(paths), "first": refused[0]} if refused else None
-
-
-def redirecting_bridges(evidence: Evidence, ranks: Group) -> Words | None:
-    gpus, found = ranks[0].gpus, ranks[0].gpus.acs_redirect
-    names = ", ".join(found[:4]) + (" …" if len(found) > 4 else "")
-    words = {"number": len(found), "names": names, "iommu": "with" if gpus.iommu else "without"}
-    return words if found and _most_nvlinks(ranks) <= 0 else None
 
 
 def far_from_gpu(evidence: Evidence) -> Iterator[Match]:

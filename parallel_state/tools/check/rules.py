@@ -492,12 +492,6 @@ RULES: dict[str, Rule] = {
         "on {host} {refused} of {pairs} GPU pairs have no peer access, such as {first}",
         "Data goes through host memory.",
         "Check `python -m parallel_state topology`; disable ACS, and start the fabric manager on NVSwitch machines."),
-    "acs-redirect": Rule(WARNING, "PCI bridges send traffic between GPUs through the CPU",
-        hosts(find.redirecting_bridges),
-        "{number} bridges of {host} redirect traffic ({iommu} an IOMMU): {names}",
-        "Peer access over PCIe loses bandwidth, or hangs.",
-        "Disable ACS on these bridges (`setpci -s BDF ECAP_ACS+6.w=0000`), or in the BIOS if no virtual machines run "
-        "here."),
     "gpu-far": Rule(WARNING, "a rank is bound to cores that are far from its GPU",
         find.far_from_gpu,
         "rank {place.rank} on {host} is bound to {cpu.affinity:cores}, but {gpu.cores:cores} are near its "

@@ -134,7 +134,7 @@ class Session:
         world_size = _most_common(arrivals)
         complete = sorted(each.place.rank for each in arrivals) == list(range(world_size))
         rounds = links.schedule(links.host_leaders(arrivals)) * _PASSES
-        plan = Plan(arrivals, rounds, time.time())
+        plan = Plan(arrivals, rounds)
         meeting.put("plan", plan)
         own = meeting.arrival
         measured = {own: self._measure(plan)}
@@ -187,7 +187,6 @@ class Session:
 
     def _measure(self, plan: Plan) -> Measured:
         meeting, found = self.meeting, Measured()
-        found.clock_offset_s = time.time() - plan.leader_time_s
         found.cpu.append(system.run_cpu())
         taking_part = {number for pairs in plan.links for pair in pairs for number in pair}
         shortest, longest = _PAIR_S

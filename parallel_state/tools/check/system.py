@@ -48,8 +48,6 @@ _SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x89
 _IFF_UP = 1
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 _CONTAINER_NAMES = ("docker", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxcbr", "kube-")
-_PCI_ACS = 0x000D
-_ACS_REDIRECT = 0x0C  # P2P request redirect and completion redirect
 VARIABLES = re.compile(
     r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE)"
@@ -473,17 +471,13 @@ def cpu() -> Cpu:
 
 def run_cpu(repeats: int = 25) -> CpuRun:
     """Times a fixed piece of work of about 1.5 ms, repeatedly."""
-    throttled = _throttled()
-    wall_ms, began, began_cpu = [], time.perf_counter(), time.thread_time()
+    throttled, wall_ms = _throttled(), []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
         for _ in range(15_000):
             value = (value * 1_103_515_245 + 12_345) & 0x7FFF_FFFF
         wall_ms.append((time.perf_counter() - started) * 1e3)
-    wall_s = time.perf_counter() - began
-    busy = (time.thread_time() - began_cpu) / wall_s if wall_s else 1.0
-    wall_ms.sort()
-    return CpuRun(wall_ms[0], wall_ms[len(wall_ms) // 2], busy, _throttled() - throttled)
+    return CpuRun(min(wall_ms), _throttled() - throttled)
 
 
 def _throttled() -> int:
@@ -504,7 +498,7 @@ def gpus() -> Gpus:
 
     topology = read_topology()
     visible = visible_devices(topology.gpus, os.environ)
-    found = Gpus(
+    return Gpus(
         devices=[
             GpuFact(each.index, each.uuid, each.name or "", each.pci_id or "",
                     -1 if each.numa_node is None else each.numa_node, list(each.cores or ()))
@@ -519,12 +513,8 @@ def gpus() -> Gpus:
         problem=topology.problem or "",
         torch_cuda=torch.version.cuda is not None,
         remarks=[*topology.remarks, *visible.remarks],
-        iommu=bool(_listed("/sys/class/iommu")),
-        device_files=len([name for name in _listed("/dev") if re.fullmatch(r"nvidia\d+", name)]),
+        device_files=len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]),
     )  # fmt: skip
-    if len(found.devices) > 1:
-        found.acs_redirect = _acs_bridges()
-    return found
 
 
 def with_own_gpu(found: Facts) -> None:
@@ -532,33 +522,3 @@ def with_own_gpu(found: Facts) -> None:
     visible = found.gpus.visible
     index = 0 if len(visible) == 1 else found.place.local_rank
     found.gpus.own = visible[index] if index < len(visible) else ""
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _acs_bridges() -> list[str]:
-    """Returns PCI bridges whose Access Control Services redirect peer-to-peer requests. Needs root."""
-    found = []
-    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
-        if not _text(device / "class").startswith("0x0604"):
-            continue
-        try:
-            space = (device / "config").read_bytes()
-        except OSError:
-            continue
-        offset = 0x100
-        for _ in range(64):  # extended capabilities are a linked list
-            if offset < 0x100 or offset + 8 > len(space):
-                break
-            head = int.from_bytes(space[offset : offset + 4], "little")
-            if head & 0xFFFF == _PCI_ACS:
-                if int.from_bytes(space[offset + 6 : offset + 8], "little") & _ACS_REDIRECT:
-                    found.append(device.name)
-                break
-            offset = head >> 20
-    return found

@@ -17,7 +17,7 @@ from parallel_state.tools.output import add_json, as_json, write, write_chosen
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
 from parallel_state.tools.plan.page import page
-from parallel_state.tools.plan.picture import MAX_RANKS, default_kind, picture
+from parallel_state.tools.plan.picture import MAX_RANKS, default_kind
 from parallel_state.tools.plan.remarks import remarks_on
 from parallel_state.tools.plan.report import plan_json, plan_text, rank_text, refusal_json
 
@@ -27,9 +27,8 @@ BAD_SIZES = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if (options.svg or options.html) and options.world_size > MAX_RANKS:
-        parser.error(f"a picture has at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; "
-                     f"leave out --svg and --html")  # fmt: skip
+    if options.html and options.world_size > MAX_RANKS:
+        parser.error(f"--html draws at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; leave it out")
     sizes = {axis.name: getattr(options, axis.name) for axis in AXES if axis.size_parameter}
     given = {name: size for name, size in sizes.items() if size is not None}
     request = Request(options.world_size, given, options.order, options.gpus_per_node)
@@ -42,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = options.color_by or default_kind(plan)
     makers = {
         "json": lambda: as_json(plan_json(plan, remarks, communicators, options.rank)),
-        "svg": lambda: picture(plan, kind),
         "html": lambda: page(plan, kind, remarks),
     }
     if not write_chosen(parser, options, makers):
@@ -67,8 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--rank", type=int, metavar="N", help="print the groups of one rank instead of the table")
     add_json(output)
-    output.add_argument("--svg", metavar="FILE", help="write a picture of all nodes and GPUs")
-    output.add_argument("--html", metavar="FILE", help="write an interactive page with the picture")
+    output.add_argument("--html", metavar="FILE", help="write an interactive page with a picture of all nodes and GPUs")
     output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, such as tp")
     return parser
 

@@ -211,21 +211,7 @@ class Figure:
 LOW = Figure("a communicator of 2 A100s after its first all-reduce", 544, "github.com/NVIDIA/nccl/issues/964")
 HIGH = Figure("a communicator after its first all-reduce, unknown GPU", 1600, "github.com/NVIDIA/nccl/issues/864")
 ALL_TO_ALL = Figure("the first all-to-all on 8 H100s, in addition", 3280, "github.com/NVIDIA/nccl/issues/1685")
-FIGURES = (
-    LOW,
-    HIGH,
-    ALL_TO_ALL,
-    Figure(
-        "one connection in one channel; a ring has two in each of up to 32 channels", 10.5,
-        "github.com/NVIDIA/nccl/issues/1685, issues/864",
-    ),
-    Figure("NCCL_BUFFSIZE, the largest part of a connection", 4.2, "NCCL user guide, environment variables"),
-    Figure("all of a rank's communicators, Megatron with tp=2 pp=2 dp=2 on 8 H100s", 7000,
-           "github.com/verl-project/verl/pull/6408"),
-    Figure("all of a rank's communicators, vLLM with tp=4", 1000, "github.com/vllm-project/vllm/pull/51485"),
-)  # fmt: skip
-"""The estimate uses the first three; the others are for comparison."""
-
+FIGURES = (LOW, HIGH, ALL_TO_ALL)
 BASIS = "cited, not measured here"
 
 

@@ -1,17 +1,15 @@
-"""Draws a plan as one SVG: nodes as boxes, GPUs as cells, coloured by the groups of one kind.
+"""Draws a plan as SVG elements for `page`: nodes as boxes, GPUs as cells, coloured by the groups of one kind.
 
-The file has no script and no external resource. `page` uses the same drawing. With more than MAX_RANKED ranks cells
-have no rank number, with more than MAX_NUMBERED no group number, and with more than MAX_TITLED no hover text, so that
-a file stays below 2 MB.
+With more than MAX_RANKED ranks cells have no rank number, with more than MAX_NUMBERED no group number, and with more
+than MAX_TITLED no hover text, so that a page stays below 2 MB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, sqrt
-from textwrap import wrap
 
 from parallel_state.tools.plan.groups import Kind, Plan
 
@@ -27,26 +25,17 @@ DARK = ("#154d8c", "#a6552d", "#055959", "#9e4f7e", "#2d5a04", "#6863b1",
         "#93640c", "#00566e", "#a94e58", "#095b41", "#89579e", "#554f00")  # fmt: skip
 LIGHT_TEXT, DARK_TEXT = "#14181f", "#f4f6fa"
 
-NEUTRAL = {"page": "#ffffff", "text": "#14181f", "soft": "#5b6472", "line": "#c9d0da", "box": "#f3f5f8",
-           "none": "#e3e7ed", "cell": LIGHT_TEXT}  # fmt: skip
+_NEUTRAL = {"page": "#ffffff", "text": "#14181f", "soft": "#5b6472", "line": "#c9d0da", "box": "#f3f5f8",
+            "none": "#e3e7ed", "cell": LIGHT_TEXT}  # fmt: skip
 _DARK_NEUTRAL = {"page": "#12151b", "text": "#e9edf4", "soft": "#9aa4b4", "line": "#3a424f", "box": "#1b2028",
                  "none": "#2a313c", "cell": DARK_TEXT}  # fmt: skip
-
-
-def themed(rules: Callable[[Mapping[str, str], Sequence[str]], str]) -> str:
-    """Returns the rules in light colours, and in dark ones for viewers that prefer those.
-
-    librsvg and CairoSVG support neither CSS variables nor media queries. For them the elements also have the light
-    colours as attributes.
-    """
-    return f"{rules(NEUTRAL, LIGHT)}@media(prefers-color-scheme:dark){{{rules(_DARK_NEUTRAL, DARK)}}}"
 
 
 def _rules(neutral: Mapping[str, str], colors: Sequence[str]) -> str:
     return (
         f":root{{{';'.join(f'--{name}:{color}' for name, color in neutral.items())}}}"
         f".drawing text{{fill:{neutral['text']}}}.drawing .soft{{fill:{neutral['soft']}}}"
-        f".drawing .box{{fill:{neutral['box']};stroke:{neutral['line']}}}.drawing .page{{fill:{neutral['page']}}}"
+        f".drawing .box{{fill:{neutral['box']};stroke:{neutral['line']}}}"
         f".drawing .gpu text{{fill:{neutral['cell']}}}.none{{fill:{neutral['none']}}}"
         + "".join(f".c{index}{{fill:{color}}}" for index, color in enumerate(colors))
     )
@@ -55,9 +44,8 @@ def _rules(neutral: Mapping[str, str], colors: Sequence[str]) -> str:
 STYLE = (
     ".drawing text{font-family:system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
     ".drawing .gpu text{text-anchor:middle;pointer-events:none;font-variant-numeric:tabular-nums}"
-) + themed(_rules)
-PAGE = f'<rect class="page" width="100%" height="100%" fill="{NEUTRAL["page"]}"/>'
-SOFT = f'class="soft" fill="{NEUTRAL["soft"]}"'
+    f"{_rules(_NEUTRAL, LIGHT)}@media(prefers-color-scheme:dark){{{_rules(_DARK_NEUTRAL, DARK)}}}"
+)
 
 
 @dataclass(frozen=True)
@@ -158,38 +146,6 @@ def group_of_each_rank(plan: Plan, name: str) -> list[int]:
     return index
 
 
-def picture(plan: Plan, name: str) -> str:
-    """Returns an SVG file: the layout in words, the meaning of the colours, and the drawing."""
-    kind = next(kind for kind in plan.kinds if kind.name == name)
-    geometry = Geometry.of(plan)
-    margin, width = 16, max(geometry.width, 640)
-    size = f"{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {plan.request.order}."
-    lines = [("title", line) for line in wrap(str(plan.layout), int(width / 10.5))]
-    lines += [
-        ("", line) for text in (size, shown(kind), how_to_read(plan, kind)) for line in wrap(text, int(width / 7.5))
-    ]
-    top = margin + sum(22 if style else 18 for style, _ in lines) + 10
-    parts, y = [], float(margin)
-    for style, line in lines:
-        y += 22 if style else 18
-        parts.append(heading(margin, y - 6, line, is_first=bool(style)))
-    parts.append(f'<g transform="translate({margin},{top:g})">{"".join(nodes(plan, name, geometry))}</g>')
-    return svg_file(str(plan.layout), STYLE, width + 2 * margin, top + geometry.height + margin, parts)
-
-
-def heading(x: float, y: float, line: str, *, is_first: bool) -> str:
-    look = 'font-size="16" font-weight="600"' if is_first else f'{SOFT} font-size="13"'
-    return f'<text x="{x:g}" y="{y:g}" {look}>{escape(line)}</text>'
-
-
-def svg_file(title: str, style: str, width: float, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
-        f"<title>{escape(title)}</title><style>{style}</style>{PAGE}{''.join(parts)}</svg>\n"
-    )
-
-
 def shown(kind: Kind) -> str:
     name, long_name = kind.name, kind.axis.long_name
     ranks, on = "rank" if kind.size == 1 else "ranks", "one node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
@@ -211,10 +167,9 @@ def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
     for node in range(plan.nodes):
         x, y = geometry.node_at(node)
         yield f'<g class="node" transform="translate({x:g},{y:g})">'
-        yield (f'<rect class="box" width="{geometry.node_width:g}" height="{geometry.node_height:g}" rx="3" '
-               f'fill="{NEUTRAL["box"]}" stroke="{NEUTRAL["line"]}"/>')  # fmt: skip
+        yield f'<rect class="box" width="{geometry.node_width:g}" height="{geometry.node_height:g}" rx="3"/>'
         if geometry.label_height:
-            yield (f'<text {SOFT} x="{geometry.padding:g}" y="{geometry.label_height:g}" '
+            yield (f'<text class="soft" x="{geometry.padding:g}" y="{geometry.label_height:g}" '
                    f'font-size="{min(12, geometry.label_height - 2):g}">node {node}</text>')  # fmt: skip
         first = node * plan.gpus_per_node
         for rank in range(first, min(first + plan.gpus_per_node, plan.world_size)):
@@ -224,7 +179,7 @@ def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
 
 def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> str:
     x, y = geometry.cell_at(rank % plan.gpus_per_node)
-    look = colored(group)
+    look = f'class="gpu {"none" if group < 0 else f"c{group % len(LIGHT)}"}"'
     width, height = geometry.cell_width, geometry.cell_height
     box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
     if plan.world_size > MAX_TITLED:
@@ -235,17 +190,10 @@ def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> s
     if plan.world_size > MAX_NUMBERED:
         return f"<g {look}>{title}<rect {box}/></g>"
     number = str(group) if group >= 0 else "–"
-    at = f'x="{x + width / 2:g}" fill="{NEUTRAL["cell"]}" text-anchor="middle"'
+    at = f'x="{x + width / 2:g}"'
     if plan.world_size > MAX_RANKED:
         text = f'<text {at} y="{y + height / 2 + 3.5:g}" font-size="{10 if height < 20 else 12}">{number}</text>'
     else:
         text = (f'<text class="rank" {at} y="{y + 15:g}" font-size="11">{rank}</text>'
                 f'<text {at} y="{y + 32:g}" font-size="15" font-weight="600">{number}</text>')  # fmt: skip
     return f'<g {look}>{title}<rect {box} rx="2"/>{text}</g>'
-
-
-def colored(number: int) -> str:
-    """Returns the attributes of a GPU's cell: the colour of its group, or a neutral one for -1 (in no group)."""
-    if number < 0:
-        return f'class="gpu none" fill="{NEUTRAL["none"]}"'
-    return f'class="gpu c{number % len(LIGHT)}" fill="{LIGHT[number % len(LIGHT)]}"'
