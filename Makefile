@@ -40,7 +40,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) $(NEEDED)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._inductor.compile_fx; \
 		from device_communicators.c10d import creation; from device_communicators.cpu import native; \
-		native.load(), creation.load()" & compiler=$$!; \
+		creation.load(), native.load()" & compiler=$$!; \
 		$(PIP) -e ".[dev]" && $(PIP) --no-deps $(FILES_OF) && wait $$compiler
 	touch $@
 endif
