@@ -30,7 +30,7 @@ from harness.rounds import measure_all
 from harness.teams import Team, started
 
 from parallel_state.startup import environment
-from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, PING_PONG
+from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import bandwidths, nccl_bytes, p50, size_name, write_json
 from parallel_state.tools.bench.rounds import Row
 

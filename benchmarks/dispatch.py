@@ -28,7 +28,7 @@ from harness.rounds import measure_all
 from harness.teams import Team, started
 from torch import Tensor
 
-from parallel_state.tools.bench.collectives import OWN
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import size_name, write_json
 from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import Timing, timed

@@ -480,7 +480,7 @@ def picture(result: Mapping[str, Any]) -> str:
 
 
 def _panel(title: str, unit: str, series: Series) -> Panel:
-    return Panel(title, series, unit, lambda ranks: f"{ranks:,}")
+    return Panel(title, series, unit, lambda ranks: f"{ranks:,}", "ranks")
 
 
 def _calls(rows: Sequence[Mapping[str, Any]]) -> Series:

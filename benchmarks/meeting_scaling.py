@@ -214,10 +214,10 @@ def growth(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]
 
 def picture(rows: Sequence[dict[str, Any]]) -> str:
     seconds = {"all ranks have met": [(row["ranks"], median(row["seconds"])) for row in rows]}
-    panels = [Panel("until all ranks have met", seconds, "s", str)]
+    panels = [Panel("until all ranks have met", seconds, "s", str, "ranks")]
     for kind, title in (("operations", "operations on the store"), ("bytes", "bytes to and from the store")):
         lines = {name: [(row["ranks"], row[kind][name]) for row in rows] for name in rows[0][kind]}
-        panels.append(Panel(title, lines, "", str))
+        panels.append(Panel(title, lines, "", str, "ranks"))
     return draw(panels, [name for panel in panels for name in panel.lines])
 
 

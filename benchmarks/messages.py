@@ -24,7 +24,7 @@ from harness.peers import SIZES_OF_VLLM
 from harness.rounds import measure_all
 from harness.teams import Team, started
 
-from parallel_state.tools.bench.collectives import GLOO, OWN
+from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.report import write_json
 from parallel_state.tools.bench.rounds import Row
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import page, ranks
 from harness.collectives import VLLM
@@ -33,13 +35,14 @@ from harness.page import Findings
 from harness.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peers
 from harness.rounds import measure_all
 from harness.teams import Team, started
-from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, LAYERS, STEPS
+from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, STEPS, load
 
 from device_communicators.base.errors import InvalidArgumentError, SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.bench import ranks as in_ranks
-from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN
 from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, add_cases, complete
+from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN
+from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.report import circumstances, recorded
 from parallel_state.tools.bench.rounds import Plan, Row
 
@@ -50,6 +53,10 @@ ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, 
 """Candidates that the page shows, of those that each library has."""
 PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
+RUN_S, QUICK_RUN_S = 300.0, 30.0
+"""Time budget: on a slow machine cases get fewer rounds, so that a run takes about as long as the help says."""
+STAGE_S = 6.0
+"""Expected time to start the teams of a stage."""
 STARTS = 5
 MODULES = "harness"
 
@@ -84,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(words)
     if options.against:
         return _compare(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     findings = Findings(
         {
             **circumstances(),
@@ -94,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         Bench(options, findings).run()
-    except KeyboardInterrupt:
-        findings.interrupted = True
+    except (KeyboardInterrupt, SystemExit) as end:
+        findings.interrupted = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
         print("interrupted", file=sys.stderr)
     print(page.table(findings.part("collectives")), end="")
     for _, text in page.notices(findings):
@@ -105,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.report is not None:
         _write(options.report, findings)
     if findings.interrupted:
-        return 130
+        return int(findings.interrupted)
     return 1 if findings.wrong else 0
 
 
@@ -146,6 +154,13 @@ def _write(folder: Path, findings: Findings) -> None:
     print(f"{folder / 'index.html'}" + (f" (replaced the report of {before})" if before else ""))
 
 
+class Stage(NamedTuple):
+    """Teams that are started together, and their cases; without cases only the start is measured."""
+
+    teams: Callable[[], list[Team]]
+    cases: Sequence[dict[str, Any]]
+
+
 class Bench:
     """One run: chooses the libraries, and adds each result to the findings at once."""
 
@@ -155,6 +170,7 @@ class Bench:
         self.peers = Peers(options.peers.resolve(), with_own_mpi=not options.no_peers)
         self.settings = {"vllm": str(self.peers.root), "site": str(self.peers.site), "only": ONLY}
         self.starts: dict[str, list[float]] = {}
+        self.until = time.monotonic() + (QUICK_RUN_S if options.quick else RUN_S)
 
     def run(self) -> None:
         if self.options.no_peers:
@@ -162,25 +178,33 @@ class Bench:
         else:
             for name in self.peers.missing():
                 self.findings.left_out[name] = f"not there: {SETUP}"
-        try:
+        parts = {"collectives": self.collectives, "messages": self.messages, "torch": self.through_torch}
+        if self.options.device == "cuda":
+            del parts["collectives"]
             if "collectives" in self.options.parts:
-                if self.options.device == "cuda":
-                    self.collectives_on_gpus()
-                else:
-                    self.collectives()
-            if "messages" in self.options.parts:
-                self.messages()
-            if "torch" in self.options.parts:
-                self.through_torch()
-            if "start-up" in self.options.parts:
-                self.start_up()
+                self.collectives_on_gpus()
+        stages = [part() for name, part in parts.items() if name in self.options.parts]
+        if "start-up" in self.options.parts:  # restarts; the first collective checks each start
+            count = 1 if self.options.quick else STARTS
+            count -= bool(stages) and parts.get(self.options.parts[0]) == self.collectives
+            stages += [Stage(self._teams_of_collectives, ())] * count
+        self.progress = Progress(sum(self._expected_s(stage) for stage in stages))
+        try:
+            for at, stage in enumerate(stages):
+                later_s = sum(self._expected_s(each) for each in stages[at + 1 :])
+                if stage.cases or not self.starts or time.monotonic() < self.until:
+                    self._measure(stage, later_s)
         finally:
+            self.progress.close()
             if self.starts and "start-up" in self.options.parts:
                 case = {"part": "start-up", "ranks": self.options.ranks}
                 self.findings.rows.append(Row(case, us=self.starts))
 
-    def collectives(self) -> None:
-        self._measure(self._teams_of_collectives(), cases_of(self.options))
+    def _expected_s(self, stage: Stage) -> float:
+        return STAGE_S + len(stage.cases) * self.plan.case_s
+
+    def collectives(self) -> Stage:
+        return Stage(self._teams_of_collectives, cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
         """Starts ranks on GPUs that time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
@@ -206,7 +230,7 @@ class Bench:
                         case = {**row.pop("case"), "part": "collectives", "device": content["settings"]["device"]}
                         self.findings.rows.append(ranks.RankRow(case, **row))
 
-    def messages(self) -> None:
+    def messages(self) -> Stage:
         common = {"part": "messages", "readers": self.options.ranks - 1, "idle_ms": 0, "most_calls": 60}
         objects = ("1 KB", "10 KB") if self.options.quick else ("1 KB", "10 KB", "1 MB many", "1 MB blob")
         cases = [{**common, "kind": "object", "what": what} for what in objects]
@@ -220,9 +244,9 @@ class Bench:
             case["bytes"] = case_bytes(case["kind"], case["what"])
         with_zmq = not self.options.no_peers and self.peers.site is not None
         names = [OWN, GLOO, *self._vllm(), *[ZMQ] * with_zmq]
-        self._measure([self._team(name, "messages") for name in names], cases)
+        return Stage(lambda: [self._team(name, "messages") for name in names], cases)
 
-    def through_torch(self) -> None:
+    def through_torch(self) -> Stage:
         common = {"part": "torch", "ranks": self.options.ranks, "dtype": self.options.dtype}
         sizes = self.options.sizes or ((1 << 13,) if self.options.quick else (1 << 13, 1 << 20, 1 << 24))
         known = ("all_reduce",) if self.options.quick else ("all_reduce", "all_gather", "reduce_scatter")
@@ -230,19 +254,17 @@ class Bench:
             {**common, "kind": kind, "operation": operation, "bytes": size}
             for operation in known
             if operation in (self.options.operations or known)
-            for kind in CALLS
+            for kind in (CALLS[:2] if self.options.quick else CALLS)  # a compilation takes seconds on each rank
             for size in sizes
         ]
         cases += [{**common, "kind": kind, "what": "21 M parameters"} for kind in STEPS if not self.options.quick]
-        teams = [self._team(name, "through_torch", environment=ENVIRONMENTS.get(name)) for name in BACKENDS]
-        self._measure(teams, cases)
 
-    def start_up(self) -> None:
-        """Restarts each team until it has enough samples. The first collective checks each start."""
-        while self.starts and min(map(len, self.starts.values())) < (1 if self.options.quick else STARTS):
-            self._measure(self._teams_of_collectives(), [])
-        if not self.starts:
-            self._measure(self._teams_of_collectives(), [])
+        def teams() -> list[Team]:
+            if not self.options.quick:
+                load(OWN, {"compiled": True})  # once, before the ranks are forked
+            return [self._team(name, "through_torch", environment=ENVIRONMENTS.get(name)) for name in BACKENDS]
+
+        return Stage(teams, cases)
 
     def _vllm(self) -> list[str]:
         if self.options.no_peers or self.peers.vllm is None:
@@ -262,24 +284,30 @@ class Bench:
             teams.append(self._team(mpi.name, "mpi", launcher=launcher, environment=mpi.environment()))
         return teams
 
-    def _measure(self, teams: Sequence[Team], cases: Sequence[dict[str, Any]]) -> None:
-        """Adds each row to the findings at once, so that an interrupted run keeps its rows."""
+    def _measure(self, stage: Stage, later_s: float) -> None:
+        """Adds each row to the findings at once, so that an interrupted run keeps its rows.
+
+        `later_s`: expected time of later stages; the time left of the budget is shared in proportion.
+        """
         before = list(self.findings.rows)
 
         def keep(rows: list[Row]) -> None:
             self.findings.rows[:] = [*before, *rows]
 
-        with started(teams, self.findings.left_out) as ready:
+        part = stage.cases[0]["part"] if stage.cases else "start-up"
+        with started(stage.teams(), self.findings.left_out) as ready:
+            self.progress.step(STAGE_S, part)
             for team in ready:
-                if (team.name != ZMQ and cases and cases[0]["part"] == "collectives") or not cases:
+                if part in ("collectives", "start-up"):
                     self.starts.setdefault(team.name, []).append(team.start_s * 1e6)
-                if cases and cases[0]["part"] == "collectives":
+                if part != "messages" and team.name not in self.findings.used:
                     self.findings.used[team.name] = str(team.ask("about")[0])
-                if team.name == LAYERS:
-                    self.findings.used[LAYERS] = str(team.ask("about")[0])
                 self.findings.used.setdefault(team.name, "messages only")
+            cases_s = len(stage.cases) * self.plan.case_s
+            now = time.monotonic()
+            until = now + (self.until - now) * cases_s / max(cases_s + later_s, 1e-9)
             share = replace(self.plan, repeat_s=self.plan.repeat_s / 2) if len(self.options.parts) > 1 else self.plan
-            keep(measure_all(ready, cases, share, keep))
+            keep(measure_all(ready, stage.cases, share, keep, until, self.progress))
 
 
 if __name__ == "__main__":

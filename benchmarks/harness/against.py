@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from device_communicators.base.errors import InvalidArgumentError
 from harness.rounds import measure_all
 from harness.teams import Team, started
-from parallel_state.tools.bench.collectives import OWN
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import ROOT, figure, p50, size_name
 from parallel_state.tools.bench.rounds import NOTICED, Plan, Row
 
@@ -119,7 +119,7 @@ def measure(
     with unpacked(commit) as folder:
         roots = {NOW: ROOT, BEFORE: folder}
         teams = [
-            Team(OWN, MODULE, ranks, settings, root=root, environment={"PYTHONPATH": str(root)})
+            Team(OWN, MODULE, ranks, settings, root=root, environment={"PYTHONPATH": str(root)}, forks=False)
             for root in roots.values()
         ]
         left_out: dict[str, str] = {}

@@ -24,9 +24,6 @@ import parallel_state as ps
 from device_communicators.base.torch_internals import schema_of
 from harness import peers
 from parallel_state.tools.bench.collectives import (
-    GLOO,
-    OWN,
-    PING_PONG,
     Call,
     Exchange,
     Prepared,
@@ -35,6 +32,7 @@ from parallel_state.tools.bench.collectives import (
     ping_pong,
     torch_by_call,
 )
+from parallel_state.tools.bench.names import GLOO, OWN, PING_PONG
 
 COPIES = "(copies alone)"
 VLLM = "vLLM"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import parallel_state as ps
 from harness import peers
 from harness.collectives import VLLM, load, start_ours, start_torch
-from parallel_state.tools.bench.collectives import GLOO, OWN
+from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.worker import Timing
 
 __all__ = ["load", "make"]
@@ -28,8 +28,8 @@ __all__ = ["load", "make"]
 KINDS = ("object", "broadcast", "pipeline")
 OBJECTS = ("1 KB", "10 KB", "1 MB many", "1 MB blob")
 TOKENS = {"decode": 1, "prefill": 256}
-WITH_SPEC, COPY, ZMQ = "parallel_state, spec", "(copying the bytes)", "zmq + msgpack"
-VIEWS, SPEC_VIEWS = "parallel_state, views", "parallel_state, spec, views"
+WITH_SPEC, COPY, ZMQ = "parallel_state spec", "(copying the bytes)", "zmq + msgpack"
+VIEWS, SPEC_VIEWS = "parallel_state views", "parallel_state spec + views"
 HIDDEN = 4096
 GAP_S = 100e-6  # pause between the readers' last note before they wait and the sender's call
 DEADLINE_S = 60.0

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from harness import peers
-from parallel_state.tools.bench.collectives import PING_PONG, Exchange, TensorTeam, beside, ping_pong
+from parallel_state.tools.bench.collectives import Exchange, TensorTeam, beside, ping_pong
+from parallel_state.tools.bench.names import PING_PONG
 
 TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 

@@ -14,18 +14,21 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.messages import COPY, WITH_SPEC
-from harness.picture import Panel, draw
+from harness.messages import COPY
+from harness.picture import Panel, draw, draw_each
 from harness.ranks import TORCH
-from parallel_state.tools.bench.collectives import OWN
+from harness.through_torch import LAYERS, OP, OP_AND_LAYERS
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import bandwidths, dumps, figure, nccl_bytes, p50, p99, size_name
 from parallel_state.tools.bench.rounds import Row
 
 SCHEMA = "parallel_state bench 1"
 FILES = ("index.html", "report.svg", "table.txt", "report.json")
-SYMMETRIC = f"{OWN}, symmetric"
+SYMMETRIC = f"{OWN} symmetric"
 LIBRARIES = {"coordinator": OWN, "symmetric op": SYMMETRIC, "vLLM op": "vLLM"}
 """Candidate name without ", in place" → name on the page, if they differ."""
+LOWER_BOUNDS = (COPY, LAYERS)
+"""Candidates that do a part of the work only."""
 WITHOUT_OUTPUT = ("all_reduce", "broadcast")
 """Operations that peers run in place."""
 PER_RANK = ("all_gather", "reduce_scatter", "all_to_all")
@@ -45,7 +48,8 @@ class Findings:
     """Library → its version, or the route it takes."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Library → reason."""
-    interrupted: bool = False
+    interrupted: int = 0
+    """Exit code of an interrupted run; else 0."""
 
     def part(self, name: str) -> list[Row]:
         return [row for row in self.rows if row.case["part"] == name]
@@ -69,6 +73,11 @@ class Measured(NamedTuple):
     wrong: int = 0
     mode: str = ""
     """eager, compiled or graph, for ranks on GPUs; else empty."""
+
+
+def is_peer(name: str) -> bool:
+    """Returns False for this library, its variants and lower bounds: a ratio to them judges nothing."""
+    return not name.startswith(OWN) and name not in (OP, OP_AND_LAYERS, *LOWER_BOUNDS)
 
 
 def describe(case: Mapping[str, Any]) -> str:
@@ -151,24 +160,24 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
 # Pictures.
 
 
-def pictures(findings: Findings) -> str:
-    """Returns an SVG of latency and bus bandwidth over size for each operation, then of messages."""
+def pictures(findings: Findings) -> tuple[list[Panel], list[str]]:
+    """Returns panels of latency and bus bandwidth over size for each operation, then of messages; and our names."""
     panels: list[Panel] = []
     for operation, mode, chosen in by_operation(findings.part("collectives")):
         samples: dict[str, list[tuple[int, list[float]]]] = {}
         for row, several in chosen:
             for each in several:
                 if each.us:
-                    name = each.library + ", in place" * (each.in_place and each.library == OWN)
+                    name = each.library + " in place" * (each.in_place and each.library == OWN)
                     samples.setdefault(name, []).append((size_of(row), each.us))
         ranks = chosen[0][0].case["ranks"]
         title = f"{operation}, {ranks} ranks{mode and f', {mode}'}"
-        panels.append(_latency(f"{title}: latency", samples))
+        panels.append(_latency(f"{title}: latency", samples, SIZE))
         speeds = {
             name: [(size, bandwidths(operation, size, p50(us), ranks)[1]) for size, us in of_sizes]
             for name, of_sizes in samples.items()
         }
-        panels.append(Panel(f"{title}: bus bandwidth", speeds, "GB/s"))
+        panels.append(Panel(f"{title}: bus bandwidth", speeds, "GB/s", x_name=SIZE))
     messages = [row for row in findings.part("messages") if not row.case["idle_ms"]]
     for kind in dict.fromkeys(row.case["kind"] for row in messages):
         found: dict[str, list[tuple[int, list[float]]]] = {}
@@ -178,16 +187,19 @@ def pictures(findings: Findings) -> str:
                     found.setdefault(name, []).append((row.case["bytes"], us))
         readers = f"{messages[0].case['readers']} reader{'s' if messages[0].case['readers'] > 1 else ''}"
         about = {"object": f"objects to {readers}", "broadcast": f"dicts of ten tensors to {readers}"}
-        panels.append(_latency(about.get(kind, "dicts of two tensors to the next stage"), found))
+        panels.append(_latency(about.get(kind, "dicts of two tensors to the next stage"), found, "bytes of a message"))
     names = [name for panel in panels for name in panel.lines]
-    return draw(panels, sorted({name for name in names if name.startswith(OWN)}, key=names.index))
+    return panels, sorted({name for name in names if name.startswith(OWN)}, key=names.index)
 
 
-def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]]) -> Panel:
+SIZE = "size as nccl-tests define it"
+
+
+def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]], x_name: str) -> Panel:
     """Returns a panel of medians, with quartile bands behind them."""
     lines = {name: [(size, p50(us)) for size, us in found] for name, found in samples.items()}
     bands = {name: [(size, *quartiles(us)) for size, us in found] for name, found in samples.items()}
-    return Panel(title, lines, bands=bands)
+    return Panel(title, lines, bands=bands, x_name=x_name)
 
 
 def quartiles(us: Sequence[float]) -> tuple[float, float]:
@@ -202,7 +214,7 @@ def page(findings: Findings) -> str:
     collectives, messages, start = (findings.part(name) for name in ("collectives", "messages", "start-up"))
     about = findings.about
     ranks = about["settings"]["ranks"]
-    others = [name for name in findings.used if name != OWN]
+    others = [name for name in findings.used if is_peer(name)]
     against = f" beside {', '.join(others)}" if others else ""
     facts = {
         "machine": f"{about['machine']['processor']}, {about['machine']['cores']} cores",
@@ -212,7 +224,7 @@ def page(findings: Findings) -> str:
         "date": about["date"],
         "command": about["command"],
     }
-    svg = pictures(findings)
+    panels = "".join(f'<div class="wide">{svg}</div>' for svg in draw_each(*pictures(findings)))
     body = [
         f"<h1>parallel_state{escape(against)}: {ranks} ranks</h1>",
         *(f'<p class="{kind}">{escape(text)}</p>' for kind, text in notices(findings)),
@@ -224,8 +236,8 @@ def page(findings: Findings) -> str:
             + [(escape(name), f"left out: {escape(reason)}") for name, reason in findings.left_out.items()],
         ),
         "<h2>Latency and bandwidth</h2>",
-        "<p>Medians; the band behind a line is from the first to the third quartile; a dot tells its figure.</p>",
-        f'<div class="wide">{svg}</div>' if "<polyline" in svg else "<p>Nothing was measured.</p>",
+        "<p>Medians, with quartiles as bands. Solid lines are this library's. Hover over a dot for its figure.</p>",
+        f'<div class="panels">{panels}</div>' if panels else "<p>Nothing was measured.</p>",
     ]
     if collectives:
         body += ["<h2>Ratios</h2>", f"<p>{escape(OWN)} ÷ peer, medians: below 1 is faster.</p>", *_ratios(collectives)]
@@ -285,10 +297,9 @@ def _figures(row: Row, title: str, unit_us: float = 1.0) -> str:
     ours = row.us.get(OWN)
     for name, us in row.us.items():
         low, high = quartiles(us)
-        compared = name not in (OWN, WITH_SPEC, COPY)
-        ratio = (
-            _ratio_cell(p50(ours) / p50(us)) if ours and compared else ("" if name != COPY else "the least possible")
-        )
+        ratio = "lower bound" if name in LOWER_BOUNDS else ""
+        if ours and is_peer(name):
+            ratio = _ratio_cell(p50(ours) / p50(us))
         values = [figure(value / unit_us) for value in (p50(us), low, high, p99(us))]
         lines.append((escape(name), *values, str(len(us)), ratio))
     return _html_table((escape(title), "p50", "p25", "p75", "p99", "samples", f"{OWN} ÷"), lines)
@@ -302,7 +313,7 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
             figures = {(each.library, each.in_place): p50(each.us) for each in several if each.us}
             for (library, in_place), us in figures.items():
                 ours = figures.get((OWN, in_place))
-                if ours is not None and not library.startswith(OWN):
+                if ours is not None and is_peer(library):
                     cells = lines.setdefault(library, ["–"] * len(chosen))
                     cells[at] = _ratio_cell(ours / us)
         sizes = [size_name(size_of(row)) for row, _ in chosen]
@@ -362,8 +373,8 @@ def write(folder: Path, findings: Findings) -> None:
     """Writes all files. Each one is replaced atomically."""
     about = {"benchmark": SCHEMA, **findings.about, "used": findings.used, "left_out": findings.left_out}
     contents = {
-        "report.json": dumps({**about, "interrupted": findings.interrupted}, findings.rows),
-        "report.svg": pictures(findings),
+        "report.json": dumps({**about, "interrupted": bool(findings.interrupted)}, findings.rows),
+        "report.svg": draw(*pictures(findings)),
         "table.txt": table(findings.part("collectives")),
         "index.html": page(findings),
     }

@@ -30,14 +30,14 @@ from harness.collectives import count_of, ours_by_op
 from harness.picture import draw
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.bench import collectives
+from parallel_state.tools.bench import collectives, names
 from parallel_state.tools.bench.collectives import Call, Prepared
 from parallel_state.tools.bench.devices import Captured, captured
 from parallel_state.tools.bench.ranks import GroupTeam, one_group
 from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
 from parallel_state.tools.bench.rounds import Plan, Row, measure
 
-OPERATIONS = collectives.OPERATIONS[:-1]  # a barrier has no size
+OPERATIONS = names.OPERATIONS[:-1]  # a barrier has no size
 TORCH = "torch.distributed"
 ROUTE = "parallel_state"
 MODES = ("eager", "compiled", "graph")

@@ -1,9 +1,9 @@
-"""Measures cases one by one, and repeats cases that other programs disturbed."""
+"""Measures cases one by one within a time budget, and repeats cases that other programs disturbed."""
 
 from __future__ import annotations
 
+import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.teams import Team
+from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.rounds import Plan, Row, measure
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -21,21 +22,25 @@ def measure_all(
     cases: Sequence[dict[str, Any]],
     plan: Plan,
     keep: Callable[[list[Row]], object] = lambda rows: None,
+    until: float = math.inf,
+    progress: Progress | None = None,
 ) -> list[Row]:
-    """Measures all cases one by one, and reports progress on stderr if that takes long.
+    """Measures all cases one by one.
 
     A case may limit its calls per round by `most_calls`. Cases that other programs disturbed are repeated at the end,
     the most disturbed first, for at most about `plan.repeat_s`. `keep` is called with all rows after each case.
+    `until`: time.monotonic() by which all should be done. Cases get fewer rounds on a slow machine, but at least 3.
     """
+    shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []
-    shown = time.monotonic()
     for number, case in enumerate(cases):
-        rows.append(_watched(teams, case, plan))
+        share_s = (until - time.monotonic()) / (len(cases) - number)
+        rows.append(_watched(teams, case, replace(plan, case_s=max(0.0, min(plan.case_s, share_s)))))
         keep(rows)
-        if sys.stderr.isatty() or time.monotonic() - shown > 10:
-            shown = time.monotonic()
-            print(f"{number + 1} of {len(cases)} cases", file=sys.stderr, flush=True)
-    end = time.monotonic() + plan.repeat_s
+        shown.step(plan.case_s, f"{number + 1} of {len(cases)} {case.get('part', 'cases')}")
+    if progress is None:
+        shown.close()
+    end = min(until, time.monotonic() + plan.repeat_s)
     for at in sorted(range(len(rows)), key=lambda at: -(rows[at].strangers_cores or 0.0)):
         while teams and rows[at].disturbed and rows[at].repeats < 3 and time.monotonic() < end:
             again = _watched(teams, rows[at].case, plan)

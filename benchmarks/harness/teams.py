@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from parallel_state.tools.bench.report import ROOT
-from parallel_state.tools.bench.worker import TeamError
+from parallel_state.tools.bench.worker import TeamError, last_line
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 START_S = 120.0
@@ -32,6 +34,59 @@ END_S = 5.0
 def python_path(*folders: Path) -> str:
     """Returns PYTHONPATH with these folders first. Keeps the rest, which may have packages that Python lacks here."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class Fork:
+    """A rank forked from this process, which has imported torch: an interpreter that imports it takes seconds.
+
+    Has as much of a Popen's interface as a team needs.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(arguments, environment, folder)
+
+    def _run(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        code = 1
+        try:
+            os.setsid()  # as for processes that are started
+            os.closerange(3, 4096)  # an inherited connection would keep another rank from its end
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        return code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class Team:
@@ -47,10 +102,12 @@ class Team:
         launcher: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         root: Path = ROOT,
+        forks: bool = True,
     ) -> None:
         """`launcher`: a command that starts all ranks of a script appended to it; if empty, starts each rank itself.
 
         `root`: folder with both packages, of this tree or of another version with this tree's `tools/bench`.
+        `forks`: fork ranks from this process; else each rank is an interpreter of its own, and may import another tree.
         """
         self.name = name
         self.size = size
@@ -62,24 +119,36 @@ class Team:
         self.pids: list[int] = []  # of the ranks, once they are met
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Fork] = []
+        self._log = Path(self._folder.name) / "stderr"
+        """What started processes write to stderr: launchers add a banner to each error. Forks inherit stderr."""
         address = str(Path(self._folder.name) / "socket")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(address)
         self._socket.listen(size)
         self._root = root
-        script = ["-u", str(WORKER), address, module, name, str(root)]
+        script = [str(WORKER), address, module, name, str(root)]
         common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         if launcher is not None:
-            self._start([*launcher, *script], common)
-        else:
-            for rank in range(size):
-                self._start([sys.executable, *script], {**common, **self._torch_variables(rank)})
+            self._start([*launcher, "-u", *script], common)
+            return
+        for rank in range(size):
+            variables = {**common, **self._torch_variables(rank)}
+            if forks:
+                self._processes.append(Fork(script, variables, root))
+            else:
+                self._start([sys.executable, "-u", *script], variables)
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        process = subprocess.Popen(
-            command, env=environment, cwd=self._root, stdin=subprocess.DEVNULL, start_new_session=True
-        )  # Ctrl-C interrupts only this process, which then ends the ranks
+        with self._log.open("ab") as log:
+            try:
+                process = subprocess.Popen(
+                    command, env=environment, cwd=self._root, stdin=subprocess.DEVNULL, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip  # Ctrl-C interrupts only this process, which then ends the ranks
+            except OSError as error:
+                log.write(f"{error}\n".encode())
+                return
         self._processes.append(process)
 
     def _torch_variables(self, rank: int) -> dict[str, str]:
@@ -123,7 +192,7 @@ class Team:
                 return Connection(accepted.detach())
             except TimeoutError:
                 codes = [process.poll() for process in self._processes]
-                if any(code is not None for code in codes) or time.monotonic() > deadline:
+                if not codes or any(code is not None for code in codes) or time.monotonic() > deadline:
                     raise TeamError(f"{self.name}: not all of {self.size} ranks came{self._ends()}") from None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -148,10 +217,12 @@ class Team:
         return value
 
     def _ends(self) -> str:
-        """Describes how processes ended: exit code or signal."""
+        """Describes how processes ended: exit code or signal, and the last line that they wrote to stderr."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
         ends = [_ending(code) for code in codes if code is not None]
+        if self._log.exists() and (text := self._log.read_text(errors="replace").strip()):
+            ends.append(last_line(text))
         return f" ({', '.join(dict.fromkeys(ends))})" if ends else ""
 
     def hang_up(self) -> None:
@@ -187,11 +258,6 @@ class Team:
                 process.kill()
 
 
-def last_line(text: str) -> str:
-    """Returns the last non-empty line, which in a traceback is the exception."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason was given")
-
-
 def _ending(code: int) -> str:
     with contextlib.suppress(ValueError):
         if code < 0:
@@ -223,8 +289,9 @@ def _succeeds(step: Callable[[Team], None], team: Team, left_out: dict[str, str]
     try:
         step(team)
     except TeamError as error:
-        print(f"left out: {error}", file=sys.stderr)
+        reason = last_line(str(error)).removeprefix(f"{team.name}: ")
+        print(f"left out: {team.name}: {reason}", file=sys.stderr)
         if left_out is not None:
-            left_out[team.name] = last_line(str(error))
+            left_out[team.name] = reason
         return False
     return True

@@ -28,13 +28,14 @@ from device_communicators.base.settings import SHARED_MEMORY
 from device_communicators.base.torch_internals import register_fake_backend
 from harness.collectives import count_of, ours_by_op
 from harness.ranks import compilable_of_torch
-from parallel_state.tools.bench.collectives import GLOO, OWN, answer, given, torch_by_call
+from parallel_state.tools.bench.collectives import answer, given, torch_by_call
+from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
 
 LAYERS = "torch's layers alone"
-OP = "op, in place"
-OP_AND_LAYERS = "op, and torch's layers"
-CARRIED = "parallel_state, carried by gloo"
+OP = "op in place"
+OP_AND_LAYERS = "op and torch's layers"
+CARRIED = "parallel_state over gloo"
 BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake", CARRIED: "parallel_state"}
 ENVIRONMENTS = {CARRIED: {SHARED_MEMORY.name: "0"}}
 """Team name -> its additional environment variables."""
@@ -45,9 +46,10 @@ _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
 
 def load(name: str, settings: dict[str, Any]) -> None:
     """Imports the team's modules, so that its start-up time excludes imports."""
-    import torch._inductor.compile_fx
     import torch.distributed.fsdp
 
+    if settings.get("compiled"):
+        import torch._inductor.compile_fx
     register_fake_backend()
     torch.set_num_threads(1)
 
@@ -73,7 +75,8 @@ class ThroughTorch:
         self._calls: dict[str, Callable[[], Tensor | float]] = {}
 
     def about(self) -> str:
-        return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}"
+        without = ", without shared memory" if self.name == CARRIED else ""
+        return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}{without}"
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         """`values`: `kind`; for calls also `operation`, `bytes` as nccl-tests define them, and `dtype`."""

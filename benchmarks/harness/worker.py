@@ -49,11 +49,17 @@ def serve(connection: Connection, team: Any) -> None:
         method, arguments = order
         try:
             reply = ("done", getattr(team, method)(*arguments))
-        except Exception:
-            reply = ("failed", traceback.format_exc())
+        except Exception as error:
+            reply = ("failed", described(error))
         with contextlib.suppress(ConnectionError):
             connection.send(reply)
         gc.collect()
+
+
+def described(error: Exception) -> str:
+    """Returns the traceback, and as its last line the error in short: some errors end with advice of many lines."""
+    short = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return "".join(traceback.format_exception(error)) + short
 
 
 def _receive(connection: Connection) -> Any:
@@ -72,6 +78,8 @@ def _import(module: str) -> ModuleType:
 
 def main() -> None:
     address, module_name, name, _ = sys.argv[1:]
+    if "torch" in sys.modules:  # a fork, whose parent's OMP_NUM_THREADS was read
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed benchmark leaves no process behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark handles Ctrl-C and hangs up
     channel = socket.socket(socket.AF_UNIX)
@@ -91,9 +99,9 @@ def main() -> None:
         connection.send(("made", team.rank))
         if settings["pin"]:
             pin(team.rank, team.size, settings["cores"])
-    except Exception:
+    except Exception as error:
         with contextlib.suppress(ConnectionError):
-            connection.send(("failed", traceback.format_exc()))
+            connection.send(("failed", described(error)))
         return
     serve(connection, team)
     connection.close()

@@ -1,8 +1,7 @@
-"""Makes a backend of torch.distributed for one group: finds who shares memory, and loads the compiled class.
+"""Makes a backend of torch.distributed for one group: finds the ranks that share memory, and loads the compiled class.
 
-The ranks find out over the control plane who shares memory with whom, so a group on one host needs no connection of its
-own. Over several hosts they make connections for the collectives. What neither carries goes to a gloo backend, whose
-connections are made as they are needed.
+The ranks of one host need no connections. Over several hosts they connect for collectives. A gloo backend, which
+connects on use, carries the rest.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.helper_threads import Call
 from device_communicators.c10d import extension
 from device_communicators.c10d.group import Group, make_gloo
+from device_communicators.c10d.membership import create_reconfigurable
 from device_communicators.c10d.world import World
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members
@@ -36,23 +36,53 @@ logger = logging.getLogger("parallel_state")
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-@counted_from_begin()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
 
-    `options` are torch's DistributedBackendOptions; `backend_options` are not used. If a rank of the world has no
-    compiled part, all groups of that world use gloo, with one warning. Raises CommunicationError if ranks are missing.
+    `options` are torch's DistributedBackendOptions. With `enable_reconfigure` the backend has no group until its
+    `reconfigure` is called. Raises UnsupportedError for `backend_options` of another backend, and as `create_group`.
     """
-    size, rank = options.group_size, options.group_rank
+    _check_backend_options(backend_options)
+    if not getattr(options, "enable_reconfigure", False):
+        return create_group(options)
+    return create_reconfigurable(options, load(), create_group)
+
+
+def _check_backend_options(options: Any) -> None:
+    """Raises UnsupportedError for options that this backend would ignore."""
+    if options is None:
+        return
+    module, _ = extension.try_load()
+    own = () if module is None else (module.Options, *module.Options.__bases__)
+    name = type(options).__qualname__
+    if type(options) not in own:
+        raise UnsupportedError(
+            f'the backend "parallel_state" has no options of the type {name}: pass None, or the options of one of its '
+            "groups"
+        )
+    if getattr(options, "use_pg_for_symm_mem_rendezvous", False):
+        raise UnsupportedError(
+            f'the backend "parallel_state" does not support {name}.use_pg_for_symm_mem_rendezvous: leave it False'
+        )
+
+
+@counted_from_begin()
+def create_group(options: Any, world: World | None = None) -> Any:
+    """Returns the backend of one group. Every rank of the group calls it. `world`: one that begins with the group.
+
+    If a rank of the world has no compiled module, all groups of that world use gloo, with one warning. Raises
+    CommunicationError if ranks are missing.
+    """
+    started, size, rank = time.monotonic(), options.group_size, options.group_rank
     timeout = options.timeout
     extension.compile_ahead()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
     is_default = not options.global_ranks_in_group
-    # Programs make groups of a name, each by its own ranks alone, at the same time: Megatron's ranks do.
+    # Megatron's ranks make groups of one name at the same time, each by its own ranks alone.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
-    world = World.of(store, ranks, is_default)
+    world = world or World.of(store, ranks, is_default)
     begins = not world.begun
     module, problem = extension.try_load()
     if begins and not world.over_gloo:
@@ -64,12 +94,13 @@ def create(options: Any, backend_options: Any = None) -> Any:
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1 and begins:
-            world.over_gloo = world.meet(store, members, "init_process_group" if is_default else "new_group", problem)
+            world.over_gloo = world.meet(store, members, problem)
             if world.over_gloo:
                 return _over_gloo(world, store, members, timeout)
         if size > 1:
             address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
-            memory.attach(world.watcher, sorted(world.domain.ranks), address=address)
+            left_s = started + members.timeout_s - time.monotonic()
+            memory.attach(world.watcher, sorted(world.domain.ranks), address=address, limit_s=left_s)
             if begins:
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
@@ -77,7 +108,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         if begins:
             world.close()
         raise
-    group = Group(store, members, memory, timeout, world, begins, create)
+    group = Group(store, members, memory, timeout, world, begins, create_group)
     collectives = group.collectives
     backend = module.make(
         rank=rank,
@@ -108,7 +139,7 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
+    """Returns a gloo backend instead. gloo detects deaths only by broken connections and at deadlines."""
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
@@ -127,9 +158,9 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Ends threads before the interpreter, whose lock an error of theirs would need, and says that this rank goes.
+    """Ends threads before the interpreter, whose lock their errors would need, and reports that this rank leaves.
 
-    One that ends by an exception goes as one that dies.
+    A rank that ends by an exception reports nothing, so that peers detect a death.
     """
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None

@@ -383,7 +383,6 @@ class World:
             self._check(-errno.ESRCH, f"ending waits of ranks {format_ranks(ranks)}")
 
     def report_failed(self, text: str) -> None:
-        """Reports to all ranks that this rank failed."""
         self._report(0, _FAILED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
@@ -402,7 +401,7 @@ class World:
         """Leaves the world and frees its resources. Idempotent.
 
         Returns when other hosts' kernels have the farewell and this host's ranks can read it, after at most `linger_s`
-        + 1 s. Waits up to 1 s more for a running callback.
+        + 6 s. Waits up to 1 s more for a running callback.
         """
         if self._is_leaving or self._pid != os.getpid():
             return

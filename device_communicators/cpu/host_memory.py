@@ -104,19 +104,20 @@ class HostMemory:
         cpu_group: Any = None,
         purpose: str = "shared memory",
         address: str | None = None,
+        limit_s: float = float("inf"),
     ) -> None:
         """Finds the ranks that share memory, maps it, and connects the other ranks. All ranks call it.
 
-        The deadline is that of the start. The death of a rank in `watched`, by default the group's, ends the wait.
-        `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
-        `address`: how other hosts reach this rank; None: as gloo publishes it. Raises as `Watcher.gather` and `connect`
-        do, and ConfigMismatchError if ranks differ in a setting.
+        The deadline is that of the start, or `limit_s` from now. The death of a rank in `watched`, by default the
+        group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane.
+        `purpose`: see `Watcher.gather`. `address`: how other hosts reach this rank; None: as gloo publishes it. Raises
+        as `Watcher.gather` and `connect` do, and ConfigMismatchError if ranks differ in a setting.
         """
         if self.attached:
             return
         self._address = address
         watcher, members = watcher or Watcher(), self.members
-        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get())
+        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get(), limit_s)
 
         def gather(step: str, record: bytes) -> list[bytes]:
             return watcher.gather(
@@ -302,7 +303,6 @@ class _Memory:
         return address
 
     def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
-        """Makes the C++ group in this memory, which then owns it."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
@@ -374,7 +374,6 @@ class _Meeting:
         self._facts: list[dict[str, Any]] = []
 
     def exchange_segments(self) -> None:
-        """Makes this rank's segment, receives the others' names, and opens the segments of its host."""
         rank = self.members.rank
         name = ""
         try:
@@ -498,7 +497,7 @@ class _Meeting:
         }
         self.apart = self.apart or _first_reason(facts, "apart") or ""
         if self.problem is None and not self.apart and len(found) > len(hosts):
-            self.apart = "some of its ranks see memory that others of their host don't"
+            self.apart = "some of its ranks can map segments that other ranks of their host can't"
         return hosts, tuple(sorted(found))
 
     @property

@@ -75,7 +75,7 @@ PROGRAMS = [block for block in PYTHON if block.how == "run: program" or block.pa
 def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
     """Programs are forks with forked fork servers. test_launch.py covers a fresh interpreter."""
     (tmp_path / "program.py").write_text(block.code)
-    (expected,) = re.findall(r"print\(launch\(.*#\s+(\[.*\])$", block.code, flags=re.MULTILINE)
+    (expected,) = re.findall(r"print\((?:ps\.)?launch\(.*#\s+(\[.*\])$", block.code, flags=re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     program = Program(FORK_SERVERS + script(tmp_path / "program.py", []), environment)
     out, err = program.communicate(120)

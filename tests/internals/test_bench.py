@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import random
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +18,16 @@ import torch
 from harness import page, ranks
 from harness.against import ratio_of
 from harness.against import report as report_against
-from harness.page import Findings
-from harness.picture import draw
+from harness.messages import COPY, SPEC_VIEWS, VIEWS, WITH_SPEC
+from harness.page import SYMMETRIC, Findings
+from harness.picture import Panel, draw
 from harness.rounds import Strangers, measure_all
 from harness.teams import python_path
+from harness.through_torch import CARRIED, LAYERS, OP, OP_AND_LAYERS
 
-from parallel_state.tools.bench import command, report
+from parallel_state.tools.bench import command, progress, report
+from parallel_state.tools.bench.names import OWN
+from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.rounds import Plan, Row, measure, samples_us
 from parallel_state.tools.bench.worker import TeamError, Timing, WrongAnswer
 
@@ -169,7 +176,7 @@ def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -
 
 def test_the_table_of_every_installation_has_ratios_and_bandwidths() -> None:
     case = {"operation": "all_reduce", "bytes": 1 << 20, "ranks": 2, "dtype": "bfloat16"}
-    us = {"parallel_state": [2000.0], "parallel_state, in place": [1048.576], "torch, gloo": [2097.152]}
+    us = {"parallel_state": [2000.0], "parallel_state in place": [1048.576], "torch over gloo": [2097.152]}
     lines = command.table([Row(case, us), Row({**case, "operation": "object"}, us, wrong={"other": "its answer"})])
     assert lines[1] == "all_reduce, 2 ranks, bfloat16: us"
     assert lines[3].split() == ["1", "MiB", "2,000", "1,049", "2,097", "1,049", "0.50", "1.00", "1.00"]
@@ -213,6 +220,40 @@ def test_a_machine_that_stays_busy_ends_the_repeats(monkeypatch: pytest.MonkeyPa
     busy_machine(monkeypatch, [1.0])
     (row,) = measure_all([FakeTeam(["one"])], [{}], Plan(rounds=3, round_s=0.001, repeat_s=0.0))
     assert row.repeats == 0
+
+
+@pytest.mark.slow
+def test_a_run_without_time_left_measures_three_rounds_of_each_case() -> None:
+    team = FakeTeam(["one"])
+    rows = measure_all([team], [{}, {}], Plan(rounds=30, round_s=0.001, repeat_s=60.0), until=time.monotonic())
+    assert [len(row.us["one"]) for row in rows] == [3, 3]
+
+
+def test_progress_has_the_time_left_and_a_line_each_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    shown = Progress(40.0, stream)
+    assert shown.left_s == 40.0
+    for step in ("first", "second", "third"):
+        clock[0] += 8.0
+        shown.step(4.0, step)
+    shown.close()
+    assert stream.getvalue() == "20 %, about 64 s left: second\n"
+    assert shown.left_s == 28.0 * 2
+
+
+def test_progress_on_a_terminal_is_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    shown = Progress(40.0, stream)
+    shown.step(20.0, "messages")
+    shown.close()
+    assert "50 %" in stream.getvalue() and "left: messages" in stream.getvalue()
+    assert all(len(line) < 160 for line in stream.getvalue().splitlines())
 
 
 # The page.
@@ -320,3 +361,45 @@ def test_a_version_that_became_slower_is_named_and_gives_the_exit_code() -> None
     assert (lines[-1], code) == ("no interval lies above 1.03", 0)
     row.wrong["before: op"] = "the answer is wrong"
     assert "wrong: before: op: the answer is wrong" in report_against([row])[0]
+
+
+# What the page and its pictures show.
+
+
+@pytest.mark.slow
+def test_variants_and_lower_bounds_are_not_judged() -> None:
+    """A ratio to a variant of this library says nothing about a peer; 1.67 in red would mean that it is faster."""
+    found = findings()
+    names = (OWN, OP, OP_AND_LAYERS, LAYERS, CARRIED, COPY, VIEWS, "gloo")
+    case = {"part": "torch", "kind": "dist", "operation": "all_reduce", "bytes": 8192}
+    found.rows.append(Row(case, {name: [2.0] for name in names}))
+    text = page.page(found)
+    table = text[text.index("dist, all_reduce, 8 KiB") :]
+    table = table[: table.index("</table>")]
+    judged = {line.split("</td>")[0]: "<span" in line for line in table.split("<tr><td>")[1:]}
+    assert judged == {html.escape(name): name == "gloo" for name in names}
+    assert table.count("lower bound") == 2
+
+
+@pytest.mark.slow
+def test_names_have_no_commas_which_separate_them_in_lists() -> None:
+    assert not [name for name in (OP, OP_AND_LAYERS, CARRIED, VIEWS, SPEC_VIEWS, WITH_SPEC, SYMMETRIC) if "," in name]
+
+
+@pytest.mark.slow
+def test_every_line_of_a_picture_has_a_style_of_its_own() -> None:
+    names = [f"{kind} {number}" for kind in ("ours", "peer") for number in range(12)]
+    svg = draw([Panel("title", {name: [(1024, 1.0), (4096, 2.0)] for name in names})], names[:12])
+    styles = re.findall(r'<polyline points="[^"]*" fill="none" (stroke="[^>]*)/>', svg)
+    assert len(styles) == len(set(styles)) == len(names)
+
+
+@pytest.mark.slow
+def test_a_picture_names_its_axes_and_follows_the_scheme() -> None:
+    svg = draw([Panel("title", {"ours": [(1024, 1.0), (4096, 2.0)]}, x_name="bytes of a message")], ["ours"])
+    assert ">bytes of a message</text>" in svg
+    assert "prefers-color-scheme:dark" in svg
+    assert not re.findall(r'(?:fill|stroke)="#(?:24292f|dde1e6|eef1f4|57606a)', svg), "these follow the scheme"
+    text = page.page(findings())
+    assert "prefers-color-scheme:dark" in text and 'name="color-scheme" content="light dark"' in text
+    assert text.count("<svg") == 2, "each panel scrolls by itself on a narrow screen"

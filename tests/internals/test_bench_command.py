@@ -16,6 +16,7 @@ from harness import page
 from harness.messages import KINDS
 from harness.page import FILES
 from harness.peers import VLLM_TORCH
+from harness.teams import Team, started
 
 from parallel_state.tools.bench import command
 from tests.extent import LONG
@@ -28,7 +29,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 BEFORE = """
-import torch._inductor.compile_fx, torch.distributed.fsdp
+import torch.distributed.fsdp
 from dataclasses import replace
 import report
 from harness import through_torch
@@ -40,9 +41,7 @@ through_torch._WIDTH, through_torch._DEPTH = 64, 2
 
 
 def report_of(words: Sequence[str]) -> str:
-    """Returns code that runs benchmarks/report.py and forks the scripts that it starts."""
-    run = f"sys.exit(report.main({[*words]!r}))"
-    return f"import sys, report\nfrom tests.programs import fork_scripts\nfork_scripts()\n{run}"
+    return f"import sys, report\nsys.exit(report.main({[*words]!r}))"
 
 
 def environment() -> dict[str, str]:
@@ -60,8 +59,8 @@ def test_what_every_installation_has(tmp_path: Path) -> None:
     cases = [(row["case"]["operation"], row["case"]["bytes"]) for row in content["rows"]]
     assert cases == [(each, size) for each in operations for size in ((0,) if each == "barrier" else (992, 65536))]
     for row in content["rows"]:
-        in_place = ["parallel_state, in place"] if row["case"]["operation"] == "all_reduce" else []
-        assert list(row["us"]) == ["parallel_state", *in_place, "torch, gloo"]
+        in_place = ["parallel_state in place"] if row["case"]["operation"] == "all_reduce" else []
+        assert list(row["us"]) == ["parallel_state", *in_place, "torch over gloo"]
         assert row["wrong"] == {}
         assert all(len(samples) >= 3 and min(samples) > 0 for samples in row["us"].values())
     assert content["settings"]["route"].startswith("group 'tp:0'")
@@ -104,8 +103,8 @@ def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None:
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_all_and_leaves_an_earlier_report(tmp_path: Path, number: signal.Signals) -> None:
     page.write(tmp_path, findings())
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
     words = ["--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
@@ -117,12 +116,53 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         workers = [int(pid) for pid in children.read_text(encoding="utf-8").split()]
     time.sleep(1)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     said, _ = process.communicate(60)
-    assert process.returncode == 130, said
+    assert process.returncode == 128 + number, said
     assert "the report of 2030-01-01 00:00 UTC stays" in said
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
+    file = tmp_path / "found.json"
+    words = ["--ranks", "2", "--sizes", "1024", "--operations", "barrier", "all_reduce", "all_gather", "broadcast"]
+    code = "import os\nos.setsid()\n" + module("parallel_state", ["bench", *words, "--json", str(file)])
+    process = Program(code, environment())
+    deadline = time.monotonic() + 120
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:  # empty: the test of its path
+        time.sleep(0.01)
+    os.killpg(process.pid, number)
+    out, err = process.communicate(60)
+    assert process.returncode in (128 + number, -number)
+    assert "barrier, 2 ranks, bfloat16: us" in out and "broadcast, 2" not in out
+    assert "Traceback" not in err
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["case"]["operation"] == "barrier" and rows[0]["us"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_cannot_start_is_left_out_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of an MPI is gone, or the Python in it; the launcher's banner isn't the reason."""
+    banner = tmp_path / "mpiexec"
+    banner.write_text("#!/bin/sh\nprintf 'no python there\\n-----\\n' >&2\nexit 3\n")
+    banner.chmod(0o755)
+    left_out: dict[str, str] = {}
+    teams = [
+        Team(name, "tests.internals.benchmark_team", 2, {}, launcher=[launcher])
+        for name, launcher in (("gone", str(tmp_path / "nowhere")), ("broken", str(banner)))
+    ]
+    with started(teams, left_out) as ready:
+        assert not ready
+    assert left_out == {
+        "gone": f"not all of 2 ranks came ([Errno 2] No such file or directory: '{tmp_path / 'nowhere'}')",
+        "broken": "not all of 2 ranks came (exit code 3, no python there)",
+    }
+    assert capsys.readouterr().err.splitlines() == [f"left out: {name}: {why}" for name, why in left_out.items()]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +170,7 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
     [
         (report.main, "--report setup.py", {}, "--report: setup.py is no folder"),
         (command.main, "--ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
-        (command.main, "--sizes 0", {}, "--sizes must be positive"),
+        (command.main, "--sizes 0", {}, "argument --sizes: must be a whole number of at least 1, but is 0"),
         (report.main, "--no-peers", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
         (command.main, "", RANK, "LOCAL_RANK is not"),
         (report.main, "--no-peers --ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),

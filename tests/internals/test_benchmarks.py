@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.messages import SPEC_VIEWS, VIEWS, WITH_SPEC
 from harness.teams import Team, started
 
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.rounds import Plan, measure
 from tests.programs import Program, script
 
@@ -75,7 +77,7 @@ def test_messages(tmp_path: Path) -> None:
     assert names(content, kind="object", idle_ms=5) == {"parallel_state", "gloo"}
     for kind in ("broadcast", "pipeline"):
         for what in ("decode", "prefill"):
-            ours = {"parallel_state", "parallel_state, views", "parallel_state, spec", "parallel_state, spec, views"}
+            ours = {OWN, VIEWS, WITH_SPEC, SPEC_VIEWS}
             assert names(content, kind=kind, what=what) == ours | {"gloo", "(copying the bytes)"}
 
 
@@ -155,7 +157,8 @@ def leave_out(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["raises", "ends", "raises at start"])
 def test_a_team_that_fails_is_left_out_and_the_others_go_on(fault: str) -> None:
-    code = f"from {__name__} import leave_out\nfrom tests.programs import fork_scripts\n"
-    program = Program(f"{code}fork_scripts()\nleave_out({fault!r})\n", {**os.environ, "PYTHONPATH": str(ROOT)})
+    program = Program(
+        f"from {__name__} import leave_out\nleave_out({fault!r})\n", {**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     out, err = program.communicate(DEADLINE_S)
     assert (program.returncode, out) == (0, "left out\n"), err

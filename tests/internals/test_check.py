@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 import pytest
 
 from device_communicators.base.errors import LaunchError
-from parallel_state.tools.check import command, page, rules, system
+from parallel_state.tools.check import command, local, page, rules, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (
     CpuRun,
@@ -259,7 +258,7 @@ def test_ranks_that_could_not_be_launched_are_told_of(
     def fails(*arguments: object, **options: object) -> None:
         raise LaunchError("local ranks [1] ended with exit code 7 before they were ready\nwhere rank 1 was: …", rank=1)
 
-    monkeypatch.setattr(importlib.import_module("parallel_state.launch.launcher"), "launch", fails)
+    monkeypatch.setattr(local, "launch", fails)
     assert command.main(["--tp", "2", "--quick", "--json"]) == EXIT_CODES["error"]
     (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["code"] == "launch-failed"]
     assert found["found"] == "local ranks [1] ended with exit code 7 before they were ready" and found["fix"]

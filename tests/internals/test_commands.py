@@ -30,6 +30,9 @@ runpy.run_module("parallel_state", run_name="__main__", alter_sys=True)
 WITHOUT_TORCH = (
     ["--help"], ["--version"], ["plan", "--world-size", "8", "--tp", "2"], ["plan", "--help"], ["plan", "--tp", "x"],
     ["topology"], ["debug", "--help"], ["debug", "/nowhere"], ["trace", "/nowhere"], ["nothing"],
+    ["check", "--help"], ["check", "--ranks", "0"], ["check", "--timeout", "1"], ["check", "--html", "/nowhere/x"],
+    ["bench", "--help"], ["bench", "--ranks", "1"], ["bench", "--sizes", "0"], ["bench", "--json", "/nowhere/x"],
+    ["tune", "--help"], ["tune", "--ranks", "0"], ["tune", "--out", "/nowhere/x"],
 )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import torch
 
 import parallel_state as ps
 from device_communicators.peer.thresholds import ALGORITHMS, Conditions, Thresholds
-from parallel_state.tools import tune
-from parallel_state.tools.tune import FUSED, ORDERS, OTHER, UNBOUNDED, Plan, TuneError, Tuning
+from parallel_state.tools.tune import tuning as tuning_module
+from parallel_state.tools.tune.tuning import FUSED, ORDERS, OTHER, UNBOUNDED, Plan, TuneError, Tuning
 from tests.internals import cuda_on_cpu, peer_stand_in
 from tests.internals.peer_stand_in import StandInPeerMemory
 from tests.workers import WorkerPool
@@ -36,7 +36,7 @@ Spoil = Callable[[StandInPeerMemory, Event], None]
 def _tuned(env: dict[str, str], spoil: Spoil) -> tuple[Thresholds | str, list[Any]]:
     """Returns the row or the error, and the times. `spoil` gets an event that is set when the proof starts."""
     os.environ.update(env)
-    tune.CALLS_IN_A_GRAPH = 2  # kernels on a CPU are slow
+    tuning_module.CALLS_IN_A_GRAPH = 2  # kernels on a CPU are slow
     group = ps.get_tp_group()
     peers = StandInPeerMemory(group.context, thresholds=UNBOUNDED)
     assert peers.admit() is None

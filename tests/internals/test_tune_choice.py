@@ -19,7 +19,7 @@ from device_communicators.peer.thresholds import Conditions, load
 from device_communicators.process_group.device import DeviceGroupCommunicator
 from parallel_state import __main__ as commands
 from parallel_state.tools.bench.devices import Captured
-from parallel_state.tools.tune import (
+from parallel_state.tools.tune.tuning import (
     CALLS_IN_A_GRAPH,
     FUSED,
     ORDERS,

@@ -16,14 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
+from parallel_state.tools.bench.names import OBJECT, PING_PONG
 from parallel_state.tools.bench.worker import Timing, WrongAnswer
 
 Call = Callable[[Tensor], Tensor]
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
-PING_PONG = "ping_pong"
-"""Rank 0 sends a tensor to rank 1, which sends it back."""
-OBJECT = "object"
-"""Like PING_PONG, with the tensor as a value in a dict that is sent as an object."""
 ROWS = 4
 """Rows of the matrix that all_gather gathers along its last dim, as sequences of a decode batch."""
 
@@ -122,7 +118,6 @@ class TensorTeam:
         return time.perf_counter() - started
 
 
-OWN, GLOO = "parallel_state", "gloo"
 # Newer versions of torch warn about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

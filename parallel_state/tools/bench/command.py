@@ -20,15 +20,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 import parallel_state as ps
 from device_communicators.base.errors import SettingError
 from parallel_state.startup import environment
-from parallel_state.tools.arguments import command_parser
-from parallel_state.tools.bench import ranks
-from parallel_state.tools.bench.collectives import OBJECT, OPERATIONS, OWN, PING_PONG
+from parallel_state.tools.arguments import command_parser, positive
+from parallel_state.tools.bench.names import OBJECT, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import (
     bandwidths,
     figure,
@@ -56,9 +54,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_cases(parser, ALL)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples, machine, commit and versions")
     options = parser.parse_args(arguments)
+    require_writable(parser, options.json)
     if (problem := complete(options)) is not None:
         parser.error(problem)
-    require_writable(parser, options.json)
     try:
         options.started = environment.detect(rendezvous=False).world_size > 1
     except SettingError as error:
@@ -72,45 +70,62 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="use fewer operations, sizes and rounds")
-    parser.add_argument("--ranks", type=int, help="default: 2 to 4, by the number of GPUs, else of cores")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="default: 2 to 4, by the number of GPUs, else of cores"
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there are GPUs"
     )
     parser.add_argument("--operations", nargs="+", choices=operations, help="default: all")
     # benchmarks/report.py shares these options, and counts as nccl-tests on GPUs.
-    parser.add_argument("--sizes", nargs="+", type=int, help="bytes of each rank's input")
+    parser.add_argument("--sizes", nargs="+", type=positive, metavar="BYTES", help="bytes of each rank's input")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
 
 
 def complete(options: argparse.Namespace) -> str | None:
     """Sets the default device and number of ranks. Returns a problem, or None."""
-    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    if options.ranks is not None and not 2 <= options.ranks <= 64:
+        return f"--ranks must be from 2 to 64, but is {options.ranks}"
+    gpus = 0
+    if options.device != "cpu":
+        import torch  # imported here: its import takes seconds, and wrong arguments are reported before it
+
+        gpus = torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
         return "--device cuda: torch finds no GPU"
     options.device = "cuda" if gpus else "cpu"
     if options.ranks is None:
         options.ranks = max(2, min(4, gpus or len(os.sched_getaffinity(0))))
-    if not 2 <= options.ranks <= 64:
-        return f"--ranks must be from 2 to 64, but is {options.ranks}"
-    if any(size < 1 for size in options.sizes or ()):
-        return f"--sizes must be positive, but are {options.sizes}"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints. Returns the exit code."""
     options = parse(arguments)
-    plan = QUICK_PLAN if options.quick else PLAN
+    from parallel_state.tools.bench import ranks  # imported here: it needs torch, `--help` doesn't
+
+    plan, show = QUICK_PLAN if options.quick else PLAN, Shown(options)
     if options.started:
-        rows, about, is_first = ranks.run_rank(options, plan)
+        failed = ranks.run_rank(options, plan, show)
     else:
-        rows, about, is_first = ps.launch(ranks.run_rank, options.ranks, args=(options, plan), timeout=RUN_S)[0]
-    if is_first:
-        print(f"{about['device']} {about['sharing']}\n{about['route']}".strip())
+        failed = ps.launch(ranks.run_rank, options.ranks, args=(options, plan, show), timeout=RUN_S)[0]
+    return int(failed)
+
+
+class Shown:
+    """Prints the rows of each operation on rank 0, and writes the JSON anew: an interrupted run keeps what it has."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+
+    def __call__(self, rows: list[Row], about: dict[str, Any]) -> None:
+        if not self.rows:
+            print(f"{about['device']} {about['sharing']}\n{about['route']}".strip())
+        self.rows += rows
         print("\n".join(table(rows)), flush=True)
-        if options.json is not None:
-            write_json(options.json, rows, {**recorded(options), **about})
-    return int(any(row.wrong for row in rows))
+        if self.options.json is not None:
+            write_json(self.options.json, self.rows, {**recorded(self.options), **about})
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -122,16 +137,20 @@ def table(rows: Sequence[Row]) -> list[str]:
         there_and_back = ", there and back" if operation in (PING_PONG, OBJECT) else ""
         lines += ["", f"{operation}{there_and_back}, {chosen[0].case['ranks']} ranks, {chosen[0].case['dtype']}: us"]
         heads = ("p99", "ours ÷ torch's", "algbw", "busbw, GB/s")
-        lines.append(f"{'size':>10}" + "".join(f"{name:>{len(name) + 3}}" for name in (*names, *heads)))
+        lines.append(f"{'size':>10}" + "".join(f"{name:>{_width(name)}}" for name in (*names, *heads)))
         for row in chosen:
             cells = [p50(row.us[name]) if name in row.us else None for name in names]
             text = zip((*names, *heads), (*cells, *_of_the_best(row)), strict=True)
             lines.append(
                 f"{size_name(row.case['bytes']):>10}"
-                + "".join(f"{figure(cell):>{len(head) + 3}}" for head, cell in text)
+                + "".join(f"{figure(cell):>{_width(head)}}" for head, cell in text)
             )
         lines += [f"no figures of {name}: {why}" for row in chosen for name, why in row.wrong.items()]
     return lines
+
+
+def _width(head: str) -> int:
+    return max(len(head) + 3, 10)
 
 
 def _of_the_best(row: Row) -> tuple[float | None, ...]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,21 +17,14 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators.base import settings
-from parallel_state.tools.bench.collectives import (
-    OBJECT,
-    OWN,
-    ROWS,
-    Call,
-    Exchange,
-    TensorTeam,
-    ours_by_method,
-    torch_by_call,
-)
+from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, TensorTeam, ours_by_method, torch_by_call
 from parallel_state.tools.bench.devices import Clock, describe, share_gpus
+from parallel_state.tools.bench.names import OBJECT, OWN
+from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.rounds import Plan, Row, measure
 from parallel_state.tools.bench.worker import Timing
 
-IN_PLACE = f"{OWN}, in place"
+IN_PLACE = f"{OWN} in place"
 
 
 class GroupTeam(TensorTeam):
@@ -60,7 +54,7 @@ class GroupTeam(TensorTeam):
 class OwnAndTorch(GroupTeam):
     def __init__(self, group: ps.GroupCoordinator) -> None:
         super().__init__(group)
-        self.torchs_name = "torch, nccl" if group.device.type == "cuda" else "torch, gloo"
+        self.torchs_name = "torch over nccl" if group.device.type == "cuda" else "torch over gloo"
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         call, in_place = ours_by_method(self.group, operation)
@@ -96,8 +90,29 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
         ps.destroy_distributed_environment()
 
 
-def run_rank(options: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str, Any], bool]:
-    """Measures on one rank; all ranks must call it. Returns the rows, facts they depend on, and if this is rank 0."""
+def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
+    """Measures on one rank; all ranks must call it. Returns True if a candidate failed.
+
+    `show`: called on rank 0 with the rows of each operation once they are complete, and with the facts that the rows
+    depend on. An interruption ends with a call for the operation under way.
+    """
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)
-        return [measure([OwnAndTorch(group)], case, plan) for case in cases], about, group.is_first_rank
+        progress = Progress(len(cases) * plan.case_s) if group.is_first_rank else None
+        rows: list[Row] = []
+        failed = False
+        try:
+            for case, following in zip_longest(cases, cases[1:]):
+                rows.append(measure([OwnAndTorch(group)], case, plan))
+                failed |= bool(rows[-1].wrong)
+                if progress is not None:
+                    progress.step(plan.case_s, "ends" if following is None else f"{following['operation']}")
+                    if following is None or following["operation"] != case["operation"]:
+                        show(rows, about)
+                        rows = []
+        finally:
+            if progress is not None:
+                progress.close()
+                if rows:
+                    show(rows, about)
+        return failed

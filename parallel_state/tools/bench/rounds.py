@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parallel_state.tools.bench.worker import TeamError, Timing
+from parallel_state.tools.bench.worker import TeamError, Timing, last_line
 
 NOTICED = 0.1
 """A case counts as disturbed if other processes used more cores than this."""
@@ -116,7 +116,8 @@ def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *argumen
     except TeamError as error:
         teams.remove(team)  # its ranks may be at different calls
         row.wrong[name or team.name] = str(error)
-        print(f"left out from now on: {error}", file=sys.stderr)
+        reason = last_line(str(error)).removeprefix(f"{team.name}: ")
+        print(f"left out from now on: {team.name}: {reason}", file=sys.stderr)
         return None
     return list(answers[0]) if method == "prepare" else answers
 

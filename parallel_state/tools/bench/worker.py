@@ -16,6 +16,12 @@ class TeamError(RuntimeError):
     """A team failed or didn't answer in time."""
 
 
+def last_line(text: str) -> str:
+    """Returns the last line with words, which in a traceback is the exception."""
+    lines = (line.strip() for line in reversed(text.splitlines()))
+    return next((line for line in lines if any(map(str.isalpha, line))), "no reason was given")
+
+
 @dataclass(frozen=True)
 class Timing:
     """One rank's times: the total of all calls, or the times at which each call started or ended on this rank.

@@ -17,32 +17,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from device_communicators.base.errors import LayoutError, ParallelStateError, SettingError
+from device_communicators.base.errors import LayoutError, SettingError
 from device_communicators.base.helper_threads import HelperThread
 from parallel_state.layout.axes import AXES
-from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import PROGRAM, command_parser, positive
-from parallel_state.tools.check import page, rules, system
-from parallel_state.tools.check.evidence import Evidence
-from parallel_state.tools.check.findings import ERROR, EXIT_CODES
-from parallel_state.tools.check.session import Options, Outcome, Report, Session
 from parallel_state.tools.output import add_json, require_writable, write_chosen
 from parallel_state.tools.plan.command import add_sizes
 
-_MOST_RANKS = 64
+if TYPE_CHECKING:
+    from parallel_state.tools.check.session import Outcome
+
 _LEAST_S = 5.0
 _GRACE_S = 15.0
 """Time after --timeout at which a hanging rank exits: each step gets some seconds even if earlier steps were late."""
-_START_S = 15.0
-"""Added to the launch timeout for local ranks to start and exit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,10 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--timeout must be at least {_LEAST_S:g} seconds, but is {chosen.timeout:g}")
     given = {axis.name: getattr(chosen, axis.name) for axis in AXES if axis.size_parameter}
     sizes = {name: size for name, size in given.items() if size is not None}
-    options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     _export_place(parser, chosen)
     if _is_on_one_host():  # otherwise the path may exist only on rank 0's host
         require_writable(parser, chosen.json, chosen.html)
+    from parallel_state.tools.check import local  # imported here: both need torch, `--help` doesn't
+    from parallel_state.tools.check.session import Options, Session
+
+    options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     if _is_started_by_launcher():
         if chosen.ranks is not None:
             parser.error("--ranks can't be used under a launcher, which sets the number of ranks")
@@ -69,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os._exit(outcome.exit_code)  # a thread may still be blocked and would delay the exit
         return outcome.exit_code
     try:
-        ranks = chosen.ranks or _ranks_for(sizes, chosen.order)
+        ranks = chosen.ranks or local.ranks_for(sizes, chosen.order)
     except LayoutError as error:
         parser.error(str(error))
-    if not 1 <= ranks <= _MOST_RANKS:
-        parser.error(f"--ranks must be from 1 to {_MOST_RANKS}, but is {ranks}")
-    outcome = _run_locally(ranks, options)
+    if ranks > local.MOST_RANKS:
+        parser.error(f"--ranks must be from 1 to {local.MOST_RANKS}, but is {ranks}")
+    outcome = local.run_locally(ranks, options)
     _show(parser, chosen, outcome)
     return outcome.exit_code
 
@@ -127,6 +123,8 @@ def _is_on_one_host() -> bool:
 def _exit_after(limit_s: float) -> None:
     """Exits this process if it still hangs after `limit_s`. The leader's report has named this rank by then."""
 
+    from parallel_state.tools.check.findings import ERROR, EXIT_CODES
+
     def end() -> None:
         time.sleep(limit_s)
         print(f"{PROGRAM} check: this rank didn't finish within {limit_s:g} s and exits", file=sys.stderr, flush=True)
@@ -135,58 +133,15 @@ def _exit_after(limit_s: float) -> None:
     HelperThread("check-limit", end).start()
 
 
-def _ranks_for(sizes: dict[str, int], order: str | None) -> int:
-    """Returns the smallest number of ranks that the sizes fit; without sizes one per GPU, else 2 to 4 by the cores."""
-    if not sizes:
-        gpus = len(system.gpus().visible)
-        return gpus if gpus > 1 else max(2, min(4, len(os.sched_getaffinity(0))))
-    problem: LayoutError | None = None
-    for ranks in range(1, _MOST_RANKS + 1):
-        try:
-            resolve_layout(ranks, sizes, *filter(None, (order,)))
-            return ranks
-        except LayoutError as error:
-            problem = problem or error
-    raise problem or LayoutError("no number of ranks fits the sizes")
-
-
-def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
-    """Runs one local rank. Returns exit code, whether the ranks met, and the report as JSON (empty without one)."""
-    outcome = Session(options).run()
-    return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
-
-
-def _run_locally(ranks: int, options: Options) -> Outcome:
-    from parallel_state.launch.launcher import launch
-
-    began = time.monotonic()
-    try:
-        ends = launch(
-            run_local_rank, ranks, args=(options,), timeout=2 * options.timeout_s + _START_S, name="check"
-        )  # fmt: skip
-    except ParallelStateError as error:
-        return Outcome(EXIT_CODES[ERROR], _not_launched(ranks, options, error, began))
-    exit_code, met, content = next((end for end in ends if end[2]), ends[0])
-    return Outcome(exit_code, msgspec.json.decode(content, type=Report) if content else None, met)
-
-
-def _not_launched(ranks: int, options: Options, error: ParallelStateError, began: float) -> Report:
-    facts = system.collect(time.monotonic() + 3.0)
-    facts.place.world_size = ranks
-    session = Session(options, began)
-    session.facts = facts
-    text = re.split(r"\nwhere (?:it|rank \d+) was:", str(error))[0].strip()
-    facts.place.local_world_size = ranks
-    evidence = Evidence([facts], ranks, options.sizes, options.order, met=False)
-    found = [rules.finding("launch-failed", text, hosts=[facts.network.hostname]), *rules.judge(evidence)]
-    return session.report(evidence, found)
-
-
 def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
     """Writes the leader's report. Ranks that couldn't reach the others write theirs to stderr, one per host."""
     report = outcome.report
     if report is None:
         return
+    import msgspec
+
+    from parallel_state.tools.check import page
+
     place = report.ranks[0].place
     if not outcome.met and place.rank != 0:
         if place.local_rank == 0:

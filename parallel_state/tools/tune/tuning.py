@@ -1,16 +1,4 @@
-"""`python -m parallel_state tune`: measures which kernel is fastest for which size on this machine, and writes it down.
-
-    python -m parallel_state tune                            starts 2, 4, 6 and 8 ranks, if there are as many GPUs
-    python -m parallel_state tune --ranks 8 --out node.json
-    torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
-
-Candidates are checked, then measured in turns. The slowest rank's time of a round counts. On GPUs calls are captured in
-a graph and its replays are timed, as in a decode step. The choice is then proven: all kinds of calls on random sizes,
-with random delays of ranks, and each result is compared with the expected one.
-
-Only then a row with its conditions is written to the user's rows, which PARALLEL_STATE_PEER_MEMORY=auto and
-PARALLEL_STATE_NCCL=auto read. Rows of ranks that share a GPU are written too, but never used.
-"""
+"""Measures candidate kernels, chooses their size limits, proves the choice, and writes it down as a row."""
 
 from __future__ import annotations
 
@@ -20,7 +8,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,19 +23,17 @@ from device_communicators.base import settings
 from device_communicators.base.torch_internals import keep_cuda_busy
 from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.device import PeerDevice
-from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
+from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load
 from device_communicators.routing.communicator import method_of
 from parallel_state.collectives.capture_stream import side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, answer, beside, given
 from parallel_state.tools.bench.devices import Captured, captured, share_gpus
 from parallel_state.tools.bench.ranks import GroupTeam
 from parallel_state.tools.bench.rounds import Plan as CasePlan
 from parallel_state.tools.bench.rounds import measure
-from parallel_state.tools.output import require_writable
+from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
-SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
 """Names of candidates: the communicator that is used without peer memory; torch's group, if that is another one."""
 FUSED = "all_reduce_add_rms_norm"
@@ -58,11 +43,9 @@ ORDERS = {
     "reduce_scatter": ("push", "pull", OTHER),
     FUSED: ("fused", *ALGORITHMS, OTHER),
 }
-PROOF_CALLS = 100_000
 CALLS_IN_A_GRAPH = 20
 HIDDEN = 4096
 """Largest row length of a norm."""
-RUN_S = 3600.0
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _UNBOUNDED: dict[str, Any] = {
     **dict.fromkeys(_BOUNDS, 1 << 40),
@@ -341,50 +324,6 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         if peers is not None:
             peers.close()
         ps.destroy_distributed_environment()
-
-
-def _report(row: Thresholds, path: Path) -> None:
-    print(f"{row.world_size} ranks, {row.arch}, {row.link}: {row}; {row.proven_calls} calls proven")
-    if row.one_gpu_each:
-        print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, uses it from now on")
-    else:
-        print(f"written to {path} for the record only: the ranks shared a GPU, so auto never uses it")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if no row was written for some number of ranks, 2 without a GPU."""
-    parser = command_parser("tune", "[options]", __doc__)
-    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, up to the number of GPUs")
-    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes per rank")
-    parser.add_argument("--rounds", type=positive, default=20)
-    parser.add_argument("--proof-calls", type=positive, default=PROOF_CALLS, help="number of checked calls")
-    parser.add_argument("--out", type=Path, help="file to write instead of the user's rows")
-    options = parser.parse_args(arguments)
-    options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
-    path = options.out or user_path()
-    require_writable(parser, options.out)
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        print("torch finds no CUDA device: there is nothing to measure here", file=sys.stderr)
-        return 2
-    if environment.detect(rendezvous=False).world_size > 1:
-        found = tune_rank(options)
-        if found is not None:
-            write(found, path)
-            _report(found, path)
-        return 0
-    code = 0
-    for ranks in options.ranks or [each for each in (2, 4, 6, 8) if each <= gpus] or [2]:
-        try:
-            row = ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0]
-        except ps.LaunchError as error:
-            print(f"{ranks} ranks: {error}", file=sys.stderr)
-            code = 1
-            continue
-        if row is not None:
-            write(row, path)
-            _report(row, path)
-    return code
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:

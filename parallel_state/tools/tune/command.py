@@ -1,0 +1,80 @@
+"""`python -m parallel_state tune`: measures which kernel is fastest for which size on this machine, and writes it down.
+
+    python -m parallel_state tune                            starts 2, 4, 6 and 8 ranks, if there are as many GPUs
+    python -m parallel_state tune --ranks 8 --out node.json
+    torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
+
+Candidates are checked, then measured in turns. The slowest rank's time of a round counts. On GPUs calls are captured in
+a graph and its replays are timed, as in a decode step. The choice is then proven: all kinds of calls on random sizes,
+with random delays of ranks, and each result is compared with the expected one.
+
+Only then a row with its conditions is written to the user's rows, which PARALLEL_STATE_PEER_MEMORY=auto and
+PARALLEL_STATE_NCCL=auto read. Rows of ranks that share a GPU are written too, but never used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import parallel_state as ps
+from parallel_state.startup import environment
+from parallel_state.tools.arguments import command_parser, positive
+from parallel_state.tools.output import require_writable
+from parallel_state.tools.tune import PROOF_CALLS, SIZES
+
+if TYPE_CHECKING:
+    from device_communicators.peer.thresholds import Thresholds
+
+RUN_S = 3600.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 if no row was written for some number of ranks, 2 without a GPU."""
+    parser = command_parser("tune", "[options]", __doc__)
+    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, up to the number of GPUs")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes per rank")
+    parser.add_argument("--rounds", type=positive, default=20)
+    parser.add_argument("--proof-calls", type=positive, default=PROOF_CALLS, help="number of checked calls")
+    parser.add_argument("--out", type=Path, help="file to write instead of the user's rows")
+    options = parser.parse_args(arguments)
+    require_writable(parser, options.out)
+    import torch  # imported here, as `tuning`: the import takes seconds, and `--help` doesn't need it
+
+    from device_communicators.peer.thresholds import user_path
+    from parallel_state.tools.tune.tuning import Plan, tune_rank, write
+
+    options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
+    path = options.out or user_path()
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        print("torch finds no CUDA device: there is nothing to measure here", file=sys.stderr)
+        return 2
+    if environment.detect(rendezvous=False).world_size > 1:
+        found = tune_rank(options)
+        if found is not None:
+            write(found, path)
+            _report(found, path)
+        return 0
+    code = 0
+    for ranks in options.ranks or [each for each in (2, 4, 6, 8) if each <= gpus] or [2]:
+        try:
+            row = ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0]
+        except ps.LaunchError as error:
+            print(f"{ranks} ranks: {error}", file=sys.stderr)
+            code = 1
+            continue
+        if row is not None:
+            write(row, path)
+            _report(row, path)
+    return code
+
+
+def _report(row: Thresholds, path: Path) -> None:
+    print(f"{row.world_size} ranks, {row.arch}, {row.link}: {row}; {row.proven_calls} calls proven")
+    if row.one_gpu_each:
+        print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, uses it from now on")
+    else:
+        print(f"written to {path} for the record only: the ranks shared a GPU, so auto never uses it")
