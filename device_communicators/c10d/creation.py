@@ -73,9 +73,9 @@ def create_group(options: Any, world: World | None = None) -> Any:
     If a rank of the world has no compiled module, all groups of that world use gloo, with one warning. Raises
     CommunicationError if ranks are missing.
     """
+    extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
     timeout = options.timeout
-    extension.compile_ahead()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
     is_default = not options.global_ranks_in_group

@@ -48,6 +48,7 @@ def try_load() -> tuple[Any, str]:
     return module, ""
 
 
+@cache
 def compile_ahead() -> None:
     """Compiles the module, and beside it the library that it calls, if they are missing. Raises nothing.
 
