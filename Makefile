@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
 ARGS ?=
-CPP := $(wildcard device_communicators/*/csrc/*.* device_communicators/*/csrc/store/*.* tests/native/*.* benchmarks/*.cpp)
+CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
 .PHONY: demo check test test-clusters clusters test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist clean
 
@@ -40,7 +40,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) $(NEEDED)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._inductor.compile_fx; \
 		from device_communicators.c10d import creation; from device_communicators.cpu import native; \
-		native.load(), creation.load()" & compiler=$$!; \
+		creation.load(), native.load()" & compiler=$$!; \
 		$(PIP) -e ".[dev]" && $(PIP) --no-deps $(FILES_OF) && wait $$compiler
 	touch $@
 endif

@@ -40,20 +40,19 @@ class BuildWithLibrary(build_py):
         if compiler is None:
             print("parallel_state: no C++ compiler; the library is compiled at its first use where there is one")
             return
-        recipes = [native_build.plain_recipe()]
+        folder = Path(self.build_lib) / "device_communicators" / "cpu"
         try:
-            recipes.append(native_build.full_recipe())
+            objects = native_build.package(native_build.objects_recipe(), folder, compiler)
+            native_build.package(native_build.plain_recipe(), folder, compiler, lambda: objects)
+        except native_build.BuildError as error:
+            print(f"parallel_state: the library can't be compiled here: {error}")
+            return
+        try:
+            native_build.package(native_build.full_recipe(), folder, compiler, lambda: objects)
         except ImportError:
             print("parallel_state: torch isn't importable here; the ops' kernels are compiled at their first use")
-        folder = Path(self.build_lib) / "device_communicators" / "cpu"
-        for recipe in recipes:
-            target = folder / recipe.packaged_name
-            try:
-                native_build.compile_library(recipe, target, compiler)
-            except native_build.BuildError as error:
-                print(f"parallel_state: {recipe.what} can't be compiled here: {error}")
-                continue
-            target.with_suffix(".digest").write_text(native_build.sources_digest() + "\n")
+        except native_build.BuildError as error:
+            print(f"parallel_state: the ops' kernels can't be compiled here: {error}")
 
 
 class PlatformWheel(bdist_wheel):
@@ -72,7 +71,7 @@ class WithLibrary(Distribution):
 setup(
     packages=find_packages(include=["parallel_state*", "device_communicators*"]),
     py_modules=["parallel_state_plugins"],
-    package_data={"": ["py.typed", "*.pyi", "*.json", "*.css", "*.html", "*.js", "csrc/*", "csrc/store/*"]},
+    package_data={"": ["py.typed", "*.pyi", "*.json", "*.css", "*.html", "*.js", "csrc/*"]},
     distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
 )

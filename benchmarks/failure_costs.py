@@ -62,10 +62,10 @@ def compiled() -> Iterator[str]:
         raise SystemExit("a C++ compiler is needed; --parts mode gloo does without")
     plain = native_build.plain_recipe()
     loop = Path(__file__).with_name("failure_loop.cpp")
-    flags = (*plain.flags, f"-I{plain.sources[0].parent}")
+    flags = ("-std=c++17", f"-I{native_build.SOURCES}")
     with tempfile.TemporaryDirectory(prefix="failure_costs_") as folder:
         library = Path(folder) / "loop.so"
-        recipe = native_build.Recipe("the loops", library.name, (*plain.sources, loop), flags)
+        recipe = native_build.Recipe("the loops", library.name, (native_build.Unit((loop,)),), flags, base=plain.base)
         native_build.compile_library(recipe, library, compiler)
         yield str(library)
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "debug": ("parallel_state.tools.debug", "shows each rank's last call from records in a folder, and missing ranks"),
     "trace": ("parallel_state.tools.trace", "merges the ranks' traces: arrows, and the longest waits"),
     "bench": ("parallel_state.tools.bench.command", "measures latency and bandwidth here, also of torch.distributed"),
+    "build": ("parallel_state.tools.build", "compiles the native code for the installed torch, as the first use would"),
     "tune": ("parallel_state.tools.tune.command", "tests and measures the kernels on this machine's GPUs, for `auto`"),
 }
 """Command -> module, help text."""

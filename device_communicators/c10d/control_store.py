@@ -13,20 +13,14 @@ from typing import Any
 
 from device_communicators.c10d import extension
 from device_communicators.control.store import ControlStore
-from device_communicators.cpu import native_build
 
 logger = logging.getLogger("parallel_state")
-
-_FOLDER = extension.SOURCES / "store"
-_ENCODING = tuple(native_build.CONTROL / f"{unit}.cpp" for unit in ("store", "frame", "hmac"))
 
 
 @cache
 def try_load() -> Any:
     """Returns the compiled module, or None. Compiles it if needed."""
-    sources = (*sorted(_FOLDER.glob("*.cpp")), *_ENCODING)
-    folders = (native_build.CONTROL, _FOLDER)
-    module, problem = extension.try_load("the control plane's store", "parallel_state_store", sources, folders)
+    module, problem = extension.try_load()
     if module is None:
         logger.info("torch's threads need the interpreter lock for the control plane's store, which %s", problem)
     return module

@@ -15,22 +15,18 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 from device_communicators.base import logs, settings
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
-from device_communicators.base.errors import (
-    UnsupportedError,
-)
+from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.helper_threads import Call
 from device_communicators.c10d import extension
 from device_communicators.c10d.group import Group, make_gloo
 from device_communicators.c10d.membership import create_reconfigurable
 from device_communicators.c10d.world import World
-from device_communicators.cpu import native_build
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members
 from device_communicators.routing.failures import counted_from_begin
@@ -56,7 +52,7 @@ def _check_backend_options(options: Any) -> None:
     """Raises UnsupportedError for options that this backend would ignore."""
     if options is None:
         return
-    module, _ = try_load()
+    module, _ = extension.try_load()
     own = () if module is None else (module.Options, *module.Options.__bases__)
     name = type(options).__qualname__
     if type(options) not in own:
@@ -77,6 +73,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
     If a rank of the world has no compiled module, all groups of that world use gloo, with one warning. Raises
     CommunicationError if ranks are missing.
     """
+    extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
     timeout = options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
@@ -87,7 +84,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
     world = world or World.of(store, ranks, is_default)
     begins = not world.begun
-    module, problem = try_load()
+    module, problem = extension.try_load()
     if begins and not world.over_gloo:
         settings.warn_about_unknown_names()
         if problem and size == 1:
@@ -173,20 +170,10 @@ def _shut_down() -> None:
         group.leave()
 
 
-@cache
-def try_load() -> tuple[Any, str]:
-    """Returns the compiled module and "", or None and the reason. Compiles the module if needed."""
-    return extension.try_load(
-        'the backend "parallel_state" of torch.distributed',
-        "parallel_state_c10d",
-        sorted(extension.SOURCES.glob("*.cpp")),
-        (native_build.SOURCES, extension.SOURCES),
-    )
-
-
 def load() -> Any:
     """Returns the compiled module. Compiles it if needed. Raises UnsupportedError."""
-    module, problem = try_load()
+    extension.compile_ahead()
+    module, problem = extension.try_load()
     if module is None:
         raise UnsupportedError(f'the backend "parallel_state" of torch.distributed {problem}')
     return module

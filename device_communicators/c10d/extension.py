@@ -1,10 +1,15 @@
-"""Modules of Python that are compiled for the installed torch and Python, because they use the C++ classes of torch."""
+"""The module of Python that is compiled for the installed torch and Python, because it uses the C++ classes of torch.
+
+It has the backend, and the control plane's store as a store of torch: one module, because most of a compile is torch's
+headers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sysconfig
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +18,18 @@ import torch
 from device_communicators.base.build_cache import CacheError, about_cache
 from device_communicators.base.torch_internals import pybind_abi
 from device_communicators.cpu import native, native_build
-from device_communicators.cpu.native_build import BuildError, Recipe
+from device_communicators.cpu.native_build import BuildError, Recipe, Unit
 
 SOURCES = Path(__file__).parent / "csrc"
+_NAME = "parallel_state_c10d"
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
-def try_load(what: str, name: str, sources: Sequence[Path], folders: Sequence[Path]) -> tuple[Any, str]:
-    """Returns the module `name` and "", or None and the reason. Compiles it if needed.
-
-    `what`: in words. `folders`: of the sources and of the headers that belong to them.
-    """
+@cache
+def try_load() -> tuple[Any, str]:
+    """Returns the module and "", or None and the reason. Compiles it if needed."""
     try:
-        path, problem = native.find_or_compile(_recipe(what, name, sources, folders))
+        path, problem = native.find_or_compile(recipe())
     except (OSError, BuildError, CacheError) as error:
         path, problem = None, about_cache(error)
         advice = "" if isinstance(error, OSError) else _ADVICE
@@ -33,7 +37,7 @@ def try_load(what: str, name: str, sources: Sequence[Path], folders: Sequence[Pa
         advice = _ADVICE
     if path is None:
         return None, f"has no compiled part: {problem}{advice}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None:
         return None, f"has no compiled part: {path} is no module of Python"
     try:
@@ -44,15 +48,33 @@ def try_load(what: str, name: str, sources: Sequence[Path], folders: Sequence[Pa
     return module, ""
 
 
-def _recipe(what: str, name: str, sources: Sequence[Path], folders: Sequence[Path]) -> Recipe:
+@cache
+def compile_ahead() -> None:
+    """Compiles the module, and beside it the library that it calls, if they are missing. Raises nothing.
+
+    Called before a deadline starts. `try_load` and `native.load` report what could not be compiled.
+    """
+    with contextlib.suppress(OSError, BuildError, CacheError):
+        native.compile_together([native.wanted_recipe(), recipe()])
+
+
+def recipe() -> Recipe:
+    """Returns the module's build. Raises BuildError without Python's headers."""
+    sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         raise BuildError(f"there is no Python.h in {include}; install Python's headers (python3-dev)")
     pybind = tuple(f'-D{macro}="{value}"' for macro, value in pybind_abi().items())
-    flags["flags"] += (f"-DTORCH_EXTENSION_NAME={name}", *pybind)
+    flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_NAME}", *pybind)
     flags["for_torch"] += f" {version}"
     flags["include_flags"] += ("-isystem", include)
-    packaged = f"_{name.removeprefix('parallel_state_')}_torch{torch.__version__.replace('+', '_')}.{version}.so"
-    return Recipe(what, packaged, tuple(sources), folders=tuple(folders), **flags)
+    return Recipe(
+        'the backend "parallel_state" of torch.distributed',
+        f"_c10d_torch{torch.__version__.replace('+', '_')}.{version}.so",
+        (Unit(sources, ("-O2",)),),
+        folders=(*native_build.FOLDERS, SOURCES),
+        usual_cpu_s=25.0,
+        **flags,
+    )

@@ -2,9 +2,10 @@
 
 There are two builds of the same sources. The *full* build has the registered ops' CPU kernels and fits one version of
 torch. The *plain* build needs neither torch nor Python and fits every version of both; Python calls it through ctypes
-or, where that is too slow, directly (csrc/calling.h). A wheel may contain both. A missing full build is compiled at
-first use into the user's cache, under a lock. Without a compiler, or with PARALLEL_STATE_BUILD=never, the plain build
-is used. If that is missing, too, `load` raises the reason, and routes omit what needs the library.
+or, where that is too slow, directly (csrc/calling.h). A wheel may contain both, and the object with which both are
+linked. What is missing is compiled at first use into the user's cache, under a lock. Without a compiler, or with
+PARALLEL_STATE_BUILD=never, the plain build is used. If that is missing, too, `load` raises the reason, and routes omit
+what needs the library.
 
 Measured on torch 2.13, a call in place and a functional one: 0.92 and 1.50 us with torch's own ABI, 1.28 and 2.18 us
 with its stable ABI, which can't read requires_grad or redispatch below autograd either.
@@ -22,7 +23,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import (
     POINTER,
     c_char_p,
@@ -331,29 +333,66 @@ def _load() -> NativeLibrary | str:
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
     """Returns the library of one recipe, or the reason that it can't be used."""
     try:
-        path, problem = find_or_compile(recipe())
+        made = recipe()
+        path, problem = find_or_compile(made)
+        if path is not None and path.parent == _PACKAGED:
+            try:
+                return NativeLibrary(path, has_ops, note)
+            except (OSError, AttributeError, BuildError) as error:
+                logger.info("%s, which the wheel brings, can't be loaded here: %s", path, error)
+                path, problem = find_or_compile(made, packaged=False)
         return problem if path is None else NativeLibrary(path, has_ops, note)
     except (OSError, AttributeError, BuildError, CacheError) as error:
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def _find(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library if it is compiled, else the reason that it can't be used."""
-    packaged = _PACKAGED / recipe.packaged_name
-    if packaged.exists() and native_build.is_current(packaged):
-        return packaged, ""
-    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
+def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
+    """Returns a recipe's file if it is compiled, else the reason that it can't be used.
+
+    `packaged`: the wheel's file serves, too.
+    """
+    brought = _PACKAGED / recipe.packaged_name
+    if packaged and brought.exists() and native_build.is_current(brought, recipe):
+        return brought, ""
+    target = _target_of(recipe)
     build_cache.check_owner(target.parent)
     flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
     return (target, "") if flaw is None else (None, flaw)
 
 
-def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library, compiled if necessary, or the reason that it can't be used."""
-    found, flaw = _find(recipe)
+def _target_of(recipe: Recipe) -> Path:
+    """Returns a recipe's file in the cache."""
+    return build_cache.cache_folder() / f"{recipe.digest()}{recipe.suffix}"
+
+
+def wanted_recipe() -> Recipe:
+    """Returns the recipe of the library that `load` prefers. Raises ImportError without torch, and BuildError."""
+    return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
+
+
+def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]:
+    """Returns what `find_or_compile` returns for each. Compiles those that are missing at the same time.
+
+    Raises OSError and CacheError, as that does.
+    """
+    missing = [recipe for recipe in recipes if _find(recipe)[0] is None]
+    with ThreadPoolExecutor(max(1, len(missing))) as workers:
+        made = {recipe: workers.submit(find_or_compile, recipe, announced_with=missing) for recipe in missing}
+    return [made[recipe].result() if recipe in made else _find(recipe) for recipe in recipes]
+
+
+def find_or_compile(
+    recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
+) -> tuple[Path | None, str]:
+    """Returns a recipe's file, compiled if necessary, or the reason that it can't be used.
+
+    `packaged`: the wheel's file serves, too. A compile is logged, with the usual time for it and those that
+    `announced_with` has, which are compiled at the same time; None: nothing is logged.
+    """
+    found, flaw = _find(recipe, packaged)
     if found is not None:
         return found, ""
-    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
+    target = _target_of(recipe)
     if settings.BUILD.get() == "never":
         return None, f"{flaw}, and {settings.BUILD.name} is never"
     compiler = native_build.find_compiler()
@@ -364,12 +403,17 @@ def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
     asked_s = time.time()
     with build_cache.locked(target.with_suffix(".lock")) as lock:
         if not target.exists() or build_cache.flaw_of(target) is not None:
-            return _compile(recipe, target, compiler, lock, asked_s)
+            return _compile(recipe, target, compiler, lock, asked_s, announced_with)
     return target, ""
 
 
 def _compile(
-    recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float
+    recipe: Recipe,
+    target: Path,
+    compiler: tuple[str, ...],
+    lock: IO[bytes],
+    asked_s: float,
+    announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
     """Compiles under the lock. Processes that wait for it, or start soon after, read the failure from its file.
 
@@ -382,14 +426,56 @@ def _compile(
         return None, f"{failure['reason']} (tried {age:.0f} s ago; remove {lock.name} to have it tried at once)"
     _prune(target)
     _write(lock, b"")
-    logger.warning("compiling %s, once for this machine and torch (%s=never forbids)", recipe.what, settings.BUILD.name)
+    if announced_with is not None:
+        logger.warning(
+            "compiling %s, once for this machine%s; this takes about %.0f s on a quiet machine (%s=never forbids it)",
+            recipe.what, f" and torch {recipe.for_torch.split()[0]}" if recipe.for_torch else "",
+            _usual_s({recipe, *announced_with}), settings.BUILD.name,
+        )  # fmt: skip
     try:
-        native_build.compile_library(recipe, target, compiler, build_cache.seal)
+        _compile_and_link(recipe, target, compiler)
     except (BuildError, OSError) as error:
         record = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
         _write(lock, json.dumps(record).encode())
         return None, str(error)
     return target, ""
+
+
+def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -> None:
+    """Compiles the units, and beside them the base if it is missing. Compiles the base if the wheel's doesn't fit."""
+    base = recipe.base
+    if base is None:
+        native_build.compile_library(recipe, target, compiler, build_cache.seal)
+        return
+    used: list[Path] = []
+
+    def compile_with_base(packaged: bool) -> None:
+        def path_of_base() -> Path:
+            path, problem = found.result()
+            if path is None:
+                raise BuildError(problem)
+            used.append(path)
+            return path
+
+        with ThreadPoolExecutor(1) as beside:
+            found = beside.submit(find_or_compile, base, packaged, None)
+            native_build.compile_library(recipe, target, compiler, build_cache.seal, path_of_base)
+
+    try:
+        compile_with_base(packaged=True)
+    except BuildError:
+        if not used or used[0].parent != _PACKAGED:
+            raise
+        compile_with_base(packaged=False)
+
+
+def _usual_s(recipes: Collection[Recipe]) -> float:
+    """Returns how long a compile of these, and of their bases if they are missing, usually takes on these cores."""
+    bases = {recipe.base for recipe in recipes if recipe.base is not None and _find(recipe.base)[0] is None}
+    needed = [*recipes, *bases]
+    cores = min(len(native_build.usable_cores()), sum(len(recipe.units) for recipe in needed))
+    longest_s = max(recipe.usual_cpu_s / max(1, len(recipe.units)) for recipe in needed)
+    return max(1.0, longest_s, sum(recipe.usual_cpu_s for recipe in needed) / max(1, cores))
 
 
 def _write(lock: IO[bytes], content: bytes) -> None:
@@ -423,5 +509,5 @@ def _prune(target: Path) -> None:
                 left = name.startswith(f"{target.stem}{native_build.BUILD_FOLDER}")
                 if left or ((native_build.BUILD_FOLDER in name or name.startswith("tmp")) and unused_s > _STALE_S):
                     shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix in (".so", ".lock", ".cubin") and unused_s > _UNUSED_S and path.stem != target.stem:
+            elif path.suffix in (".so", ".o", ".lock", ".cubin") and unused_s > _UNUSED_S and path.stem != target.stem:
                 path.unlink()

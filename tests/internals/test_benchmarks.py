@@ -120,9 +120,9 @@ from tests.internals.compiled import plain_library
 build = native_build.compile_library
 
 
-def compile_library(recipe, target, compiler, seal=None):
+def compile_library(recipe, target, compiler, seal=None, base=None):
     if seal is not None:
-        return build(recipe, target, compiler, seal)
+        return build(recipe, target, compiler, seal, base)
     more = [source for source in recipe.sources if source not in native_build.plain_recipe().sources]
     shutil.copy(plain_library(compiler, more, recipe.flags), target)
 

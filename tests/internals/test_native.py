@@ -8,6 +8,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +37,8 @@ except native.NativeUnavailableError as error:
 COMPILE_S = 300
 SOURCES = Path(native.__file__).parent / "csrc"
 VERSION = f"version {native._VERSION} "
+MADE = [".lock", ".lock", ".o", ".so"]
+"""What a compile leaves in the cache: the object of all that needs no torch, and the library."""
 
 
 def _start(cache: Path, umask: int | None = None, **variables: str) -> Program:
@@ -50,7 +53,7 @@ def _run(cache: Path, umask: int | None = None, **variables: str) -> str:
     ("variables", "reason"),
     [
         ({"PARALLEL_STATE_BUILD": "never"}, "PARALLEL_STATE_BUILD is never"),
-        ({"PATH": "/nowhere"}, "no C++ compiler"),
+        ({"PATH": "/nowhere", "CXX": ""}, "no C++ compiler"),
         ({"CXX": "/nowhere/c++"}, "/nowhere/c++ can't be run"),
         ({"CXX": "false"}, "false failed"),
     ],
@@ -80,8 +83,8 @@ def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
     """For example, one for another torch or Python."""
     (tmp_path / "module.so").write_text("no library")
     monkeypatch.setattr(native, "find_or_compile", lambda recipe: (tmp_path / "module.so", ""))
-    monkeypatch.setattr(extension, "_recipe", lambda *_: None)
-    module, problem = extension.try_load("a part", "parallel_state_part", [], [])
+    monkeypatch.setattr(extension, "recipe", lambda: None)
+    module, problem = extension.try_load.__wrapped__()
     assert module is None and f"has no compiled part: {tmp_path}/module.so can't be loaded: " in problem
 
 
@@ -132,11 +135,104 @@ def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Pat
     outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
     assert all(VERSION in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
-    assert counter.read_text().count("call") == len(native_build.plain_recipe().sources) + 1  # and the link
+    units = len(native_build.objects_recipe().units)
+    assert counter.read_text().count("call") == units + 2  # and the links of the object and of the library
     again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
     assert VERSION in again
     assert "compiling" not in again
-    assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
+    assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == MADE
+
+
+def test_a_compile_says_what_it_makes_and_for_how_long(quick: dict[str, str], tmp_path: Path) -> None:
+    """At once, on stderr, in a program that has not configured logging."""
+    how = _compiler(tmp_path, f'sleep 0.5\nexec {quick["CXX"]} "$@"')
+    code = "import time; from device_communicators.cpu import native; native.load(); print(time.time())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=COMPILE_S,
+        env={**os.environ, **how, "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"compiling the shared-memory collectives, .* takes about [1-9]\d* s on a quiet machine", line), (
+        line
+    )
+
+
+def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[str, str], tmp_path: Path) -> None:
+    """As for another torch: its own files are compiled, and nothing else again."""
+    assert VERSION in _run(tmp_path, **quick)
+    words = tmp_path / "words"
+    script = f'echo "$@" >> {words}\nexec {quick["CXX"]} "$@"'
+    output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
+    compiled = [Path(word).name for line in words.read_text().splitlines() if " -c " in line for word in line.split()]
+    assert {name for name in compiled if name.endswith(".cpp")} == {"bindings.cpp", "direct.cpp", "ops.cpp"}, output
+    (link,) = [line.split() for line in words.read_text().splitlines() if "-shared" in line]
+    (objects,) = (tmp_path / "parallel_state").glob("*.o")
+    assert str(objects) in link
+
+
+def test_the_command_compiles_all_parts_at_once(linked: Path, tmp_path: Path) -> None:
+    """As an image of a container is built. Both parts are in the making at the same time."""
+    full, module = native.load(), extension.try_load()[0]
+    assert full.has_ops, full.note
+    script = f"""
+for word; do
+    [ "$word" = -shared ] && made=1 && copied=${{copied:-{linked}}}
+    [ "$word" = -ltorch_cpu ] && copied=${{module:-{full.path}}}
+    [ "$word" = -ltorch_python ] && module={module.__file__} && copied=$module
+    case "$before $word" in "-c "*module.cpp | "-c "*bindings.cpp) waits=1; touch {tmp_path}/at-$(basename $word);; esac
+    [ "$before" = -o ] && out=$word
+    before=$word
+done
+if [ "$made" ]; then exec cp "$copied" "$out"; fi
+: > "$out"
+[ "$waits" ] || exit 0
+for i in $(seq 300); do
+    [ -e {tmp_path}/at-module.cpp ] && [ -e {tmp_path}/at-bindings.cpp ] && exit 0
+    sleep 0.1
+done
+exit 1"""
+    if len(native_build.usable_cores()) < 2:
+        pytest.skip("one core compiles one part after the other")
+    how = {"CXX": _compiler(tmp_path, script)["CXX"], "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "parallel_state", "build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, env={**os.environ, **how})
+    assert done.returncode == 0, done.stderr
+    ops, backend, time_line = done.stdout.splitlines()
+    assert ops.startswith("the shared-memory collectives and ops: ") and Path(ops.split(": ")[1]).exists()
+    assert backend.startswith('the backend "parallel_state"') and Path(backend.split(": ")[1]).exists()
+    assert re.fullmatch(r"\d+\.\d s", time_line)
+    assert done.stderr.count("compiling") == 2 and len(set(re.findall(r"about (\d+) s", done.stderr))) == 1, done.stderr
+    again = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMPILE_S, env={**os.environ, **how, "CXX": "/nowhere"}
+    )
+    assert again.returncode == 0 and again.stderr == "" and again.stdout.splitlines()[:2] == [ops, backend]
+
+
+def test_the_command_says_what_can_not_be_compiled(tmp_path: Path) -> None:
+    how = {"PATH": "/nowhere", "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "parallel_state", "build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, env={**os.environ, **how})
+    assert done.returncode == 1
+    assert done.stderr.count("can't be compiled: there is no C++ compiler") == 2, done.stderr
+
+
+def test_objects_that_are_damaged_are_compiled_again(quick: dict[str, str], tmp_path: Path) -> None:
+    assert VERSION in _run(tmp_path, **quick)
+    (objects,) = (tmp_path / "parallel_state").glob("*.o")
+    (library,) = (tmp_path / "parallel_state").glob("*.so")
+    library.unlink()
+    objects.write_bytes(b"damaged")
+    assert VERSION in _run(tmp_path, **quick)
+    assert build_cache.flaw_of(objects) is None
+
+
+def test_each_file_is_compiled_once_and_those_of_a_row_exist() -> None:
+    sources = native_build.objects_recipe().sources
+    assert len(set(sources)) == len(sources)
+    of_torch = {path for path in SOURCES.glob("*.cpp") if path.name in native_build._OF_TORCH}
+    assert {*sources, *of_torch} == {*SOURCES.glob("*.cpp"), *native_build.CONTROL.glob("*.cpp")}
+    assert len(of_torch) == 3
 
 
 def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], tmp_path: Path) -> None:
@@ -227,7 +323,7 @@ def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path
     old_s = time.time() - 100 * 86400
     os.utime(folder / "0123456789abcdef.so", (old_s, old_s))
     assert VERSION in _run(tmp_path, **quick)
-    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+    assert sorted(path.suffix for path in folder.iterdir()) == MADE
 
 
 RANK = """

@@ -1,4 +1,4 @@
-// The backend as Python sees it: a module with one class, and the library's errors on their way through C++.
+// The backend as Python sees it: a module with its classes, and the library's errors on their way through C++.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "../../cpu/csrc/signals.h"
+#include "control_store.h"
 #include "reconfigurable.h"
 #include "resolving.h"
 
@@ -211,7 +212,7 @@ c10::intrusive_ptr<ReconfigurableBackend> make_reconfigurable(int rank, int size
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using parallel_state::Backend;
-  py::module_::import("torch._C._distributed_c10d");  // the base class
+  py::module_::import("torch._C._distributed_c10d");  // the base classes
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -238,6 +239,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       module, "ResolvingBackend");  // the class that `make` returns
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
              py::arg("library"), py::arg("group"), py::arg("transfers"), py::arg("timeout"), py::arg("python"));
+  parallel_state::add_control_store(module);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   using Reconfigurable = parallel_state::ReconfigurableBackend;
   py::class_<Reconfigurable, c10d::Backend, c10::intrusive_ptr<Reconfigurable>>(module, "ReconfigurableBackend")

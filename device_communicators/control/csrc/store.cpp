@@ -58,19 +58,6 @@ bool Seal::open(Bytes* body) {
   return equal_secrets(end, mac(*body));
 }
 
-Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
-  Writer writer;
-  put(&writer, std::tie(code, parts));
-  return writer.take();
-}
-
-bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts) {
-  Reader reader(body, kMostStoreBytes, kMostParts);
-  get(&reader, code);
-  get(&reader, parts);
-  return reader.finished();
-}
-
 bool Table::ask(int client, std::string_view request, std::vector<Reply>* replies) {
   std::uint8_t code = 0;
   std::vector<Bytes> parts;

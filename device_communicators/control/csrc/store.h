@@ -57,9 +57,19 @@ enum class StoreCall : std::uint8_t {
   kCancel       // ends this client's kGet or kWait with kCancelled; no reply if it was answered already
 };
 
-Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts);
+inline Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
+  Writer writer;
+  put(&writer, std::tie(code, parts));
+  return writer.take();
+}
+
 // False if malformed.
-bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts);
+inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts) {
+  Reader reader(body, kMostStoreBytes, kMostParts);
+  get(&reader, code);
+  get(&reader, parts);
+  return reader.finished();
+}
 
 // Keys, values, and clients that wait for keys. Replies as torch's TCPStore does.
 class Table {

@@ -3,9 +3,10 @@
 // torch's threads call a store at any time, also while Python exits or a thread holds the interpreter lock. So no
 // method needs Python; only the main thread takes the lock, once a signal has come.
 
+#include "control_store.h"
+
 #include <dlfcn.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
 
@@ -20,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../../control/csrc/store.h"
+#include "../../control/csrc/store.h"
 
 namespace py = pybind11;
 
@@ -176,11 +177,8 @@ class Store : public c10d::Store {
 };
 
 }  // namespace
-}  // namespace parallel_state
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  using parallel_state::Store;
-  py::module_::import("torch._C._distributed_c10d");  // the base class
+void add_control_store(py::module_& module) {
   py::class_<Store, c10d::Store, c10::intrusive_ptr<Store>>(module, "Store")
       .def(py::init([](const std::string& library, std::int64_t client, const std::string& name,
                        const std::pair<std::string, int>& address, std::optional<int> served_by,
@@ -195,3 +193,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("access", [](const Store& self) { return self.facts.access; })
       .def("__str__", [](const Store& self) { return self.facts.name; });
 }
+
+}  // namespace parallel_state

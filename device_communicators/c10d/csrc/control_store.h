@@ -1,0 +1,10 @@
+// The class `Store` of the module: the control plane's store as a store of torch.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace parallel_state {
+
+void add_control_store(pybind11::module_& module);
+
+}  // namespace parallel_state
