@@ -12,6 +12,7 @@ import ast
 import hashlib
 import os
 import sys
+import urllib.request
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "references"
+_DOWNLOAD_S = 30
 CHUNK_BYTES = 1 << 18  # of a request; a wheel's table of contents, at its end, is 0.1 to 0.7 MB
 
 
@@ -31,6 +33,8 @@ class Reference:
     version: str
     path: str
     sha256: str
+    url: str = ""
+    """The folder that `path` is in, for a file that is in no wheel."""
 
     @property
     def cached(self) -> Path:
@@ -143,6 +147,13 @@ MEGATRON = Reference(
     "megatron/core/parallel_state.py",
     "c94fa8ea456eae4f3c7f710b3d3c78b9e8d1ba485ab9d787333428bdbd51d269",
 )
+FAULT_TOLERANCE = Reference(
+    "pytorch",
+    "032af12a437b",
+    "test/distributed/test_c10d_fault_tolerance.py",
+    "883d5ddc50223864abd7fa8a34524dbf45108cf1f60e12928c4fba52d8163925",
+    url="https://raw.githubusercontent.com/pytorch/pytorch/032af12a437bbb5f52b2f995d78454e8e79ab926/",
+)
 NVRTC_OF_TORCH = (
     Reference(
         "nvidia-cuda-nvrtc",
@@ -174,7 +185,7 @@ NVRTC_OF_CUDA_12 = (
 """The compilers of torch 2.11 to 2.14, and of CUDA 12. The environment has the newest one."""
 ALL = (
     *NVRTC_OF_TORCH, *NVRTC_OF_CUDA_12, MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG,
-    SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN,
+    SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN, FAULT_TOLERANCE,
 )  # fmt: skip
 """torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 
@@ -182,18 +193,21 @@ ALL = (
 def fetch(references: Iterable[Reference]) -> list[str]:
     """Returns the failures with their reasons."""
     wheels: dict[tuple[str, str], list[Reference]] = {}
+    problems = []
     for reference in references:
+        if reference.url:
+            problems += _download(reference)
+            continue
         wheels.setdefault((reference.project, reference.version), []).append(reference)
     if not wheels:
-        return []
+        return problems
     try:
         from pip._internal.commands import create_command
         from pip._internal.network.lazy_wheel import LazyZipOverHTTP
     except ImportError as error:
-        return [f"anything: this Python's pip can't read parts of wheels ({error})"]
+        return [*problems, f"anything: this Python's pip can't read parts of wheels ({error})"]
     command: Any = create_command("download")
     options, _ = command.parse_args(["wheel"])
-    problems = []
     with command.main_context():
         session = command.get_default_session(options)
         finder = command._build_package_finder(options, session)
@@ -210,6 +224,16 @@ def fetch(references: Iterable[Reference]) -> list[str]:
             except Exception as error:  # of the network, of pip or of the archive: tests skip, or fail in CI
                 problems.append(f"{project} {version}: {type(error).__name__}: {error}")
     return problems
+
+
+def _download(reference: Reference) -> list[str]:
+    """Fetches a file that is in no wheel; returns the problem, if there is one."""
+    try:
+        with urllib.request.urlopen(reference.url + reference.path, timeout=_DOWNLOAD_S) as answer:
+            reference.keep(answer.read())
+    except (OSError, LookupError) as error:
+        return [f"{reference.project} {reference.version}: {type(error).__name__}: {error}"]
+    return []
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """Runs torch's own torch.distributed tests, from its wheel, over a backend on the CPU.
 
-    python -m tests.torch_suite BACKEND WORLD_SIZE [--rpc] [NAME…]     # a line of JSON a test; the log goes to stderr
+    python -m tests.torch_suite BACKEND WORLD_SIZE [--of PART] [NAME…]    # a line of JSON a test; the log on stderr
 
 Tests that depend on the backend's name run as for gloo, or for MPI if only that is accepted. Each rank is forked from
-this process, which has all imports and no group. --rpc runs the RPC tests that also make a process group, with 4 ranks
-each.
+this process, which has all imports and no group. `--of rpc` runs the RPC tests that also make a process group, with 4
+ranks each. `--of fault_tolerance` runs those of groups whose members change, with 3 ranks each. They aren't in the
+wheel: see `tests/references.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import unittest
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from unittest import mock
+
+from tests.references import FAULT_TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = "torch.testing._internal.distributed"
@@ -56,15 +60,33 @@ class _Opening(str):
 
 
 def run(
-    backend: str, size: int, names: Sequence[str] = (), *, rpc: bool = False, debug: str = "OFF", log: Path
+    backend: str,
+    size: int,
+    names: Sequence[str] = (),
+    *,
+    part: str = "",
+    debug: str = "OFF",
+    log: Path,
+    prefix: Sequence[str] = (),
 ) -> dict[str, Outcome]:
-    """Returns the outcomes of `names`, by default of all, and appends their output to `log`."""
+    """Returns the outcomes of `names`, by default of all, and appends their output to `log`.
+
+    `part`: what `--of` takes. `prefix`: of the command, such as `nsenter` with its arguments.
+    """
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
         chosen.write("\n".join(names))
         chosen.seek(0)
-        command = [sys.executable, "-m", "tests.torch_suite", backend, str(size), *(["--rpc"] if rpc else [])]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "tests.torch_suite",
+            backend,
+            str(size),
+            *(["--of", part] if part else []),
+        ]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True,
             start_new_session=True,
@@ -118,6 +140,17 @@ def _rpc_tests() -> list[type[unittest.TestCase]]:
     return found
 
 
+def _fault_tolerance_tests(backend: str) -> list[type[unittest.TestCase]]:
+    """Returns the class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
+    beginning = "FAULT_TOLERANCE_BACKENDS = [\n"
+    source = FAULT_TOLERANCE.path_in_cache().read_text()
+    assert beginning in source, f"{FAULT_TOLERANCE.path} has changed"
+    module = types.ModuleType("fault_tolerance")
+    sys.modules[module.__name__] = module
+    exec(source.replace(beginning, f'{beginning}    ("{backend}", "cpu"),\n', 1), module.__dict__)
+    return [getattr(module, f"{backend.capitalize()}FaultToleranceTest")]
+
+
 def _fork_ranks() -> None:
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
@@ -162,7 +195,7 @@ def _outcomes(tests: Iterable[tuple[str, unittest.TestCase]]) -> Iterator[Outcom
         yield Outcome(name, outcome, "\n".join(bad or skipped), seconds)
 
 
-def _main(backend: str, size: int, rpc: bool, names: Sequence[str], results: TextIO) -> None:
+def _main(backend: str, size: int, part: str, names: Sequence[str], results: TextIO) -> None:
     import parallel_state  # noqa: F401  (registers the backend)
 
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
@@ -170,7 +203,9 @@ def _main(backend: str, size: int, rpc: bool, names: Sequence[str], results: Tex
             BACKEND=backend, WORLD_SIZE=str(size), INIT_METHOD=f"file://{folder}/init", MASTER_ADDR="127.0.0.1",
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(_SECONDS_A_TEST),
         )  # fmt: skip
-        classes = _rpc_tests() if rpc else _distributed_tests(backend)
+        rpc = part == "rpc"
+        parts = {"rpc": _rpc_tests, "fault_tolerance": lambda: _fault_tolerance_tests(backend)}
+        classes = parts.get(part, lambda: _distributed_tests(backend))()
         _fork_ranks()
         _make_groups_of(backend)
         tests = {
@@ -187,10 +222,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("backend")
     parser.add_argument("size", type=int)
-    parser.add_argument("--rpc", action="store_true")
+    parser.add_argument("--of", default="", choices=("rpc", "fault_tolerance"))
     parser.add_argument("names", nargs="*", help="of tests; read from stdin where that is no terminal")
     given = parser.parse_args()
     wanted = given.names or ([] if sys.stdin.isatty() else sys.stdin.read().split())
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the tests print
-    _main(given.backend, given.size, given.rpc, wanted, lines)
+    _main(given.backend, given.size, given.of, wanted, lines)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _LINK_LOCAL = "20"  # scope of a link-local address in /proc/net/if_inet6
 
 
@@ -98,22 +98,32 @@ def address_towards(server: tuple[str, int] | None) -> str:
         return ""
 
 
-def ipv4_of(interface: str) -> str | None:
+def interface_ioctl(interface: str, request: int) -> bytes:
+    """Returns the kernel's answer about an interface, after its name; empty without an answer."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, interface.encode()[:15].ljust(256, b"\0"))
-        return socket.inet_ntoa(answer[20:24])
-    return None
+        return fcntl.ioctl(probe.fileno(), request, interface.encode()[:15].ljust(256, b"\0"))[16:]
+    return b""
+
+
+def ipv4_of(interface: str) -> str | None:
+    answer = interface_ioctl(interface, _SIOCGIFADDR)
+    return socket.inet_ntoa(answer[4:8]) if answer else None
+
+
+def networks_of(interface: str) -> Iterator[str]:
+    """Yields an interface's addresses that other hosts can reach, as `10.0.0.7/16`, IPv4 first: gloo uses that one."""
+    ipv4, mask = ipv4_of(interface), interface_ioctl(interface, _SIOCGIFNETMASK)
+    if ipv4 is not None:
+        yield f"{ipv4}/{int.from_bytes(mask[4:8], 'big').bit_count()}"
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as file:
+        for digits, _, length, scope, _, owner in map(str.split, file):
+            if owner == interface and scope != _LINK_LOCAL:
+                yield f"{ipaddress.IPv6Address(int(digits, 16))}/{int(length, 16)}"
 
 
 def addresses_of(interface: str) -> Iterator[str]:
-    """Yields an interface's addresses that other hosts can reach, IPv4 first because gloo uses that one."""
-    ipv4 = ipv4_of(interface)
-    if ipv4 is not None:
-        yield ipv4
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as file:
-        for digits, _, _, scope, _, owner in map(str.split, file):
-            if owner == interface and scope != _LINK_LOCAL:
-                yield str(ipaddress.IPv6Address(int(digits, 16)))
+    """Yields the addresses of `networks_of`."""
+    return (network.partition("/")[0] for network in networks_of(interface))
 
 
 @functools.lru_cache(maxsize=1)

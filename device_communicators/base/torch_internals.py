@@ -132,6 +132,13 @@ def backend_options() -> Any:
     return c10d._DistributedBackendOptions()
 
 
+def set_members(group_name: str, size: int) -> None:
+    """Makes torch's table of the group's members agree with its new size: each rank is its own global rank."""
+    for group in c10d._world.pg_map:
+        if group.group_name == group_name:
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+
+
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout

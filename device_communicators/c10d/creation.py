@@ -29,6 +29,7 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import Call
 from device_communicators.c10d import extension
 from device_communicators.c10d.group import Group, make_gloo
+from device_communicators.c10d.membership import create_reconfigurable
 from device_communicators.c10d.world import World
 from device_communicators.cpu import native_build
 from device_communicators.cpu.host_memory import HostMemory
@@ -40,14 +41,44 @@ logger = logging.getLogger("parallel_state")
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-@counted_from_begin()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
 
-    `options` are torch's DistributedBackendOptions; `backend_options` are not used. If a rank of the world has no
-    compiled part, all groups of that world use gloo, with one warning. Raises CommunicationError if ranks are missing.
+    `options` are torch's DistributedBackendOptions. With `enable_reconfigure` the backend has no group until its
+    `reconfigure` is called. Raises UnsupportedError for `backend_options` of another backend, and as `create_group`.
     """
-    size, rank = options.group_size, options.group_rank
+    _check_backend_options(backend_options)
+    if not getattr(options, "enable_reconfigure", False):
+        return create_group(options)
+    return create_reconfigurable(options, load(), create_group)
+
+
+def _check_backend_options(options: Any) -> None:
+    """Raises UnsupportedError for options that this backend would ignore."""
+    if options is None:
+        return
+    module, _ = try_load()
+    own = () if module is None else (module.Options, *module.Options.__bases__)
+    name = type(options).__qualname__
+    if type(options) not in own:
+        raise UnsupportedError(
+            f'the backend "parallel_state" has no options of the type {name}: pass None, or the options of one of its '
+            "groups"
+        )
+    if getattr(options, "use_pg_for_symm_mem_rendezvous", False):
+        raise UnsupportedError(
+            f'the backend "parallel_state" does not support {name}.use_pg_for_symm_mem_rendezvous: leave it False'
+        )
+
+
+@counted_from_begin()
+def create_group(options: Any, world: World | None = None) -> Any:
+    """Returns the backend of one group. Every rank of the group calls it. `world`: that begins with the group.
+
+    If a rank of the world has no compiled part, all groups of that world use gloo, with one warning. Raises
+    CommunicationError if ranks are missing.
+    """
+    started, size, rank = time.monotonic(), options.group_size, options.group_rank
     timeout = options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
@@ -55,7 +86,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     # Programs make groups of a name, each by its own ranks alone, at the same time: Megatron's ranks do.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
-    world = World.of(store, ranks, is_default)
+    world = world or World.of(store, ranks, is_default)
     begins = not world.begun
     module, problem = try_load()
     if begins and not world.over_gloo:
@@ -67,12 +98,13 @@ def create(options: Any, backend_options: Any = None) -> Any:
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1 and begins:
-            world.over_gloo = world.meet(store, members, "init_process_group" if is_default else "new_group", problem)
+            world.over_gloo = world.meet(store, members, problem)
             if world.over_gloo:
                 return _over_gloo(world, store, members, timeout)
         if size > 1:
             address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
-            memory.attach(world.watcher, sorted(world.domain.ranks), address=address)
+            left_s = started + members.timeout_s - time.monotonic()
+            memory.attach(world.watcher, sorted(world.domain.ranks), address=address, limit_s=left_s)
             if begins:
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
@@ -80,7 +112,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         if begins:
             world.close()
         raise
-    group = Group(store, members, memory, timeout, world, begins, create)
+    group = Group(store, members, memory, timeout, world, begins, create_group)
     collectives = group.collectives
     backend = module.make(
         rank=rank,

@@ -9,12 +9,13 @@ its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import address_towards
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members
@@ -28,9 +29,21 @@ class World:
     _current: ClassVar[World | None] = None
     """The one of all ranks; guarded by _LOCK."""
 
-    def __init__(self, store: BoundedStore, ranks: Sequence[int]) -> None:
-        """`ranks`: global. `store`: that of the group with which it begins."""
-        shared = Watcher.shared_by(ranks)
+    def __init__(
+        self,
+        store: BoundedStore,
+        ranks: Sequence[int],
+        caller: str,
+        *,
+        may_borrow: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ranks`: global. `store`: that of the group with which it begins. `caller`: the function that makes it.
+
+        `check`: see `meet` in cpu/watching.py. `may_borrow`: False for a watch of its own.
+        """
+        shared = Watcher.shared_by(ranks) if may_borrow else None
+        self._caller, self._check = caller, check
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
         """Borrowed from the `ParallelGroups` whose default group this world begins with, if any."""
@@ -43,6 +56,8 @@ class World:
         self.over_gloo = ""
         """The reason that all groups are gloo's: a rank without the compiled part, or no control plane."""
         self.has_warned = False
+        self.leaves_in_background = False
+        """True if `close` must not wait until the other ranks have received that this one left."""
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
@@ -51,12 +66,17 @@ class World:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
                 return current
-            made = cls(store, ranks)
+            made = cls(store, ranks, "init_process_group" if is_default else "new_group")
             if is_default or len(ranks) == dist.get_world_size():
                 cls._current = made
             return made
 
-    def meet(self, store: BoundedStore, members: Members, caller: str, problem: str) -> str:
+    def set_current(self) -> None:
+        """Makes this the world of the groups that are made later."""
+        with _LOCK:
+            World._current = self
+
+    def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
         """Starts to watch the ranks of the group with which it begins, unless a watch is borrowed. Each rank calls it.
 
         Returns why all groups must go over gloo: the first `problem` of a rank, or that there is no control plane.
@@ -65,10 +85,15 @@ class World:
         rank, limit_s = ranks[members.rank], members.timeout_s
         if self._is_borrowed:
             purpose = f"c10d/{members.name}"
-            texts = self.watcher.gather(purpose, ranks, problem.encode(), limit_s, group=members, operation=caller)
+            texts = self.watcher.gather(
+                purpose, ranks, problem.encode(), limit_s, group=members, operation=self._caller
+            )
             notes = [text.decode() for text in texts]
         else:
-            notes = meet(store, rank, ranks, self.watcher, self.address, caller, note=problem, limit_s=limit_s)
+            notes = meet(
+                store, rank, ranks, self.watcher, self.address, self._caller, note=problem, limit_s=limit_s,
+                check=self._check,
+            )  # fmt: skip
         found = next((f"global rank {rank} {note}" for rank, note in zip(ranks, notes, strict=True) if note), "")
         return found or self.watcher.explain(ranks)
 
@@ -84,7 +109,10 @@ class World:
         with _LOCK:
             if World._current is self:
                 World._current = None
-        self.end_watch()
+        if self.leaves_in_background:
+            HelperThread("leave", self.end_watch).start()
+        else:
+            self.end_watch()
 
     def end_watch(self) -> None:
         """Ends the watch, unless it is borrowed. Twice is fine."""

@@ -104,19 +104,20 @@ class HostMemory:
         cpu_group: Any = None,
         purpose: str = "shared memory",
         address: str | None = None,
+        limit_s: float = float("inf"),
     ) -> None:
         """Finds the ranks that share memory, maps it, and connects the other ranks. All ranks call it.
 
-        The deadline is that of the start. The death of a rank in `watched`, by default the group's, ends the wait.
-        `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
-        `address`: how other hosts reach this rank; None: as gloo publishes it. Raises as `Watcher.gather` and `connect`
-        do, and ConfigMismatchError if ranks differ in a setting.
+        The deadline is that of the start, or `limit_s` from now. The death of a rank in `watched`, by default the
+        group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane.
+        `purpose`: see `Watcher.gather`. `address`: how other hosts reach this rank; None: as gloo publishes it. Raises
+        as `Watcher.gather` and `connect` do, and ConfigMismatchError if ranks differ in a setting.
         """
         if self.attached:
             return
         self._address = address
         watcher, members = watcher or Watcher(), self.members
-        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get())
+        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get(), limit_s)
 
         def gather(step: str, record: bytes) -> list[bytes]:
             return watcher.gather(

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -55,12 +55,14 @@ def meet(
     *,
     note: str = "",
     limit_s: float = float("inf"),
+    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Starts to watch the global `ranks`, which include `rank`. Each of them calls it. Returns each rank's note.
 
     `store`: a prefix that is used for nothing else. `address`: how others reach this host. `caller`: the function that
-    each rank must call. `limit_s`: a timeout below that of the start. Raises RendezvousError with the missing ranks,
-    and PeerDiedError if the store of a rank closed. If a rank has a note, the ranks aren't watched.
+    each rank must call. `limit_s`: a timeout below that of the start. `check` is called about every 20 ms of the wait;
+    an exception that it raises ends the wait. Raises RendezvousError with the missing ranks, and PeerDiedError if the
+    store of a rank closed. If a rank has a note, the ranks aren't watched.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -78,7 +80,7 @@ def meet(
         )
 
     try:
-        entries, missing = roll.call(started + limit_s)
+        entries, missing = roll.call(started + limit_s, check)
     except dist.DistError as error:
         kind, why, suspects = watcher.explain_lost_store(store, error, ranks)
         if kind is CommunicationError:  # the server exited, or is exiting
@@ -109,7 +111,7 @@ class _Roll:
         self._attempts: list[str] = []
         """Attempts that this rank entered; the last one is open."""
 
-    def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
+    def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
         """Returns all ranks' entries in order; at the deadline none, and the missing ranks."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = _SHORTEST_NAP_S
@@ -124,6 +126,7 @@ class _Roll:
             if left_s <= 0:
                 return [], self._give_up()
             nap_s = min(2 * nap_s, longest_s)
+            check()
 
     def _give_up(self) -> list[int]:
         """Closes the attempt. Returns the ranks that entered none of its attempts, or else not the last one."""

@@ -1,7 +1,7 @@
 """Random programs on three hosts while ranks are stopped and links fail for a while: every result is right.
 
 All ranks derive the same program from a seed. The kernel's buffers are small, so that most messages arrive in parts.
-Each pause ends before the heartbeat limit, so no rank may be reported as dead. 3 seeds by default, 40 with
+Each pause ends before the heartbeat limit, so no rank may be reported as dead. 2 seeds by default, 40 with
 FAILURE_TESTS=long.
 """
 
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
+from device_communicators.c10d import creation
 from tests.extent import LONG
+from tests.failure.over_torch import OverTorch, torch_world
 from tests.hosts import Hosts, problem
 
 PLACEMENT = (0, 0, 1, 1, 2, 2)
@@ -43,18 +45,20 @@ def _of_rank(rank: int, number: int, count: int, dtype: torch.dtype) -> Tensor:
 class Program:
     """One rank's run of the program of a seed. Each method makes one random call, and checks its result."""
 
-    def __init__(self, group: ps.GroupCoordinator, seed: int) -> None:
-        self.group = group
+    def __init__(self, group: ps.GroupCoordinator | OverTorch, seed: int) -> None:
+        self.group: Any = group
         self.rank = group.rank_in_group
         self.draw = random.Random(seed)
         self.number = 0
         self.started: list[tuple[Callable[[], Any], Tensor | None]] = []
 
     def run(self) -> None:
-        kinds = (
+        kinds = [
             self.reduction, self.gathering, self.scattering, self.exchange, self.rooted, self.started_reduction,
-            self.ring, self.message_ring, self.object_to_all, self.dict_to_all, self.pairs,
-        )  # fmt: skip
+            self.ring, self.object_to_all,
+        ]  # fmt: skip
+        if isinstance(self.group, ps.GroupCoordinator):
+            kinds += [self.message_ring, self.dict_to_all, self.pairs]
         for self.number in range(CALLS):
             self.draw.choice(kinds)()
             if self.draw.random() < 0.3:
@@ -68,9 +72,9 @@ class Program:
         return each, each[self.rank]
 
     def drawn_rows(self) -> tuple[list[Tensor], Tensor]:
-        """As `drawn`, with one row for each rank."""
+        """As `drawn`, with `count` elements for each rank."""
         count, dtype = self.draw.choice(COUNTS), self.draw.choice(DTYPES)
-        each = [_of_rank(rank, self.number, count * SIZE, dtype).view(SIZE, count) for rank in range(SIZE)]
+        each = [_of_rank(rank, self.number, count * SIZE, dtype) for rank in range(SIZE)]
         return each, each[self.rank]
 
     def check(self, found: Tensor | None, expected: Tensor | None, call: str) -> None:
@@ -90,16 +94,16 @@ class Program:
         self.check(self.group.all_gather(mine), torch.cat(each), "all_gather")
         sizes = [self.draw.randrange(len(mine) + 1) for _ in range(SIZE)]
         parts = [x[:size] for x, size in zip(each, sizes, strict=True)]
-        self.check(self.group.all_gatherv(parts[self.rank], sizes=sizes), torch.cat(parts), "all_gatherv")
+        self.check(self.group.all_gatherv(parts[self.rank], 0, sizes), torch.cat(parts), "all_gatherv")
 
     def scattering(self) -> None:
         each, mine = self.drawn_rows()
-        expected = torch.stack(each).sum(0).to(mine.dtype)[self.rank : self.rank + 1]
-        self.check(self.group.reduce_scatter(mine, dim=0), expected, "reduce_scatter")
+        expected = torch.stack(each).sum(0).to(mine.dtype).chunk(SIZE)[self.rank]
+        self.check(self.group.reduce_scatter(mine), expected, "reduce_scatter")
 
     def exchange(self) -> None:
         each, mine = self.drawn_rows()
-        self.check(self.group.all_to_all(mine), torch.stack([x[self.rank] for x in each]), "all_to_all")
+        self.check(self.group.all_to_all(mine), torch.cat([x.chunk(SIZE)[self.rank] for x in each]), "all_to_all")
 
     def rooted(self) -> None:
         root, kind = self.draw.randrange(SIZE), self.draw.choice(("broadcast", "gather", "scatter"))
@@ -107,11 +111,12 @@ class Program:
         if kind == "broadcast":
             self.check(self.group.broadcast(mine.clone(), root), each[root], kind)
         elif kind == "gather":
-            found = self.group.gather(mine, root, dim=0)
+            found = self.group.gather(mine, root)
             self.check(found, torch.cat(each) if self.rank == root else None, kind)
         else:
-            found = self.group.scatter(mine if self.rank == root else None, root, dim=0)
-            self.check(found, each[root][self.rank : self.rank + 1], kind)
+            part = each[root].chunk(SIZE)[self.rank]
+            given = mine if self.rank == root else None
+            self.check(self.group.scatter(given, root, size=part.shape, dtype=part.dtype), part, kind)
 
     def started_reduction(self) -> None:
         each, mine = self.drawn()
@@ -174,8 +179,18 @@ class Program:
         self.check(out, each[partner], "batch_isend_irecv")
 
 
-def _run(seed: int, folder: str) -> int:
-    program = Program(ps.get_tp_group(), seed)
+def _run(seed: int, folder: str, over_torch: bool) -> int:
+    if not over_torch:
+        ps.init_distributed_environment()
+        found = _run_on(ps.get_world_group(), seed, folder)
+        ps.destroy_distributed_environment()
+        return found
+    with torch_world() as group:
+        return _run_on(group, seed, folder)
+
+
+def _run_on(group: ps.GroupCoordinator | OverTorch, seed: int, folder: str) -> int:
+    program = Program(group, seed)
     Path(folder, f"pid-{program.rank}").write_text(str(os.getpid()), encoding="utf-8")
     program.run()
     return program.number + 1
@@ -221,14 +236,17 @@ class Disturbance(threading.Thread):
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("seed", range(40 if LONG else 3))
-def test_every_result_is_right_while_ranks_stop_and_links_fail(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("door", ["coordinator", "torch.distributed"])
+@pytest.mark.parametrize("seed", range(40 if LONG else 2))
+def test_every_result_is_right_while_ranks_stop_and_links_fail(tmp_path: Path, seed: int, door: str) -> None:
+    creation.load()  # before any deadline starts
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
-    early = {"PARALLEL_STATE_EARLY_BYTES": EARLY_BYTES[seed % 3]} if EARLY_BYTES[seed % 3] else {}
+    early_bytes = EARLY_BYTES[seed % 3]
+    early = {"PARALLEL_STATE_EARLY_BYTES": early_bytes} if early_bytes else {}
     with Hosts(len(set(PLACEMENT))) as hosts:
         for host in range(len(set(PLACEMENT))):
             hosts.run_on(host, f"sysctl -qw {SMALL_BUFFERS}")
         with hosts.ranks(PLACEMENT, **early) as ranks, Disturbance(hosts, seed, tmp_path) as disturbance:
-            assert ranks.run(_run, seed, str(tmp_path), tp=SIZE, timeout_s=PROGRAM_S) == [CALLS] * SIZE
+            assert ranks.run(_run, seed, str(tmp_path), door != "coordinator", timeout_s=PROGRAM_S) == [CALLS] * SIZE
     assert disturbance.count > 0

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "../../cpu/csrc/signals.h"
+#include "reconfigurable.h"
 #include "resolving.h"
 
 namespace py = pybind11;
@@ -154,6 +155,57 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, st
   return made;
 }
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+ReconfigurableBackend::Membership membership_of(const py::object& python) {
+  const std::shared_ptr<py::object> owner = held(python);
+  ReconfigurableBackend::Membership made;
+  made.handle = [owner] {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("handle")().cast<std::string>();
+  };
+  made.reconfigure = [owner](const c10d::ReconfigureOptions& options) {
+    const py::gil_scoped_acquire gil;
+    const bool is_ordered = std::holds_alternative<ReconfigurableBackend::Handles>(options.handles);
+    const py::object handles = std::visit([](const auto& each) { return py::cast(each); }, options.handles);
+    return owner->attr("reconfigure")(options.uuid, handles, is_ordered, options.timeout, options.hints)
+        .cast<ReconfigurableBackend::Group>();
+  };
+  made.no_group = [owner](const char* method) {
+    return python_error("the group was not made yet", [&] { return owner->attr("no_group")(method); });
+  };
+  const auto told = [owner](const char* method) {
+    if (Py_IsInitialized() == 0 || is_finalizing()) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      owner->attr(method)();
+    } catch (py::error_already_set& raised) {  // it is called in a destructor
+      raised.discard_as_unraisable(method);
+    }
+  };
+  made.revoke = [told] { told("revoke"); };
+  made.close = [told] { told("close"); };
+  return made;
+}
+
+c10::intrusive_ptr<ReconfigurableBackend> make_reconfigurable(int rank, int size, const std::string& name,
+                                                              std::chrono::milliseconds timeout,
+                                                              const py::object& python) {
+  auto made = c10::make_intrusive<ReconfigurableBackend>(rank, size, timeout, membership_of(python));
+  const c10::weak_intrusive_ptr<ReconfigurableBackend> weak(made);
+  made->options()->group_name = name;
+  made->options()->enable_reconfigure = true;
+  made->options()->apply_timeout = [weak](std::chrono::milliseconds timeout) {
+    if (const auto backend = weak.lock()) backend->setTimeout(timeout);
+  };
+  python.attr("end_group") = py::cpp_function(
+      [weak] {
+        if (const auto backend = weak.lock()) backend->end_group();
+      },
+      py::call_guard<py::gil_scoped_release>());
+  return made;
+}
+#endif  // C10D_BACKEND_HAS_RECONFIGURE
+
 }  // namespace
 }  // namespace parallel_state
 
@@ -186,4 +238,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       module, "ResolvingBackend");  // the class that `make` returns
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
              py::arg("library"), py::arg("group"), py::arg("transfers"), py::arg("timeout"), py::arg("python"));
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  using Reconfigurable = parallel_state::ReconfigurableBackend;
+  py::class_<Reconfigurable, c10d::Backend, c10::intrusive_ptr<Reconfigurable>>(module, "ReconfigurableBackend")
+      .def_property_readonly("options", &Reconfigurable::options)
+      .def("_set_default_timeout", &Reconfigurable::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("shutdown", &Reconfigurable::shutdown, py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Reconfigurable::abort, py::call_guard<py::gil_scoped_release>());
+  module.def("make_reconfigurable", &parallel_state::make_reconfigurable, py::arg("rank"), py::arg("size"),
+             py::arg("name"), py::arg("timeout"), py::arg("python"));
+#endif
 }

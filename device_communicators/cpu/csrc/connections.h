@@ -176,6 +176,8 @@ class Link {
   void poll_for(std::vector<pollfd>* polled) const;
   // Says that this rank leaves the group, if nothing is being sent.
   void leave();
+  // Whether the other rank's kernel has received all bytes that were sent.
+  bool is_received() const;
   // Ends sending, after a last message if there is one.
   void end(const FailureNote* why);
   const std::vector<int>& descriptors() const { return descriptors_; }

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <thread>
 #include <utility>
 
 #include "copy.h"
@@ -18,6 +20,8 @@ namespace {
 constexpr char kForeignText[] = "it sent bytes that are no message of this version";
 constexpr std::int64_t kSliceNs = 20'000'000;
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
+constexpr std::int64_t kFarewellNs =
+    5'000'000'000;                                // a rank that leaves waits at most this long until its bytes arrive
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // of a broadcast, what goes from the source to all other hosts itself
 constexpr std::uint32_t kMovesAtOnce = 64;        // between two looks at the deadline, while bytes move
 constexpr std::size_t kCopiedBytes = 1 << 20;
@@ -135,6 +139,17 @@ Loss HostsGroup::loss(int rank) const {
   }
   if (end_of(rank) != kAlive) return Loss(rank);
   return liveness_.is_doomed() ? Loss(kOutside) : Loss();
+}
+
+void HostsGroup::leave() {
+  connections_->leave();
+  if (liveness_.is_doomed()) return;
+  const std::int64_t until = now_ns() + kFarewellNs;
+  for (const auto& link : connections_->links()) {
+    while (!link->is_received() && end_of(link->rank) == kAlive && now_ns() < until) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
 }
 
 // Calls.

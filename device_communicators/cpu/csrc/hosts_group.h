@@ -40,6 +40,9 @@ class HostsGroup final : public Group {
   // As GroupLiveness::listen_to, of ranks of other hosts.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks);
   void stop_listening();
+  // Tells the other hosts that this rank leaves. Returns when their kernels have received all that it sent, or after
+  // 5 s: the control plane reports the end of a rank, and must not overtake its last bytes.
+  void leave();
   bool has_left(int rank) const;
   bool has_died(int rank) const { return end_of(rank) == kDied; }
   Loss loss(int rank) const;  // as GroupLiveness has it, of ranks of the whole group

@@ -7,7 +7,6 @@ can't be read is left out, with the reason, and the check continues.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -44,7 +43,7 @@ from parallel_state.tools.check.facts import (
     Versions,
 )
 
-_SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8915, 0x891B, 0x8913, 0x8921, 0x8927
+_SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8913, 0x8921, 0x8927
 _IFF_UP = 1
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 _CONTAINER_NAMES = ("docker", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxcbr", "kube-")
@@ -216,19 +215,18 @@ def _own_name() -> list[str]:
 
 
 def read_interfaces() -> list[Interface]:
-    six = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
         folder = _folder_of(name)
         kind = _kind_of_interface(name, folder)
-        flags, mtu = _interface_ioctl(name, _SIOCGIFFLAGS), _interface_ioctl(name, _SIOCGIFMTU)
+        flags, mtu = host.interface_ioctl(name, _SIOCGIFFLAGS), host.interface_ioctl(name, _SIOCGIFMTU)
         speed = _number(_text(f"{folder}/speed")) if folder and kind in ("physical", "infiniband") else 0
         found.append(
             Interface(
                 name=name,
                 kind=kind,
                 up=bool(flags and int.from_bytes(flags[:2], "little") & _IFF_UP),
-                addresses=[*_ipv4_address(name), *six.get(name, [])],
+                addresses=list(host.networks_of(name)),
                 mtu=int.from_bytes(mtu[:4], "little") if mtu else 0,
                 speed_mbit=max(0, speed),
             )
@@ -236,16 +234,9 @@ def read_interfaces() -> list[Interface]:
     return found
 
 
-def _interface_ioctl(name: str, request: int) -> bytes:
-    """Returns the kernel's answer about an interface, after its name; empty without an answer."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))[16:]
-    return b""
-
-
 def _folder_of(name: str) -> str:
     """Returns the interface's folder in /sys; "" if /sys shows another network namespace than this process'."""
-    folder, address = f"/sys/class/net/{name}", _interface_ioctl(name, _SIOCGIFHWADDR)
+    folder, address = f"/sys/class/net/{name}", host.interface_ioctl(name, _SIOCGIFHWADDR)
     seen = _text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
 
@@ -260,24 +251,6 @@ def _kind_of_interface(name: str, folder: str) -> str:
     if (folder and _text(f"{folder}/type") == _INFINIBAND) or name.startswith("ib"):
         return "infiniband"
     return "physical" if folder and os.path.exists(f"{folder}/device") else "virtual"
-
-
-def _ipv4_address(name: str) -> list[str]:
-    address, mask = _interface_ioctl(name, _SIOCGIFADDR), _interface_ioctl(name, _SIOCGIFNETMASK)
-    if not address or not mask:
-        return []
-    return [f"{socket.inet_ntoa(address[4:8])}/{int.from_bytes(mask[4:8], 'big').bit_count()}"]
-
-
-def _ipv6_addresses() -> dict[str, list[str]]:
-    """Returns the IPv6 addresses of each interface, without link-local ones."""
-    found: dict[str, list[str]] = {}
-    for line in _text("/proc/net/if_inet6").splitlines():
-        words = line.split()
-        if len(words) == 6 and words[3] != "20":
-            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
-            found.setdefault(words[5], []).append(f"{address}/{int(words[2], 16)}")
-    return found
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:

@@ -1,0 +1,95 @@
+// A backend whose group is made, and replaced, by `reconfigure`.
+//
+// It forwards each call to the backend of its current group, so groups that can't be reconfigured pay nothing for it.
+// Python makes the groups (c10d/membership.py). torch has the interface since 2.15.
+#pragma once
+
+#include "backend.h"
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+namespace parallel_state {
+
+class ReconfigurableBackend final : public c10d::Backend {
+ public:
+  using Group = c10::intrusive_ptr<c10d::Backend>;
+  using Handles = std::vector<std::string>;
+  using Options = parallel_state::Backend::Options;
+  using Tensors = parallel_state::Backend::Tensors;
+  using Started = parallel_state::Backend::Started;
+
+  // What Python does; each takes the interpreter's lock by itself.
+  struct Membership {
+    std::function<std::string()> handle;
+    // Makes the next group. It calls `end_group` once its arguments are checked.
+    std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
+    std::function<std::exception_ptr(const char* method)> no_group;  // the error for a call without a group
+    std::function<void()> revoke;                                    // ends the group's calls on the other ranks
+    std::function<void()> close;
+  };
+
+  ReconfigurableBackend(int rank, int size, std::chrono::milliseconds timeout, Membership membership);
+  ~ReconfigurableBackend() override;
+
+  const std::string getBackendName() const override { return "parallel_state"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
+  const c10::intrusive_ptr<Options>& options() const { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  bool supportsSplitting() const override { return true; }
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return membership_.handle(); }
+  Started reconfigure(const c10d::ReconfigureOptions& options) override;
+  // Ends the current group: its calls under way raise, here at once.
+  void end_group();
+  // Revokes the group on all of its ranks. `reconfigure` makes the next one.
+  void abort() override;
+  void shutdown() override;
+  void release_resources() override;
+
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override;
+  Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Started allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Started allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  Started reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  Started allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  Started allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  Started _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Started allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  Started gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  Started scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  Started reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  Started _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  Started reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  Started alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
+                        std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  Started alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  Started send(Tensors& tensors, int dst, int tag) override;
+  Started recv(Tensors& tensors, int src, int tag) override;
+  Started recvAnysource(Tensors& tensors, int tag) override;
+  Started barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  void startCoalescing() override;
+  Started endCoalescing() override;
+  Group split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+              const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+
+ private:
+  Group group(const char* method);
+  Group take_group();
+
+  const c10::intrusive_ptr<Options> options_;
+  Membership membership_;
+  std::mutex mutex_;
+  Group group_;  // by mutex_; null before the first `reconfigure`, during each, and after `abort`
+};
+
+}  // namespace parallel_state
+
+#endif  // C10D_BACKEND_HAS_RECONFIGURE

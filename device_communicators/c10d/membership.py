@@ -1,0 +1,282 @@
+"""Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
+
+Each process has a door: a listener of the control plane that belongs to no world and serves a store. A handle is the
+address of a door and the token that opens it. `reconfigure` meets at the store of the process with the lowest handle,
+and makes a group there as `init_process_group` makes one at torch's store. So a living process serves the store of each
+group, and the death of one that served an earlier store doesn't matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import (
+    AlreadyInitializedError,
+    CommunicationError,
+    ConfigMismatchError,
+    GroupFailedError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    UnsupportedError,
+    UsageError,
+)
+from device_communicators.base.host import process_domain
+from device_communicators.base.torch_internals import backend_options, set_members
+from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.group import as_torch_error
+from device_communicators.c10d.world import World, address_of
+from device_communicators.control.plane import Endpoint
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
+from device_communicators.cpu.watching import listen
+from device_communicators.liveness.health import Watcher
+
+_FORMAT = "parallel_state/1"
+
+
+def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
+    """Returns a backend that has no group until its `reconfigure` is called. Opens no connection.
+
+    `module`: the compiled one. Raises UnsupportedError with torch before 2.15, which can't call `reconfigure`.
+    """
+    if not hasattr(module, "make_reconfigurable"):
+        raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        raise UnsupportedError(
+            "enable_reconfigure can't be used with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then wraps the backend in "
+            "another one, which has no reconfigure. Use another level"
+        )
+    membership = Membership(options, create_group)
+    return module.make_reconfigurable(
+        rank=options.group_rank,
+        size=options.group_size,
+        name=options.group_id,
+        timeout=options.timeout,
+        python=membership,
+    )
+
+
+class Handle(NamedTuple):
+    """The door of one process, as other processes receive it. It contains a secret."""
+
+    host: str
+    """Its host's name. First, so that a set of handles gives ranks host by host."""
+    address: str
+    port: int
+    pid: int
+    processes: str
+    """Its PID namespace."""
+    token: str
+
+    def __str__(self) -> str:
+        return json.dumps([_FORMAT, *self], separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str) -> Handle:
+        """Returns the handle that `str` wrote. Raises InvalidArgumentError."""
+        try:
+            form, *fields = json.loads(text)
+            if form != _FORMAT:
+                raise ValueError(f"it has format {form!r} instead of {_FORMAT!r}")
+            host, address, port, pid, processes, token = fields
+            return cls(str(host), str(address), int(port), int(pid), str(processes), str(token))
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"reconfigure needs handles that get_reconfigure_handle() of this backend returned, but one can't be "
+                f"read: {error}"
+            ) from error
+
+    def describe(self) -> str:
+        return f"PID {self.pid} on host {self.host!r}"
+
+
+class Membership:
+    """The callbacks of the compiled `ReconfigurableBackend`: its handle and its successive groups."""
+
+    end_group: Callable[[], None]
+    """Ends the calls of the backend's group, and drops it; set by the compiled backend."""
+
+    def __init__(self, options: Any, create_group: Callable[..., Any]) -> None:
+        self._name, self._timeout = options.group_id, options.timeout
+        self._address = address_of(options.store)
+        self._create_group = create_group
+        self._lock = threading.Lock()
+        """Held during `reconfigure`."""
+        self._door: Watcher | None = None
+        self._handle: Handle | None = None
+        self._used: set[int] = set()
+        self._world: World | None = None
+        """Of the current group."""
+        self._store: ControlStore | None = None
+        """The store of the current group, which torch doesn't keep alive."""
+        self._problem = ""
+        """The reason that there is no group any more; "" before the first `reconfigure`."""
+        self._pid = os.getpid()
+
+    def handle(self) -> str:
+        """Returns this process's handle, which stays the same."""
+        if self._handle is None:
+            door = Watcher()
+            text = listen(door, self._address)
+            if not text:
+                raise UnsupportedError(f"reconfigure needs the control plane, but there is none: {door.problem}")
+            door.answer_guests()
+            _, address, port, token, _ = Endpoint.parse(text)
+            self._door = door
+            self._handle = Handle(socket.gethostname(), address, port, os.getpid(), process_domain(), token)
+        return str(self._handle)
+
+    def reconfigure(
+        self,
+        uuid: int,
+        handles: Collection[str],
+        is_ordered: bool,
+        timeout: timedelta | None,
+        hints: Mapping[str, str],
+    ) -> Any:
+        """Returns the backend of the group of the processes with these handles. Each of them calls it.
+
+        The former group ends first, but after the arguments were checked. If this raises a CommunicationError, there
+        is no group until the next call, with another uuid.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise UsageError("reconfigure is under way in another thread of this process; wait until it returned")
+        try:
+            peers, rank = self._check(uuid, handles, is_ordered, hints)
+            self._used.add(uuid)
+            self._problem = f"reconfigure(uuid={uuid}) is under way"
+            self._end()
+            limit_s = (self._timeout if timeout is None else timeout).total_seconds()
+            try:
+                return self._make(uuid, peers, rank, min(limit_s, settings.START_TIMEOUT_S.get()))
+            except BaseException as error:
+                self._problem = f"reconfigure(uuid={uuid}) failed ({type(error).__name__}: {error})"
+                raise
+        finally:
+            self._lock.release()
+
+    def _check(
+        self, uuid: int, handles: Collection[str], is_ordered: bool, hints: Mapping[str, str]
+    ) -> tuple[list[Handle], int]:
+        """Returns the members in the order of their ranks, and this process's rank."""
+        if hints:
+            raise UnsupportedError(
+                f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" has none: pass no hints'
+            )
+        texts, own = list(handles) if is_ordered else sorted(handles), self.handle()
+        if own not in texts:
+            raise InvalidArgumentError(
+                f"reconfigure(uuid={uuid}) needs the handle of each member, but none of the {len(texts)} handles is "
+                "this process's own. A process that isn't a member must not call it"
+            )
+        if len(set(texts)) != len(texts):
+            raise InvalidArgumentError(f"reconfigure(uuid={uuid}) got the handle of a process twice: pass each once")
+        peers = [Handle.parse(text) for text in texts]
+        if uuid in self._used:
+            raise AlreadyInitializedError(
+                f"reconfigure(uuid={uuid}): this uuid was already used; pass a new one, the same on all members"
+            )
+        return peers, texts.index(own)
+
+    def _make(self, uuid: int, peers: list[Handle], rank: int, limit_s: float) -> Any:
+        first = min(peers, key=str)
+        store = ControlStore(
+            native.load(), (first.address, first.port), first.token, limit_s, f"the store of {first.describe()}"
+        )
+        store.served_by = peers.index(first)
+        store.access = "a token in the handle of that process"
+        shared = BoundedStore(dist.PrefixStore(f"reconfigure/{uuid}", for_torch(store)))
+        options = backend_options()
+        options.store, options.group_id = shared.raw, self._name
+        options.group_rank, options.group_size = rank, len(peers)
+        options.timeout = timedelta(seconds=limit_s)
+        check = _SameCall(shared, [each.describe() for each in peers], peers, uuid)
+        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, check=check.look)
+        world.leaves_in_background = True  # if the start fails
+        world.set_current()
+        try:
+            if len(peers) > 1:
+                check.enter()
+            made = self._create_group(options, world)
+        except CommunicationError as error:
+            world.close()
+            names = "; ".join(f"rank {each} is {peers[each].describe()}" for each in error.suspect_ranks)
+            if names:
+                error.args = (f"{error.args[0]} ({names})", *error.args[1:])
+            raise as_torch_error(error) from error.__cause__
+        except BaseException:
+            world.close()
+            raise
+        world.leaves_in_background = False
+        self._world, self._store, self._problem = world, store, "the group was aborted on this rank"
+        set_members(self._name, len(peers))
+        return made
+
+    def no_group(self, method: str) -> BaseException:
+        """Returns the error for a call without a group."""
+        how = "call reconfigure() with the handles of all members"
+        if not self._problem:
+            return GroupNotInitializedError(f"{method} of group {self._name!r}: the group has no members yet; {how}")
+        text = f"{method} of group {self._name!r} failed: {self._problem}. To go on, {how} and a new uuid"
+        return as_torch_error(GroupFailedError(text, group=self._name, operation=method))
+
+    def revoke(self) -> None:
+        """Ends the calls of the group's other ranks: those under way, and those to come."""
+        world = self._world
+        if world is not None:
+            world.watcher.give_up("aborted the group")
+            world.leaves_in_background = True
+
+    def _end(self) -> None:
+        """Ends the group, without waiting until other ranks know it."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.leaves_in_background = True
+        self.end_group()
+        self._store = None
+
+    def close(self) -> None:
+        """Ends the membership. Twice is fine."""
+        if os.getpid() != self._pid:
+            return
+        self._world = self._store = None
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
+
+
+class _SameCall:
+    """Finds out at the store whether all members pass the same handles in the same order."""
+
+    def __init__(self, store: BoundedStore, names: list[str], peers: list[Handle], uuid: int) -> None:
+        self._store, self._uuid = store, uuid
+        self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
+
+    def enter(self) -> None:
+        """Raises ConfigMismatchError if the first member made another call; `look` then raises it on the others."""
+        found = self._store.compare_set("call", "", self._call).decode()
+        if found != self._call:
+            self._store.set("difference", self._call)
+            raise self._error(found, self._call)
+
+    def look(self) -> None:
+        if self._store.check(["difference"]):
+            raise self._error(self._call, self._store.get("difference").decode())
+
+    def _error(self, first: str, other: str) -> ConfigMismatchError:
+        one, another = (", ".join(json.loads(each)[0]) for each in (first, other))
+        return ConfigMismatchError(
+            f"reconfigure(uuid={self._uuid}) got different handles: one rank passed those of {one}; another one those "
+            f"of {another}. Pass the same handles in the same order on all members, with a new uuid"
+        )

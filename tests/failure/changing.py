@@ -1,0 +1,163 @@
+"""Ranks of a group whose members change, for tests and benchmarks. They exchange handles through files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import parallel_state  # noqa: F401 - registers the backend
+from parallel_state import error_of
+
+IS_THERE = hasattr(c10d, "_reconfigure")
+"""torch has `reconfigure` since 2.15."""
+WAIT_S = 60.0
+_WORDS = 2048
+
+
+def tell(folder: Path, key: str, text: str) -> None:
+    part = folder / f"{key}.{os.getpid()}"
+    part.write_text(text)
+    part.replace(folder / key)
+
+
+def hear(folder: Path, key: str) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while not (folder / key).exists():
+        assert time.monotonic() < deadline, f"nobody told {key}"
+        time.sleep(0.001)
+    return (folder / key).read_text()
+
+
+class Member:
+    """A process with a default group that has no members yet. `name` is its own for good, whatever its rank."""
+
+    def __init__(self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0) -> None:
+        self.folder, self.name = folder, int(os.environ["RANK"])
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=timeout_s),
+            enable_reconfigure=True,
+        )
+        tell(folder, f"handle-{self.name}", c10d._get_reconfigure_handle())
+
+    @property
+    def backend(self) -> Any:
+        return dist.get_backend_impl(device=torch.device("cpu"))  # type: ignore[attr-defined]
+
+    def handles(self, names: Sequence[int]) -> list[str]:
+        return [hear(self.folder, f"handle-{name}") for name in names]
+
+    def become(self, uuid: int, names: Sequence[int], timeout_s: float = 30.0) -> None:
+        """Makes the group of these processes, this one among them, in this order."""
+        c10d._reconfigure(uuid, self.handles(names), timeout=timedelta(seconds=timeout_s)).wait()
+        assert (dist.get_rank(), dist.get_world_size()) == (list(names).index(self.name), len(names))
+
+    def meet(self, key: str, names: Sequence[int]) -> None:
+        tell(self.folder, f"{key}-{self.name}", "")
+        for name in names:
+            hear(self.folder, f"{key}-{name}")
+
+
+def add_up(round_: int = 0) -> None:
+    """Sums over the default group; asserts that the result is right."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((_WORDS,), float(round_ % 1000 + rank))
+    dist.all_reduce(x)
+    expected = float(sum(round_ % 1000 + each for each in range(size)))
+    assert x.eq(expected).all(), f"{x.unique().tolist()} is not {expected}"
+
+
+class Round(NamedTuple):
+    """What one survivor measured as a rank was killed and replaced."""
+
+    error: str
+    suspects: tuple[int, ...]
+    victim: int
+    """Its rank."""
+    error_s: float
+    """From the SIGKILL to the error of the call under way."""
+    right_s: float
+    """From the SIGKILL to the first right collective of the survivors."""
+    reconfigure_s: float
+    join_s: float
+
+
+def kill_and_replace(folder: str, size: int, rounds: int, backend: str = "parallel_state") -> list[Round]:
+    """In each round a rank is killed in the middle of traffic; the others go on without it, then with a spare.
+
+    The processes from `size` on are the spares, one a round. Returns each round that this process survived.
+    """
+    member, found = Member(Path(folder), backend), []
+    names = list(range(size))
+    for round_ in range(rounds):
+        if round_ == 0 and member.name in names:
+            member.become(0, names)
+        victim = names[(7 * round_ + 3) % size]
+        rest = [name for name in names if name != victim]
+        if member.name in names:
+            measured = _lose(member, names, victim, rest, round_)
+        names = [*rest, size + round_]
+        if member.name in names:
+            started = time.monotonic()
+            member.become(2 * round_ + 2, names, timeout_s=WAIT_S * (1 if member.name != size + round_ else rounds))
+            join_s = time.monotonic() - started
+            add_up(round_)
+            if member.name in rest:
+                found.append(measured._replace(join_s=join_s))
+    if member.name in names:
+        dist.destroy_process_group()
+    return found
+
+
+def _lose(member: Member, names: Sequence[int], victim: int, rest: Sequence[int], round_: int) -> Round:
+    if member.name == victim:
+        threading.Timer(0.02 + 0.003 * (round_ % 10), _kill_me, [member.folder, round_]).start()
+    try:
+        number = 0
+        while True:
+            add_up(number)
+            number += 1
+    except Exception as error:
+        ended, known = time.monotonic(), error_of(error)
+        kind, suspects = type(error).__name__, getattr(known, "suspect_ranks", ())
+        if isinstance(error, AssertionError):
+            raise
+    started = time.monotonic()
+    member.become(2 * round_ + 1, rest)
+    reconfigure_s = time.monotonic() - started
+    add_up(round_)
+    right, killed = time.monotonic(), float(hear(member.folder, f"killed-{round_}"))
+    return Round(kind, tuple(suspects), names.index(victim), ended - killed, right - killed, reconfigure_s, 0.0)
+
+
+def _kill_me(folder: Path, round_: int) -> None:
+    tell(folder, f"killed-{round_}", repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def latest_by_round(results: Sequence[Sequence[Round]], of: str) -> list[float]:
+    """Returns the slowest survivor's time, round by round; `of` names a field of Round."""
+    rounds = max(len(each) for each in results)
+    by_round: list[list[float]] = [[] for _ in range(rounds)]
+    for each in results:
+        for at, one in enumerate(reversed(each)):  # those that joined later have fewer
+            by_round[at].append(getattr(one, of))
+    return [max(each) for each in reversed(by_round)]
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
