@@ -1,16 +1,16 @@
-"""Compares collectives within one host: this library, torch.distributed, vLLM and MPI, checked, then timed in turns.
+"""Compares collectives within one host: this library, torch.distributed, vLLM and MPI.
 
     python benchmarks/collectives.py                              2 ranks, all operations, 1 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
     python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs
     torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
 
-Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes of one rank's tensor. All ranks run
-the same number of calls, and the slowest rank's time counts. Candidates: `op` is a torch.ops call, `coordinator` is the
+Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes of one rank's tensor. Answers are
+checked first. Candidates take turns, and the slowest rank's time counts. `op` is a torch.ops call, `coordinator` the
 method that a model calls. Without "in place" the result is a new tensor. vLLM's calls work in place.
 
-Two loops: *tight* repeats the call on one buffer. *produced* writes the input before and reads the output after each
-call. The tables show the produced loop without these two copies; the JSON has all samples.
+*tight* loops repeat the call on one buffer. *produced* loops write the input before and read the output after each
+call. The tables show produced loops without these two copies; the JSON has all samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from parallel_state.tools.bench.report import bandwidths, nccl_bytes, p50, size_
 from parallel_state.tools.bench.rounds import Row
 
 TORCH, MPI = "harness.collectives", "harness.mpi"
-"""Modules of teams."""
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
 PAIRS = (
     *(("op, in place", peer) for peer in ("vLLM op, in place", "gloo", "Intel MPI", "MPICH")),
@@ -76,7 +75,7 @@ def size_of(row: Row) -> str:
 
 
 def net(row: Row) -> Row:
-    """Subtracts the copies from a row of the produced loop; at least 10 ns per call remain, despite noise."""
+    """Subtracts the copies from a produced row, down to 10 ns per call."""
     copies = row.us.get(COPIES)
     if copies is None:
         return row
@@ -95,7 +94,6 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_bandwidths(title: str, rows: Sequence[Row]) -> None:
-    """Prints the bandwidths of this library's fastest candidate."""
     rows = [row for row in rows if any(row.us.get(name) for name in OURS)]
     speeds = []
     for row in rows:
@@ -122,7 +120,6 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def in_ranks(options: argparse.Namespace) -> bool:
-    """Returns True if the ranks time themselves, instead of teams that this process controls."""
     return options.device == "cuda" or environment.detect(rendezvous=False).world_size > 1
 
 
@@ -142,7 +139,7 @@ def main() -> int:
     names = [mpi.name for mpi in MPIS]
     parser.add_argument("--mpis", nargs="*", choices=names, default=names, help="MPIs to measure; fewer start faster")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--svg", type=Path, help="a picture")
+    parser.add_argument("--svg", type=Path, help="write a picture here")
     options = parser.parse_args()
     if in_ranks(options):
         options.operations = options.operations or in_each_rank.OPERATIONS

@@ -1,4 +1,4 @@
-"""Command line and printed tables that the scripts in `benchmarks/` share."""
+"""Command line and printed tables of the scripts in `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def peers(options: argparse.Namespace) -> Peers:
-    """Returns the installed peers, and prints the names of the missing ones."""
     if options.no_peers:
         return Peers(Path("/nonexistent"), with_own_mpi=False)
     found = Peers(options.peers.resolve())
@@ -45,14 +44,13 @@ def peers(options: argparse.Namespace) -> Peers:
 
 
 def ratio(row: Row, ours: str, peer: str) -> float | None:
-    """Returns the ratio of the medians, or None if one candidate has no figures."""
+    """Returns the ratio of the medians; None without figures."""
     if not row.us.get(ours) or not row.us.get(peer):
         return None
     return p50(row.us[ours]) / p50(row.us[peer])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]]) -> None:
-    """Prints a table with a line per name and its figures in columns."""
     rows = list(rows)
     if not rows:
         return
@@ -67,7 +65,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Se
 
 
 def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pairs: Sequence[tuple[str, str]]) -> None:
-    """Prints medians and p99 in microseconds, then ratios of `pairs`: a line per candidate, a column per row."""
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     columns = [column(row) for row in rows]
     for what, of in (("p50", p50), ("p99", p99)):
@@ -84,8 +81,7 @@ def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pa
 
 
 def print_ranks(rows: Sequence[RankRow], left_out: dict[str, str]) -> None:
-    """Prints figures that the ranks timed themselves."""
-    from harness.ranks import TORCH  # imported here: it imports torch's compiler, which takes a second
+    from harness.ranks import TORCH  # imports torch's compiler, which takes a second
 
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         chosen = [row for row in rows if row.case["operation"] == operation]

@@ -1,12 +1,12 @@
-"""A decode step of a model with tensor and pipeline parallelism: what its collectives cost, and what waiting costs.
+"""Times a decode step with tensor and pipeline parallelism: the cost of its collectives and of waiting.
 
     python benchmarks/decode.py                  a model of 26 M parameters, TP 2 × PP 2, a batch of 4
     python benchmarks/decode.py --models 0.5B 7B --layouts TP2 TP4 TP2xPP2 --batches 1 8 64
 
-Compares this library with its default waits, with waits that only spin, and without shared memory; torch.distributed;
-and vLLM's coordinators if vLLM is installed. The model is sharded as in engines. Its matmuls are simulated: they use as
-much CPU time as real ones (see decode_models.py). Prints the time of a step, and the share of it outside matmuls. With
-more ranks than cores, that share includes the CPU time that waiting ranks take from working ranks.
+Compares this library with default waits, with spinning waits, and without shared memory; torch.distributed; and vLLM's
+coordinators if vLLM is installed. The model is sharded as in engines, with simulated matmuls (see decode_models.py).
+Prints the time of a step and its share outside matmuls. With more ranks than cores, that share includes the CPU time
+that waiting ranks take from working ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def _share(row: Row, name: str) -> float | None:
-    """Returns the part of a candidate's step that the matmuls alone don't take, in percent."""
+    """Returns the percentage of a step outside its matmuls."""
     if not row.us.get(name) or not row.us.get(MATMULS):
         return None
     return max(0.0, 100 * (1 - p50(row.us[MATMULS]) / p50(row.us[name])))
@@ -75,7 +75,6 @@ def main() -> None:
     cases: dict[str, list[dict[str, object]]] = {layout: [] for layout in options.layouts}
     for layout, name, batch in itertools.product(options.layouts, options.models, options.batches):
         tp = decode_models.LAYOUTS[layout][0]
-        # Now, while nothing else runs.
         matmuls_s = decode_models.measure_matmuls(decode_models.MODELS[name], tp, batch)
         cases[layout].append({**decode_models.case_of(name, layout, batch, matmuls_s), "most_calls": 20})
     rows, left_out = [], {}
@@ -97,8 +96,6 @@ def make(name: str, settings: dict[str, Any]) -> DecodeTeam:
 
 
 class DecodeTeam:
-    """Ranks of a model that is divided among all of them, by tensor and by stage."""
-
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.name = name

@@ -1,13 +1,12 @@
 """A model's decode step: the collectives of all layers, with simulated matmuls.
 
-The weights of several ranks of a large model would not fit into one machine. So a simulated matmul streams through
-memory, as reading weights does, for the CPU time that the real matmul takes on this machine. `measure_matmuls` times
-the real ones beforehand: a layer's and the head's, with a rank's true shapes, in bf16 on one core. Attention is left
-out.
+The weights of several ranks of a large model don't fit into one machine. So a simulated matmul reads memory, as a real
+one reads weights, for the CPU time that the real one takes here. `measure_matmuls` times the real ones of a layer and
+of the head beforehand, in bf16 on one core. Attention is left out.
 
-The collectives are vLLM's: an all_reduce of [batch, hidden] after the embedding, and after the attention and MLP of
-each layer, and an all_gather of the logits. Each stage sends {hidden_states, residual} to the next; the last stage
-broadcasts the tokens to all. All numbers are small integers, so that each result is known and exact.
+The collectives are vLLM's: an all_reduce of [batch, hidden] after the embedding and after the attention and MLP of each
+layer, and an all_gather of the logits. Each stage sends {hidden_states, residual} to the next; the last one broadcasts
+the tokens. All numbers are small integers, so results are exact.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 _STREAMED = 64 << 20
-"""Bytes that a rank's matmuls cycle through; more than a core's caches."""
+"""Bytes that a rank's matmuls cycle through, more than a core's caches."""
 _SLICE = 64 << 10
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a decoder. `kv`: width of its keys and values."""
+    """Sizes of a decoder. `kv`: width of its keys and values."""
 
     layers: int
     hidden: int
@@ -36,7 +35,6 @@ class Model:
     vocabulary: int
 
     def matmuls(self, tp: int) -> dict[str, list[tuple[int, int]]]:
-        """Returns (inputs, outputs) of a rank's matmuls, for equal shards."""
         return {
             "attention": [(self.hidden, (self.hidden + 2 * self.kv) // tp), (self.hidden // tp, self.hidden)],
             "mlp": [(self.hidden, 2 * self.intermediate // tp), (self.intermediate // tp, self.hidden)],
@@ -53,7 +51,7 @@ LAYOUTS = {"TP2": (2, 1), "TP4": (4, 1), "TP2xPP2": (2, 2)}
 
 
 def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict[str, float]:
-    """Returns the CPU seconds of a rank's matmuls: of a layer's two parts and of the head."""
+    """Returns the CPU seconds of a layer's two parts and of the head."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,7 +62,7 @@ def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict
 
 
 def _matmul_s(batch: int, inputs: int, outputs: int, repeats: int) -> float:
-    """Returns the median CPU seconds of x @ w with weights that are not in the caches."""
+    """Returns the median CPU seconds of x @ w with uncached weights."""
     x, w = torch.ones(batch, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
     other = torch.ones(_STREAMED // 4)
     found = []
@@ -77,13 +75,10 @@ def _matmul_s(batch: int, inputs: int, outputs: int, repeats: int) -> float:
 
 
 def case_of(name: str, layout: str, batch: int, matmuls_s: dict[str, float]) -> dict[str, Any]:
-    """Returns the case that each rank receives."""
     return {"model": name, **asdict(MODELS[name]), "layout": layout, "batch": batch, "matmuls_s": matmuls_s}
 
 
 class Step:
-    """This rank's part of a step."""
-
     def __init__(self, tp: Any, pp: Any, values: dict[str, Any]) -> None:
         self.tp, self.pp = tp, pp
         self.matmuls_s: dict[str, float] = values["matmuls_s"]
@@ -96,7 +91,6 @@ class Step:
         self.at = 0
 
     def run(self) -> list[Tensor]:
-        """Runs the step; returns the result of the last collective of each kind."""
         if self.pp.is_first_rank:
             hidden, residual = self.tp.all_reduce(self._partial()), self.residual
         else:
@@ -116,11 +110,10 @@ class Step:
         return [hidden, residual, tokens]
 
     def _partial(self) -> Tensor:
-        """Returns a matmul's result as a new tensor, because vLLM's all_reduce may change it in place."""
+        """Returns a new tensor, because vLLM's all_reduce may change it in place."""
         return self.partial.clone()
 
     def run_matmuls(self) -> None:
-        """Runs the matmuls of all stages in sequence, on the first stage's ranks."""
         if self.pp.is_first_rank:
             for _ in range(self.layers):
                 for part in ("attention", "mlp"):
@@ -128,7 +121,6 @@ class Step:
             self._stream(self.matmuls_s["head"])
 
     def check(self) -> str | None:
-        """Returns what is wrong with a step's results."""
         size = self.tp.world_size
         hidden, residual, tokens = self.run()
         first_of_last_shard = (size - 1) * self.logits.shape[1]
@@ -149,7 +141,7 @@ class Step:
 
 
 class TorchGroup:
-    """A group of torch.distributed only. Sends a dict as pickled metadata, then each tensor."""
+    """A group of torch.distributed. Sends a dict as pickled metadata, then each tensor."""
 
     def __init__(self, rank: int, rows: list[list[int]]) -> None:
         for ranks in rows:

@@ -1,13 +1,12 @@
-"""Times the overhead of a call: in a group of one rank, where no byte moves, and for a small all_reduce of two ranks.
+"""Times the overhead of a call: in a group of one rank, and for a small all_reduce of two ranks.
 
     python benchmarks/dispatch.py                      one rank, then two, 4 and 8 KiB
     python benchmarks/dispatch.py --sizes 8192 --modes inference_mode --json found.json
 
-*one rank*: nothing is sent, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in each
-mode in which models run: `inference_mode`, `no_grad`, `grad` (gradients enabled, but the input requires none),
-`requires_grad` (the input requires a gradient; forward only).
-"vLLM coordinator" calls its shared-memory op directly and works in place. "vLLM op by name" is the registered op that
-vLLM's coordinator calls on GPUs instead.
+*one rank*: sends nothing, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in the
+modes `inference_mode`, `no_grad`, `grad` (the input requires no gradient) and `requires_grad` (the input requires one;
+forward only). "vLLM coordinator" calls its shared-memory op directly and works in place. "vLLM op by name" is the op
+that vLLM's coordinator calls on GPUs.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def main() -> None:
         write_json(options.json, rows, command_line.recorded(options))
 
 
-_LIBRARIES: list[torch.library.Library] = []  # an op exists as long as its library object
+_LIBRARIES: list[torch.library.Library] = []
 _GROUPS: dict[str, Any] = {}
 
 
@@ -83,8 +82,6 @@ def make(name: str, settings: dict[str, Any]) -> DispatchTeam:
 
 
 class DispatchTeam:
-    """One or two ranks of one library."""
-
     rank: int
     size: int
 
@@ -122,8 +119,6 @@ class DispatchTeam:
 
 
 class OwnTeam(DispatchTeam):
-    """Ranks of this library, of torch.distributed on its default group, and of no-ops."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.group = start_ours()
@@ -152,8 +147,6 @@ class OwnTeam(DispatchTeam):
 
 
 class VllmTeam(DispatchTeam):
-    """Ranks of vLLM's own coordinator."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
         self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))])
@@ -171,7 +164,7 @@ def _modes(mode: str) -> contextlib.AbstractContextManager[Any]:
     return {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}.get(mode, torch.enable_grad)()
 
 
-# No-ops: their time is the cost of the call path.
+# No-ops: they cost only the call path.
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -193,7 +186,7 @@ _NOOPS: dict[str, Callable[[Tensor], Any]] = {}
 
 
 def _define_noops() -> None:
-    """Defines a no-op registered in Python that looks up its group by name, and the same by torch's custom_op."""
+    """By its group's name, and by torch's custom_op."""
     _GROUPS["tp:0"] = object()
     library = torch.library.Library("dispatch_benchmark", "DEF")
     _LIBRARIES.append(library)

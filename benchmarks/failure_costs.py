@@ -1,13 +1,12 @@
-"""Times what failure handling adds to a call: its record, the checks, the comparison of calls between ranks.
+"""Times what failure handling adds to a call: its record, the checks, the comparison between ranks.
 
     python benchmarks/failure_costs.py                           all parts
     python benchmarks/failure_costs.py --parts C++ --json found.json
 
 *C++*: nanoseconds that the registered ops add to the group's own collective, per piece and in total, as the difference
-of two alternating loops. The target in normal mode is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared
-memory, by two ranks, in normal and in debug mode, which may take 0.5 ms more. *gloo*: without shared memory, calls are
-compared in a separate exchange, which also carries small tensors. Measured with two and four ranks, next to
-torch.distributed on the same process group.
+of alternating loops. The target is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared memory by two ranks, in
+normal and in debug mode, which may take 0.5 ms more. *gloo*: without shared memory, a separate exchange compares calls
+and also carries small tensors. Measured with two and four ranks, beside torch.distributed on the same process group.
 """
 
 from __future__ import annotations
@@ -38,27 +37,26 @@ from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import Timing, timed
 
 LOOPS = "C++"
-"""Name of a part and its team: the cost in calls without Python or torch. The loops are in `failure_loop.cpp`."""
+"""Calls without Python or torch; the loops are in `failure_loop.cpp`."""
 PARTS = (LOOPS, "mode", "gloo")
 MOST_CALLS = 1_000_000
 BYTES = 8 << 10
 TARGET_NS = 100
 DEBUG = ", debug mode"
 EXCHANGE = "gloo's all_gather of 512 bytes"
-"""The exchange with which ranks compare their calls in debug mode."""
+"""In debug mode, ranks compare their calls by it."""
 PIECES = {
     "record": ("record", "empty loop"),
     "check for an earlier failure": ("lock and check", "lock"),
     "note of the call": ("tick, note", "tick"),
     "comparison, a peer": ("tick, note, comparison", "tick, note"),
 }
-"""Name of an added piece -> the loop with it and the loop without it."""
+"""Added piece -> (loop with it, loop without it)."""
 WHOLES = {"call": ("group, recorded", "group alone"), "exchange": ("exchange, compared", "exchange")}
 
 
 @contextlib.contextmanager
 def compiled() -> Iterator[str]:
-    """Compiles the loops together with the library's sources."""
     compiler = native_build.find_compiler()
     if compiler is None:
         raise SystemExit("a C++ compiler is needed; --parts mode gloo does without")
@@ -128,7 +126,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_costs(one: Row, two: Row) -> None:
-    """Prints the nanoseconds that failure handling adds to a call in normal mode. The sum is that of two ranks."""
+    """Prints the nanoseconds added to a call in normal mode. The sum is of two ranks."""
     pieces = {name: differences(one, *pair) for name, pair in PIECES.items()}
     pieces["sum"] = [sum(each) for each in zip(*pieces.values(), strict=True)]
     for row in (one, two):
@@ -141,7 +139,7 @@ def print_costs(one: Row, two: Row) -> None:
 
 
 def print_added(title: str, added: Mapping[str, Sequence[float]], scale: float) -> None:
-    """Prints medians and quartiles. If the quartiles have different signs, the difference may be noise."""
+    """Prints medians and quartiles. Quartiles of different signs may be noise."""
     lines = []
     for name, us in added.items():
         if us:
@@ -155,15 +153,15 @@ def ranks_of(row: Row) -> str:
 
 
 def differences(row: Row, more: str, less: str) -> list[float]:
-    """Returns the difference of each round, because a disturbance of a round affects both loops."""
+    """Returns the difference of each round: a disturbance affects both loops."""
     return [a - b for a, b in zip(row.us.get(more, ()), row.us.get(less, ()), strict=False)]
 
 
 def main() -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="over gloo")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 1 << 10, 64 << 10, 1 << 20], help="over gloo")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks over gloo")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 1 << 10, 64 << 10, 1 << 20], help="bytes over gloo")
     options = parser.parse_args()
     measures = {"C++": of_loops, "mode": of_modes, "gloo": over_gloo}
     rows = [row for part in options.parts for row in measures[part](options)]
@@ -186,7 +184,7 @@ def make(name: str, settings: dict[str, Any]) -> LoopTeam | CallTeam:
 
 
 class LoopTeam:
-    """Two ranks. Pieces that need only one rank run on the first, while the second waits."""
+    """Two ranks. Pieces for one rank run on the first while the second waits."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -199,14 +197,13 @@ class LoopTeam:
         self._library.failure_loop_check.restype = ctypes.c_char_p
         self._library.failure_loop_check.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._memory = settings["memory"]
-        # Locks are cheaper in a process that has only ever had one thread; ranks of torch have several.
+        # Locks are cheaper in a process that never had a second thread; torch's ranks have several.
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         ranks = values["ranks"]
         self._idle = self.rank >= ranks
         if not self._idle:
-            # Each case has fresh memory: the loops must start from zeros.
             memory = os.open(self._memory[str(ranks)], os.O_RDWR)
             self._ranks = self._library.failure_loop_new(memory, self.rank, ranks, values["bytes"] // 4)
             os.close(memory)
@@ -230,18 +227,17 @@ class LoopTeam:
 
 
 def bytes_of(library: str, ranks: int) -> int:
-    """Returns the size of the memory that `ranks` ranks share."""
     loaded = ctypes.CDLL(library)
     loaded.failure_loop_bytes.restype = ctypes.c_size_t
     return int(loaded.failure_loop_bytes(ranks))
 
 
 CALL_BYTES = 512
-"""The size of a call's description, which each rank sends in debug mode."""
+"""Size of a call's description in debug mode."""
 
 
 class CallTeam:
-    """A world with its own environment. `settings["after"]` is appended to its candidates' names."""
+    """`settings["after"]` is appended to its candidates' names."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -253,7 +249,7 @@ class CallTeam:
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self._x = torch.zeros(values["bytes"] // 4)
-        self._told.fill_(self.size)  # a value that no rank sends
+        self._told.fill_(self.size)
         calls = self._over_gloo() if values["part"] == "gloo" else self._over_shared_memory()
         self._calls = {name + self._after: call for name, call in calls.items()}
         return list(self._calls)
@@ -278,7 +274,7 @@ class CallTeam:
         }
 
     def _record(self, x: Tensor) -> Tensor:
-        """Adds to the ring the record of a call made through Python, with the next number on every rank."""
+        """Adds a call's record to the ring, as a call through Python does."""
         self.group.route.note("all_reduce_", x).ended_s = time.monotonic()
         return x
 

@@ -1,5 +1,4 @@
-// What a call carries so that a failure can be told, in loops with nothing of Python in them. For failure_costs.py,
-// which compiles it together with the library's sources.
+// Loops over what a call records for failure reports, without Python. failure_costs.py compiles them.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -24,7 +23,7 @@ constexpr double kTimeoutS = 10;
 constexpr int kDtype = 6;  // torch's number of float32
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kLinesBytes = kPage;  // the counters of two exchanges, of up to 16 ranks
-const WaitPolicy kSpins{20'000'000, 0};     // no rank sleeps: a wake-up costs a thousand times what is measured here
+const WaitPolicy kSpins{20'000'000, 0};     // no rank sleeps: a wake-up costs a thousand times what is measured
 
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -43,7 +42,7 @@ enum What {
   kComparedExchange
 };
 
-// As Counter::publish, but for the note. Not inlined, as that one isn't.
+// Like Counter::publish without the note, and not inlined either.
 [[gnu::noinline]] void publish_without_note(Counter& own, std::uint64_t next) {
   const auto here = static_cast<std::uint16_t>(sched_getcpu() + 1);
   if (own.core.load(std::memory_order_relaxed) != here) own.core.store(here, std::memory_order_relaxed);
@@ -55,7 +54,7 @@ enum What {
   }
 }
 
-// As HostGroup::differs, of a rank that has not gone on.
+// HostGroup::differs for a rank that hasn't continued.
 bool differs(const Counter& line, std::uint64_t tick, std::uint64_t call) {
   std::uint64_t note;
   return line.note_of(tick, &note) && note != call;
@@ -66,12 +65,12 @@ template <typename Body>
   const std::int64_t started = now_ns();
   for (int call = 0; call < calls; ++call) {
     if (!body()) return -1;
-    asm volatile("" ::: "memory");  // each call does all of it anew
+    asm volatile("" ::: "memory");  // each call repeats all work
   }
   return static_cast<double>(now_ns() - started) * 1e-9;
 }
 
-// One rank. The shared memory: the group alone, the group behind a handle, and the lines of two exchanges.
+// One rank. Its shared memory holds the group alone, the group with a handle, and the lines of two exchanges.
 class Ranks {
  public:
   Ranks(int descriptor, int rank, int size, std::size_t count)
@@ -88,7 +87,7 @@ class Ranks {
     own_.own();
   }
 
-  // Seconds for `calls` calls; negative where one failed. Every rank calls it for what ranks exchange.
+  // Returns the seconds of `calls` calls; negative if one failed. All ranks must call it for exchanges.
   double run(What what, int calls) {
     switch (what) {
       case kNothing: return seconds_of(calls, [] { return true; });
@@ -111,7 +110,7 @@ class Ranks {
     return -1;
   }
 
-  // Empty, or what is wrong with what one call does. Every rank calls it for what ranks exchange.
+  // One call's error, or an empty text. All ranks must call it for exchanges.
   std::string check(What what) {
     for (float& each : in_) each = static_cast<float>(rank_ + 1);
     const std::uint64_t before = served_->traffic(Counted::kAllReduceInPlace).calls;
@@ -139,7 +138,7 @@ class Ranks {
     return group.all_reduce(out_.data(), in_.data(), in_.size(), Dtype::kFloat32, ReduceOp::kSum, timeout_s);
   }
 
-  // The group's call and nothing else: the mutex is needed in any case, as threads take turns.
+  // The group's call with the mutex. Threads take turns, so it is always needed.
   template <typename Call>
   bool locked(Call call) {
     const std::lock_guard<std::mutex> turn(turn_);
@@ -150,7 +149,7 @@ class Ranks {
     return locked([this](Group& group, double timeout_s) { return all_reduce(group, timeout_s); });
   }
 
-  // The same call as the registered op makes it.
+  // The call as the registered op makes it.
   bool carry() {
     const auto call = [this](Group& group, double timeout_s) { return all_reduce(group, timeout_s); };
     const std::size_t bytes = in_.size() * sizeof(float);
@@ -203,7 +202,7 @@ class Ranks {
     return failed.run([](Group&, double) { return Status::kDone; }) == Status::kMismatch;
   }
 
-  // Whether the notes of the last exchange differ from another call's.
+  // Whether the last exchange's notes differ from another call's.
   bool notices_peers() {
     for (int peer = 0; peer < size_; ++peer) {
       if (!differs(compared_lines_[peer], compared_exchanges_, kNote + 1)) return false;
@@ -236,7 +235,7 @@ extern "C" {
 
 std::size_t failure_loop_bytes(int size) { return 2 * pages(Handle::segment_bytes(size)) + kLinesBytes; }
 
-// `descriptor`: a file of `failure_loop_bytes`, zero at first, which all ranks have. `count`: elements of the tensor.
+// `descriptor`: a zeroed file of `failure_loop_bytes`, shared by all ranks. `count`: the tensor's elements.
 void* failure_loop_new(int descriptor, int rank, int size, std::size_t count) {
   return new Ranks(descriptor, rank, size, count);
 }
@@ -245,7 +244,7 @@ double failure_loop_run(void* ranks, int what, int calls) {
   return static_cast<Ranks*>(ranks)->run(static_cast<What>(what), calls);
 }
 
-// Valid until the next one.
+// Valid until the next call.
 const char* failure_loop_check(void* ranks, int what) {
   static std::string found;
   found = static_cast<Ranks*>(ranks)->check(static_cast<What>(what));

@@ -1,7 +1,6 @@
 """Prints facts about the GPU's machine, and compiles the parts that are otherwise compiled at first use.
 
-`gpu_proof.py machine` and `gpu_proof.py compile` run it. Each answer is printed at once as a line of JSON, so that a
-question that hangs loses no earlier answer.
+`gpu_proof.py machine` and `gpu_proof.py compile` run it. Each answer is a line of JSON, printed at once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MODULE_LOA
 
 
 def unproven(gpus: int) -> list[str]:
-    """Returns the multi-GPU features that can't be tested by ranks that share one GPU."""
     if gpus > 1:
         return []
     return [
@@ -51,9 +49,8 @@ def tool(name: str) -> str | None:
 
 
 def mps() -> str:
-    """Describes whether an MPS control daemon runs on this machine."""
     for status in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):
             if status.read_text().strip().startswith("nvidia-cuda-mps"):
                 return "on: a trap ends all clients"
     return "off"
@@ -70,7 +67,7 @@ def _loopback() -> str:
 
 
 def _own_address() -> str:
-    """Returns this host's address by its name. Waits at most 3 s, as a name server may be unreachable."""
+    """Waits at most 3 s, because a name server may be unreachable."""
     command = ["getent", "hosts", socket.gethostname()]
     return subprocess.run(command, capture_output=True, text=True, timeout=3, check=False).stdout.strip() or "none"
 
@@ -158,7 +155,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
 
 
 def machine(dry: bool) -> int:
-    """Prints each answer at once; returns 1 if CUDA is required and doesn't start."""
+    """Returns 1 if CUDA is required and doesn't start."""
     code = 0
     for name, question in QUESTIONS.items():
         try:
@@ -171,7 +168,7 @@ def machine(dry: bool) -> int:
 
 
 def compiled(arch: str | None) -> int:
-    """Compiles each part and prints its seconds. Raises if one fails, in a dry run as well."""
+    """Prints each part's compile time. Raises if one fails, also in a dry run."""
     import torch
 
     from device_communicators.cpu import native

@@ -1,4 +1,4 @@
-"""Runs the tests and benchmarks that need a GPU, in two calls that together take at most 15 minutes of one GPU.
+"""Runs the tests and benchmarks that need a GPU, in two calls of at most 15 minutes in total.
 
     python benchmarks/gpu_proof.py prepare [--model]         with a network: fills .gpu/, to be copied along
     python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
@@ -6,10 +6,10 @@
     python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
     python benchmarks/gpu_proof.py machine | compile         steps of the first call: lines of JSON
 
-At a step's deadline the step and all processes that it started are killed, and the next step follows. When a step ends,
-its verdict and the end of its output are printed. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after
-each step, the GPU tests' report, kernels.{json,svg} and collectives.json. For one report of both calls, copy the first
-call's proof.json and report to .gpu/earlier.
+At a step's deadline, all its processes are killed and the next step follows. After each step its verdict and the end of
+its output are printed. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests'
+report, kernels.{json,svg} and collectives.json. To merge both calls' reports, copy the first call's proof.json and
+report to .gpu/earlier.
 
 The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, but no network, git or compiler.
 """
@@ -43,14 +43,13 @@ ROOT = BENCHMARKS.parent
 CARRIED = ROOT / ".gpu"
 LIMIT_S = 400.0
 END_S = 10.0
-"""Part of the limit that is reserved for ending the last step and writing the evidence."""
+"""Reserved for ending the last step and writing the evidence."""
 GRACE_S = 5.0
 LEAST_S = 15.0
-"""A step is left out if less time remains."""
+"""With less time left, a step is left out."""
 KEPT_BYTES = 1 << 20
-"""The middle of a longer log is cut."""
 DRY_TIMES = 5
-"""Factor of all limits in a dry run, because the CPU emulates the kernels."""
+"""Factor of all limits in a dry run, in which the CPU emulates the kernels."""
 TOKEN = "GPU_PROOF_STEP"
 THERE = "2.11.0+cu130"
 PACKAGES_THERE = ("torch==2.11.0", "numpy", "msgspec", "nvidia-ml-py", "pytest", "setuptools", "cuda-core")
@@ -61,12 +60,12 @@ SHARED = {
     "PARALLEL_STATE_PEER_MEMORY": "on",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-"""Settings that measure every carrier in one run, with ranks that share the GPU."""
+"""Measure every carrier in one run, with ranks that share the GPU."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A script of this folder with its arguments, a module (`-m …`), or tests of tests/gpu.
+    """A script of this folder, a module (`-m …`), or tests of tests/gpu.
 
     `dry`: arguments for a dry run; if empty, the step needs a GPU.
     """
@@ -80,7 +79,6 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
     under_mps: bool = False
     shown: int = 1000
-    """Number of characters of the output's end to print."""
 
     def command(self, out: Path, dry: bool, tests: Sequence[str]) -> list[str]:
         wrapper = [str(BENCHMARKS / "gpu_proof.py"), "mps"] if self.under_mps and not dry else []
@@ -135,14 +133,14 @@ SECOND = (
     Step("demo", 60, tests=_of("programs", "the_demo[--cuda-graph]")),
     Step("command", 40, "", ["-m", "parallel_state", "check", "--quick"], ["-m", "parallel_state", "check", "--quick"]),
 )  # fmt: skip
-"""Each step with tests is one pytest process. Tests that may hang or need a daemon have their own step."""
+"""Each step with tests is one pytest process. Tests that may hang or need a daemon are separate."""
 
 
 AGAIN_S = 110.0
 
 
 def steps_of(call: str, again: Sequence[str]) -> list[Step]:
-    """Returns the steps of a call. The second call begins with the tests in `again`."""
+    """Returns a call's steps. The second call begins with the tests in `again`."""
     if call == "first":
         return list(FIRST)
     names = tuple(filter(None, (name.strip().removeprefix("tests/gpu/") for name in again)))
@@ -150,8 +148,6 @@ def steps_of(call: str, again: Sequence[str]) -> list[Step]:
 
 
 class Proof:
-    """The results of a call so far, which it keeps in OUT."""
-
     def __init__(self, out: Path, call: str, dry: bool, limit_s: float) -> None:
         self.out, self.call, self.dry = out, call, dry
         self._started = time.monotonic()
@@ -162,7 +158,7 @@ class Proof:
             if each.suffix in (".json", ".md") and each.stem not in ("kernels", "collectives"):
                 shutil.copy(each, out)
         self.calls: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError):  # of the other call
+        with contextlib.suppress(OSError, ValueError, KeyError):
             self.calls = json.loads((out / "proof.json").read_text())["calls"]
         self.calls[call] = {}
         self._variables = self._environment()
@@ -172,7 +168,7 @@ class Proof:
         found = {**os.environ, **ALL, "BENCHMARK_COMMIT": _commit(), "GPU_TESTS_REPORT": str(self.out)}
         if self.dry:
             found["GPU_TESTS"] = "dry"
-        elif (CARRIED / "cache").exists():  # by its owner, and writable by nobody else, or it wouldn't be used
+        elif (CARRIED / "cache").exists():  # used only if its owner alone can write to it
             path.insert(0, str(CARRIED / "site"))
             folder = shutil.copytree(CARRIED / "cache", self._logs.with_name(self._logs.name + "-cache"))
             for each in (folder, *folder.rglob("*")):
@@ -186,7 +182,7 @@ class Proof:
             shutil.rmtree(each, ignore_errors=True)
 
     def note(self, step: str, **facts: Any) -> None:
-        """Records facts of a step. Replaces proof.json atomically, so that a killed call leaves a complete file."""
+        """Replaces proof.json atomically, so that a killed call leaves a complete file."""
         steps = self.calls[self.call]
         steps[step] = {**steps.get(step, {}), **facts}
         content = {"dry": self.dry, "commit": _commit(), "calls": self.calls}
@@ -199,12 +195,11 @@ class Proof:
             tar.add(self._logs, "logs")
 
     def run(self, step: Step) -> str:
-        """Returns the step's outcome: passed, failed, timed out, skipped or left out."""
         left_s = self._end - time.monotonic()
         limit_s = min(step.limit_s * (DRY_TIMES if self.dry else 1), left_s)
         if limit_s < min(LEAST_S, step.limit_s):
             return self._verdict(step, "left out", "there was no time left")
-        if self.dry and step.tests:  # a dry run of the tests is `GPU_TESTS=dry pytest tests/gpu`
+        if self.dry and step.tests:  # `GPU_TESTS=dry pytest tests/gpu` runs them
             lost = self._lost(step.tests)
             reason = f"there is no test {lost}" if lost else f"a dry run: {len(step.tests)} tests are there"
             return self._verdict(step, "failed" if lost else "skipped", reason)
@@ -226,13 +221,13 @@ class Proof:
         return self._verdict(step, outcome, reason, said, **facts)
 
     def _lost(self, tests: Sequence[str]) -> list[str]:
-        """Returns the names that match no test. With one such name pytest would run no test at all."""
+        """Returns names that match no test: with one, pytest would run none."""
         return [name for name in tests if self._collected and name not in self._collected]
 
     @cached_property
     def _collected(self) -> frozenset[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-        variables = {**self._variables, "FAILURE_TESTS": "long"}  # else a dry run leaves repeats out
+        variables = {**self._variables, "FAILURE_TESTS": "long"}  # otherwise a dry run omits repeats
         left_s = DRY_TIMES * 60 if self.dry else max(min(60.0, self._end - time.monotonic()), 1.0)
         try:
             done = subprocess.run(
@@ -253,7 +248,6 @@ class Proof:
         return outcome
 
     def _say(self, step: Step, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """Runs a step; returns its exit code, or None at the deadline, and its output."""
         token = uuid.uuid4().hex
         log = self._logs / f"{self.call}-{step.name}.log"
         with log.open("ab") as file:
@@ -275,7 +269,7 @@ class Proof:
 
 
 def end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Ends a step and all processes that it started, in any session. Interrupts first: pytest names the test."""
+    """Ends a step and all its processes in any session. Interrupts first, so that pytest names the test."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -291,13 +285,12 @@ def end(process: subprocess.Popen[bytes], token: str) -> None:
 
 def _with_token(token: str) -> Iterator[int]:
     for each in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):
             if f"{TOKEN}={token}".encode() in (each / "environ").read_bytes().split(b"\0"):
                 yield int(each.name)
 
 
 def _kept(log: Path, begin: int) -> str:
-    """Returns the log from `begin` on, without the middle if it is too long."""
     content = log.read_bytes()
     said = content[begin:]
     if len(said) > KEPT_BYTES:
@@ -318,7 +311,6 @@ def outcome_of(code: int | None, said: str, is_tests: bool) -> tuple[str, str]:
 
 
 def _facts_in(said: str) -> dict[str, Any]:
-    """Returns the facts that a step printed as lines of JSON."""
     found: dict[str, Any] = {}
     for line in said.splitlines():
         with contextlib.suppress(ValueError):
@@ -328,7 +320,7 @@ def _facts_in(said: str) -> dict[str, Any]:
 
 @cache
 def _commit() -> str:
-    """Returns BENCHMARK_COMMIT, or the commit that `prepare` noted: a copied tree may be in a repository of another."""
+    """A copied tree may be in another repository: `prepare` saves the commit."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     with contextlib.suppress(OSError):
@@ -346,7 +338,6 @@ def _commit_of_git() -> str:
 
 
 def under_mps(command: Sequence[str]) -> int:
-    """Runs Python on `command` under an own MPS daemon. Doesn't change GPU settings."""
     folder, control = tempfile.mkdtemp(prefix="mps-"), tool(MPS) or MPS
     environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     daemon = subprocess.Popen([control, "-f"], env=environment, stdin=subprocess.DEVNULL)
@@ -365,11 +356,8 @@ def under_mps(command: Sequence[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Preparation, with a network.
-
-
 def prepare(with_model: bool) -> int:
-    """Fills .gpu/ from a venv with the GPU machine's torch and NVRTC, so that caches compiled here are valid there."""
+    """Fills .gpu/ from a venv with the GPU machine's torch and NVRTC, so that its caches are valid there."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     venv = cache_home / "gpu-day-venv"
     python = venv / "bin" / "python"
@@ -407,7 +395,6 @@ def prepare(with_model: bool) -> int:
 
 
 def copy_in_half_precision(package: Path, target: Path) -> None:
-    """Copies a model's package with its weights in half precision, which halves their size."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(package, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -422,18 +409,20 @@ def missing_packages() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if a step failed or ran out of time, 2 if no step could begin."""
+    """Returns 1 if a step failed or timed out, 2 if none could begin."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["mps"]:
         return under_mps(given[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "first", "second", "machine", "compile"))
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the evidence")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for the whole call")
-    parser.add_argument("--again", nargs="+", metavar="NAME", help="tests that failed: test_nccl.py::test_one_rank")
-    parser.add_argument("--steps", nargs="+", metavar="NAME", help="of the call; default: all")
-    parser.add_argument("--dry", action="store_true", help="on the CPU")
-    parser.add_argument("--arch", help="to compile for; without it the GPU's")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of the whole call")
+    parser.add_argument(
+        "--again", nargs="+", metavar="NAME", help="failed tests to run again, such as test_nccl.py::test_one_rank"
+    )
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="steps of the call to run; default: all")
+    parser.add_argument("--dry", action="store_true", help="run the steps on the CPU, to test this script")
+    parser.add_argument("--arch", help="architecture to compile for; default: the GPU's")
     parser.add_argument("--model", action="store_true", help="carry the demo's model (45 MB), too")
     options = parser.parse_args(given)
     if options.what in ("prepare", "machine", "compile"):

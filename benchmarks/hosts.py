@@ -1,19 +1,18 @@
-"""Compares calls between hosts with torch.distributed over gloo and MPI: collectives, sends, objects, tensor dicts.
+"""Compares calls between hosts with gloo and MPI: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
     python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is as fast
-as these cores, unless `--rate` limits each host's sending rate. `--rate-of-connections` limits each connection, ours
-and gloo's, as some clouds do. Every answer is checked before anything is timed. Ours and gloo run in alternating
-rounds. A round's time is that of the slowest rank; `us` is the median of rounds. `ratio` is the median of the rounds'
-ratios, gloo's time divided by ours. `sent` and `packets` are the bytes and packets that host 0 sends in one call, by
-its interface's counters; other load doesn't affect them. Quote ratios, because the cores also do the network's work.
+as these cores, unless `--rate` limits each host's sending rate. `--rate-of-connections` limits each connection, as some
+clouds do. Answers are checked first. Ours and gloo alternate by round. The slowest rank's time counts; `us` is the
+median of rounds, `ratio` the median of gloo's time divided by ours. `sent` and `packets` count what host 0 sends in one
+call. Quote ratios, because the cores also do the network's work.
 
-`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as a job of its own (`hosts_mpi.py`), started
-by its own mpiexec on the same hosts after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open
-MPI and Intel MPI are set to yield while they wait, because ranks may share a core; MPICH does so by default. Between
-hosts, Intel MPI needs libfabric (Debian: libfabric1), which its wheel lacks.
+`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as its own job (`hosts_mpi.py`) on the same
+hosts, after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open MPI and Intel MPI are set to
+yield while they wait, because ranks may share a core; MPICH does so by default. Between hosts, Intel MPI needs
+libfabric (Debian: libfabric1), which its wheel lacks.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ _MEGABYTES_PER_S = {"mbit": 1 / 8, "gbit": 1000 / 8}
 
 
 def _pace(rate: str) -> None:
-    """Limits the sending rate of each TCP connection of this process."""
     unit = next(unit for unit in _MEGABYTES_PER_S if rate.endswith(unit))
     limit = int(float(rate.removesuffix(unit)) * _MEGABYTES_PER_S[unit] * 1e6)
     for descriptor in os.listdir("/proc/self/fd"):
@@ -70,7 +68,7 @@ def _route() -> str:
 
 
 def _objects(x: Tensor) -> dict[str, Any]:
-    """Returns metadata of about 1 KB, as schedulers send it."""
+    """Returns about 1 KB of metadata, as schedulers send it."""
     return {f"request {number}": list(range(number, number + 20)) for number in range(16)} | {"rows": len(x)}
 
 
@@ -193,7 +191,7 @@ def _check(operation: str, count: int, dtype: torch.dtype) -> None:
 
 
 def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int) -> float:
-    """Returns the seconds per call, including writing the input before and reading the output after each."""
+    """Returns the seconds per call, with writing the input and reading the output."""
     call, x = _call(operation, way), torch.ones(count, dtype=dtype)
     started = time.perf_counter()
     for _ in range(calls):
@@ -208,7 +206,7 @@ def _measure(
     operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int, rate: str | None
 ) -> dict[str, list[float]]:
     if rate is not None:
-        for way in WAYS:  # opens the connections
+        for way in WAYS:
             _call(operation, way)(torch.ones(count, dtype=dtype))
         _pace(rate)
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -226,10 +224,7 @@ def _measure(
 def _sent(
     hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Returns the bytes and packets that host 0 sends per call.
-
-    Subtracts a run with fewer calls from one with more calls, which removes the traffic of the start.
-    """
+    """Returns the bytes and packets that host 0 sends per call, without those of the start."""
     found = []
     for calls in (1, 1 + _COUNTED_CALLS):
         before = hosts.sent(0)
@@ -251,7 +246,6 @@ _MPI_DEADLINE_S = 240.0
 
 
 def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
-    """Returns the command line with which an MPI starts a command on each rank."""
     ranks = str(len(cluster.hosts) * ranks_per_host)
     if name == "Open MPI":
         places = ",".join(f"{host}:{ranks_per_host}" for host in cluster.names)
@@ -270,7 +264,6 @@ def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: in
 def _measure_mpi(
     name: str, cluster: Cluster, ranks_per_host: int, operation: str, count: int, rounds: int, calls: int
 ) -> list[float]:
-    """Runs an MPI job on the same cores; returns the microseconds of each round."""
     mpi = next(each for each in peers.MPIS if each.name == name)
     programs = peers.DEFAULT / mpi.folder / "bin"
     cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))
@@ -343,7 +336,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--rate", help="maximum sending rate of a host, such as 1gbit; default: unlimited")
     parser.add_argument("--connections", type=int, default=1, help="our connections per pair of ranks")
-    parser.add_argument("--rate-of-connections", help="maximum rate of each connection but MPIs', such as 500mbit")
+    parser.add_argument("--rate-of-connections", help="maximum rate of each connection except MPIs', such as 500mbit")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes of a rank's tensor")
     parser.add_argument("--dtype", default="bfloat16")

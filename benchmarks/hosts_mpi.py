@@ -2,9 +2,9 @@
 
     python benchmarks/hosts_mpi.py OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16
 
-Buffers are torch tensors. CORES lists the cores of each host, in rank order, such as `0,1/2,3`. BFLOAT16 is the handle
-of the MPI's bf16 type; with 0 the elements are 16-bit integers instead. Rank 0 prints the microseconds of each round's
-slowest rank as JSON.
+Buffers are torch tensors. CORES lists each host's cores in rank order, such as `0,1/2,3`. BFLOAT16 is the handle of the
+MPI's bf16 type; with 0 the elements are 16-bit integers. Rank 0 prints each round's slowest time in microseconds, as
+JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch import Tensor
 
 
 def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns the same operations as `hosts.py`. All but all_reduce_ return new tensors. `api`: mpi4py.MPI."""
+    """Returns the operations of `hosts.py`. All but all_reduce_ return new tensors. `api`: mpi4py.MPI."""
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:
-        """Returns mpi4py's buffer arguments for a tensor. With `ranks` parts, the count is that of one part."""
         return [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
 
     def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:
@@ -99,7 +98,7 @@ def input_of(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    from mpi4py import MPI  # calls MPI_Init; hosts.py, in another environment, imports this module only for `expected`
+    from mpi4py import MPI  # calls MPI_Init; hosts.py imports this module without it
 
     operation, *numbers, cores, bfloat16 = sys.argv[1:]
     elements, rounds, calls = map(int, numbers)

@@ -1,18 +1,17 @@
-"""Measures start-up as the world grows: times real ranks, and counts the calls of one rank in up to 16,384.
+"""Measures start-up as the world grows: times real ranks, and counts one rank's calls in up to 16,384.
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
     python benchmarks/init_scaling.py --ranks 2 8 --repetitions 2     a minute
     python benchmarks/init_scaling.py --json FILE --plot FILE.svg
 
-A. Real ranks, forks of this process, over gloo: init, groups, first all_reduces, whose sums are checked. Peers take
-   turns with ours in the same run: `new_group` of every list on every rank (Megatron, vLLM), and torch's
-   `init_device_mesh`. The slowest rank's time of each step counts. Another run counts
-   store operations and isn't timed.
-B. One process plays one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process groups,
-   operations on the store, and milliseconds; also of Megatron-core's own code, if it is installed.
+A. Real ranks, forks of this process, over gloo: init, groups, first all_reduces, whose sums are checked. Ours
+   alternates with `new_group` of every list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The
+   slowest rank's time of each step counts. Another run, which isn't timed, counts store operations.
+B. One process is one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process groups,
+   store operations, and milliseconds; also of Megatron-core, if it is installed.
 
-Peers do less than we do. Our init includes a rendezvous with a deadline, a first all_reduce and the detection of each
-node's ranks. Our groups step includes an agreement of all ranks on the groups, and a final barrier.
+Peers do less: our init includes a rendezvous with a deadline, a first all_reduce and the detection of each node's
+ranks. Our groups step includes an agreement of all ranks and a final barrier.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def main() -> None:
         real(result, options, deadline)
         if not options.no_counts:
             counts(result, options, deadline)
-    except TrialFailedError as error:  # earlier results are written anyway
+    except TrialFailedError as error:  # keep the earlier results
         result["failures"].append(str(error))
     if options.json:
         options.json.write_text(dumps(result))
@@ -117,7 +116,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="world sizes of part A; none skips it")
     parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each timed trial; the median counts")
     parser.add_argument("--no-counts", action="store_true", help="skip part B")
-    parser.add_argument("--deadline-s", type=float, default=1800, help="for the whole run; default %(default)g")
+    parser.add_argument(
+        "--deadline-s", type=float, default=1800, help="time limit of the whole run; default %(default)g"
+    )
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")
     options = parser.parse_args()
@@ -127,14 +128,14 @@ def parse() -> argparse.Namespace:
 
 
 def start_afresh() -> None:
-    """Re-executes this script with one thread and a quiet torch, unless set: torch reads both settings at import."""
+    """Re-executes this script with one thread and a quiet torch, because torch reads both settings at import."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def measure(world_size: int, repetitions: int, deadline: float, failures: list[str]) -> list[dict[str, Any]]:
-    """Returns a row per layout, way of connecting and variant. Layouts with experts have all kinds of groups."""
+    """Returns a row per layout, way of connecting and variant. Expert layouts have all kinds of groups."""
     trials = [
         Trial(division, variant, lazy)
         for division in divisions(world_size)
@@ -163,7 +164,7 @@ def each_result(
 
 
 def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Result]) -> dict[str, Any]:
-    """Returns a row. `ms`: the slowest rank's end of each step, per sample; `cpu_ms`: the ranks' mean CPU time."""
+    """Returns a row. `ms`: end of each step on the slowest rank, per sample; `cpu_ms`: mean CPU time."""
     reports = [result.value.steps for result in counted]
     last = [result for sample in samples for result in sample]
     return {
@@ -177,7 +178,7 @@ def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Res
             [round(1000 * sum(each.cpu[step] for each in sample) / len(sample), 2) for step in STEPS]
             for sample in samples
         ],
-        "groups": max(report["collectives"]["groups"] for report in reports) - 1,  # the default group is everybody's
+        "groups": max(report["collectives"]["groups"] for report in reports) - 1,  # without the default group
         "calls": max(report["collectives"]["calls"] for report in reports) - 1,
         "store_all_ranks": {step: operations(reports, step) for step in STEPS},
         "store_worst_rank": {
@@ -190,7 +191,6 @@ def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Res
 
 
 def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[str, int]:
-    """Returns the store operations of all these ranks within a step, by kind."""
     before = STEPS[STEPS.index(step) - 1] if step != STEPS[0] else None
     total: Counter[str] = Counter()
     for report in reports:
@@ -201,7 +201,6 @@ def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[
 
 
 def dumps(result: dict[str, Any]) -> str:
-    """Returns JSON with one row per line."""
     parts = []
     for name, value in result.items():
         rows = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -218,14 +217,12 @@ MEGATRON_KINDS = (
     "dp_cp", "dp", "cp", "model", "tp", "pp", "embedding", "position_embedding", "tp_dp_cp", "tp_dp", "tp_cp", "ep",
     "etp", "tp_ep", "tp_ep_pp", "edp",
 )  # fmt: skip
-"""All groups that Megatron's initialize_model_parallel creates, in order. It creates three of them again for gloo."""
+"""Megatron's groups in order of creation. It creates three of them again for gloo."""
 
 Mark = Callable[[str], None]
 
 
 class Division(NamedTuple):
-    """A layout of real ranks."""
-
     name: str
     world_size: int
     sizes: dict[str, int]
@@ -240,7 +237,7 @@ class Division(NamedTuple):
 
 
 def divisions(world_size: int) -> list[Division]:
-    """Returns the layouts for a world size: a dense one from 2 ranks on, one with context and expert axes from 8 on."""
+    """Returns a dense layout from 2 ranks on, and one with context and expert axes from 8 on."""
     pp = 2 if world_size >= 4 else 1
     found = [Division("dense", world_size, {"tp": 2, "pp": pp})]
     if world_size >= 8:
@@ -250,28 +247,21 @@ def divisions(world_size: int) -> list[Division]:
 
 
 class Trial(NamedTuple):
-    """One measurement."""
-
     division: Division
     variant: str
     lazy: bool
-    """True if gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1) instead of all at creation."""
+    """True if gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1)."""
 
 
 class Report(NamedTuple):
-    """A rank's figures other than times."""
-
     steps: dict[str, dict[str, int]]
-    """After each step: operations on the store by kind, where they are counted, `groups` it is in, `calls` for them."""
+    """After each step: store operations by kind, if counted, `groups` of this rank, `calls` for them."""
     modules: list[str]
-    """The modules imported during the trial."""
+    """Modules imported in the trial."""
 
 
 def preload(deadline: float) -> list[str]:
-    """Imports all modules that any variant imports at start-up, so that forks don't import them; returns their names.
-
-    In an engine they are imported earlier, or once. In many forks on few cores, imports would dominate the time.
-    """
+    """In many forks on few cores, imports would dominate the time. Engines import them earlier, or once."""
     division = Division("dense", 2, {"tp": 2})
     names: dict[str, None] = {}
     for variant in VARIANTS:
@@ -283,14 +273,13 @@ def preload(deadline: float) -> list[str]:
 
 
 def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Result]:
-    """Returns each rank's result. With `count`, results include store operations, and times are meaningless."""
+    """With `count`, results include store operations, and times are meaningless."""
     lists = _lists(trial.division, trial.variant)  # before the start: Megatron's rank arithmetic isn't compared
     function = partial(_rank, trial, lists, count)
     return run_ranks(trial.division.world_size, function, deadline)
 
 
 def _lists(division: Division, variant: str) -> list[list[list[int]]]:
-    """Returns the rank lists of all groups, for each kind of group."""
     layout = division.layout
     kinds = MEGATRON_KINDS if variant.endswith("all kinds") else made_at_start(layout, division.sizes)
     return [layout.groups(kind) for kind in kinds]
@@ -357,7 +346,7 @@ def _plain(lists: Sequence[Sequence[Sequence[int]]], ended: Mark) -> None:
 
 
 def _device_mesh(trial: Trial, ended: Mark) -> None:
-    """Creates a mesh of the dense layers and one of the experts, as torchtitan does, without axes of one rank."""
+    """Creates dense and expert meshes as torchtitan does, without axes of one rank."""
     dist.init_process_group("gloo")
     ended("init")
     layout = trial.division.layout
@@ -384,8 +373,8 @@ def _check(total: torch.Tensor, ranks: Sequence[int]) -> None:
 
 
 def _count_store_operations() -> list[CountingStore]:
-    """Counts this process's later store operations. Returns the list to which each new store is added."""
-    of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has its name
+    """Counts later store operations. New stores are added to the returned list."""
+    of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has the module's name
     stores: list[CountingStore] = []
     for module, name in ((start_stores, "tcp_store"), (of_torch, "_create_c10d_store")):
         setattr(module, name, _counting(getattr(module, name), stores))
@@ -409,18 +398,16 @@ _HEAD = (
 
 
 def steps_ms(row: Mapping[str, Any]) -> list[float]:
-    """Returns the slowest rank's median milliseconds of each step, then of all steps."""
     samples = [[init, groups - init, first - groups, first] for init, groups, first in row["ms"]]
     return [median(column) for column in zip(*samples, strict=True)]
 
 
 def store_operations(row: Mapping[str, Any]) -> int:
-    """Returns the number of store operations of all ranks in all steps."""
     return sum(sum(kinds.values()) for kinds in row["store_all_ranks"].values())
 
 
 def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints part A. `first`: first collectives. groups, calls, threads: per rank; fds, RSS: growth; store: total."""
+    """groups, calls, threads: per rank; fds, RSS: growth; store: total."""
     titles = dict.fromkeys((row["ranks"], row["layout"], row["lazy"]) for row in rows)
     for title in titles:
         group = [row for row in rows if (row["ranks"], row["layout"], row["lazy"]) == title]
@@ -441,7 +428,6 @@ def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_counts(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]) -> None:
-    """Prints part B: the rank with the most calls, of the first, the middle and the last rank."""
     print("\none rank of many, on torch's fake backend")
     print(f"  {'ranks':>6}  {'layout':40}{'':18}{'calls':>7}{'groups':>8}{'rank sets':>11}{'store':>7}{'ms':>10}")
     keys = ("world_size", "tp", "pp", "cp", "ep", "etp", "variant")
@@ -466,7 +452,6 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Returns small panels of lines, as SVG; panels without points are left out."""
     panels: list[Panel] = []
     if result["counts"]:
         panels.append(_panel("calls of torch that make groups, on each rank", "calls", _calls(result["counts"])))
@@ -486,7 +471,7 @@ def _panel(title: str, unit: str, series: Series) -> Panel:
 def _calls(rows: Sequence[Mapping[str, Any]]) -> Series:
     found: dict[str, dict[float, float]] = {}
     for row in rows:
-        if row["cp"] > 1:  # the layout that grows, not the cited ones
+        if row["cp"] > 1:  # only the growing layout
             points = found.setdefault(row["variant"], {})
             points[row["world_size"]] = max(points.get(row["world_size"], 0), row["cost"]["calls"])
     return {name: sorted(points.items()) for name, points in found.items()}

@@ -1,15 +1,14 @@
-"""Ranks for `init_scaling`: forks of one process, or a single rank on torch's `fake` backend; and stores that count.
+"""Ranks for `init_scaling`: forks, or a single rank on torch's `fake` backend, and counting stores.
 
     results = run_ranks(64, function, deadline)     # each rank's function(rank, port, mark)
 
-*Forks*: the parent has imported everything and serves a store, so that many ranks fit on one machine. A trial is one
-set of ranks, from their common start to their exit; trials share no state. `mark(name)` records the end of a step. The
-parent must have only one thread: other threads don't exist in forks, but the locks they held would stay locked.
+*Forks*: the parent has imported everything and serves a store, so that many ranks fit on one machine. A trial lasts
+from the ranks' common start to their exit; trials share no state. `mark(name)` records the end of a step. The parent
+must have only one thread: locks held by other threads would stay locked in forks.
 
-*Counting*: `CountingStore` wraps a store. gloo's C++ calls it through the trampolines of `dist.Store`, so gloo's
-operations are counted as well as torch's and ours. `StoreOfOneRank` is a store for one process that plays rank r of n:
-torch's `fake` backend creates groups but sends nothing. This also runs the installed Megatron-core's
-`initialize_model_parallel`.
+*Counting*: `CountingStore` wraps a store and also counts gloo's operations from C++. `StoreOfOneRank` is the store of
+one process as rank r of n: torch's `fake` backend creates groups but sends nothing. It also runs the installed
+Megatron-core's `initialize_model_parallel`.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 class TrialFailedError(RuntimeError):
-    """A rank raised, died, or exceeded the deadline."""
+    """A rank raised, died or exceeded the deadline."""
 
 
 class Footprint(NamedTuple):
-    """Current threads, descriptors and memory of this process."""
-
     threads: int
     descriptors: int
     rss_kib: int
@@ -69,12 +66,10 @@ class Footprint(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one rank."""
-
     marks: dict[str, float]
-    """The end of each step, in seconds since the common start."""
+    """Seconds from the common start to each step's end."""
     cpu: dict[str, float]
-    """CPU seconds of all the rank's threads until the end of each step."""
+    """CPU seconds of all threads until each step's end."""
     before: Footprint
     after: Footprint
     value: Any
@@ -89,7 +84,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
     gate_end, gate = os.pipe()
     release_end, release = os.pipe()
     gc.collect()
-    gc.freeze()  # else a collection in a fork copies all pages with objects, 0.1 s in a random step
+    gc.freeze()  # otherwise a collection in a fork copies all pages, 0.1 s in a random step
     server = _Fork(lambda answer: _serve(answer), closes=[gate_end, gate, release_end, release])
     try:
         port = pickle.loads(_answers([server], deadline)[0])
@@ -98,7 +93,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
             fork = _Fork(_rank_body(rank, port, function, gate_end, release_end), closes=closes)
             ranks.append(fork)
             closes = [*closes, fork.read_end]
-        _answers(ranks, deadline)  # all are ready
+        _answers(ranks, deadline)
         started = time.monotonic()
         os.close(gate)
         gate = -1
@@ -122,11 +117,8 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 
 def enter_own_network() -> bool:
-    """Moves this process into a new network namespace that has only loopback. Returns False if that isn't permitted.
-
-    TCPStore looks up the name of its own address while it connects. With an unresponsive name server that takes 5 s or
-    more for some ranks, from about 28 ranks on. Without a network the lookup fails at once.
-    """
+    """TCPStore resolves the name of its own address. With an unresponsive name server that takes 5 s or more for some
+    ranks, from about 28 ranks on. Without a network it fails at once. Returns False if entering one isn't permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
@@ -136,7 +128,7 @@ def enter_own_network() -> bool:
 
 
 class _Fork:
-    """One child: it runs `body(answer)` and ends; each `answer(bytes)` is read by the parent at `read_end`."""
+    """A child that runs `body(answer)`. The parent reads each `answer(bytes)` from `read_end`."""
 
     def __init__(self, body: Callable[[Callable[[bytes], None]], None], closes: Sequence[int]) -> None:
         self.read_end, write_end = os.pipe()
@@ -161,7 +153,7 @@ class _Fork:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)  # no exit handlers: those are the parent's
+            os._exit(code)  # skip exit handlers, which are the parent's
 
     def join(self, deadline: float) -> None:
         while not self.done and time.monotonic() < deadline:
@@ -171,7 +163,6 @@ class _Fork:
                 time.sleep(0.002)
 
     def end(self) -> None:
-        """Kills it if it still runs."""
         if not self.done:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -181,7 +172,7 @@ class _Fork:
 
 
 def _serve(answer: Callable[[bytes], None]) -> None:
-    """The store, in a process of its own, as a launcher serves it."""
+    """Serves the store in its own process, as a launcher does."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answer(pickle.dumps(store.port))
     while True:
@@ -209,7 +200,7 @@ def _rank_body(
             answer(pickle.dumps((None, Result(marks, cpu, before, Footprint.now(), value))))
         except BaseException:
             answer(pickle.dumps((traceback.format_exc(), None)))
-        os.read(release_end, 1)  # no rank ends, and closes connections, while another one needs them
+        os.read(release_end, 1)  # no rank may exit while another one needs its connections
 
     return body
 
@@ -221,7 +212,6 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
-    """The next answer of each."""
     contents = {fork.read_end: b"" for fork in forks}
     pending = set(contents)
     poll = select.poll()
@@ -250,9 +240,9 @@ def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
 
 
 class CountingStore(dist.Store):
-    """Passes every operation on to `inner`, and counts it in `counts`. An operation on k keys is one operation.
+    """Passes operations on to `inner` and counts them. An operation on k keys counts once.
 
-    Not counted: what `TCPStore` sends while it connects (a ping, and an `add` where it waits for the other workers).
+    `TCPStore`'s own messages while it connects aren't counted.
     """
 
     def __init__(self, inner: dist.Store) -> None:
@@ -307,17 +297,17 @@ class CountingStore(dist.Store):
     def has_extended_api(self) -> bool:
         return self.inner.has_extended_api()
 
-    deleteKey = delete_key  # the names under which C++ looks for them  # noqa: N815
+    deleteKey = delete_key  # the names in C++  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
 
 class StoreOfOneRank(CountingStore):
-    """For one process that is rank `rank` of `world_size`, the others being imagined: the last to come, all agreeing.
+    """A store for one process that is rank `rank` of `world_size`. The other ranks don't exist but always agree.
 
-    It answers for them in two places of `parallel_state.process_groups.agreement`, and nowhere else:
-    - the counter of those that came (`…/agree/<ranks>/<question>/count`) counts all ranks at once;
-    - another rank's request (`…/agree/<ranks>/<question>/<rank>`) is this rank's own.
-    Whatever else is read and nobody wrote would never come: it raises.
+    It answers for them in two cases of `parallel_state.process_groups.agreement` only:
+    - the counter of arrived ranks (`…/agree/<ranks>/<question>/count`) counts all ranks at once;
+    - another rank's request (`…/agree/<ranks>/<question>/<rank>`) equals this rank's.
+    Reading any other unwritten key raises.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -354,7 +344,7 @@ class StoreOfOneRank(CountingStore):
 
 @contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """Counts the calls of what makes process groups: `new_group`, and `make`, which all ways come to."""
+    """Counts calls of `new_group`, and of `make`, which every creation of a process group uses."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(c10d, name) for name in ("_new_group_with_tag", "_new_process_group_helper")}
 
@@ -377,22 +367,19 @@ def calls_counted() -> Iterator[Counter[str]]:
 
 
 class Cost(NamedTuple):
-    """Of one rank's start."""
-
     groups: int
-    """Process groups that it made and is in, beside the default one."""
+    """Process groups that it made and is in, without the default one."""
     calls: int
-    """Calls of torch that make process groups, also those that it is in none of."""
+    """Calls of torch that make process groups, also those without this rank."""
     store: dict[str, int]
-    """Operations on the store, by kind."""
     rank_sets: int
-    """Different lists of ranks that its groups have, that of itself alone and that of the world among them."""
+    """Distinct rank lists of its groups, with that of itself and of the world."""
 
 
 def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
-    """Measures `initialize_model_parallel(**sizes)` on rank `rank` of `world_size`, on torch's `fake` backend.
+    """Measures `initialize_model_parallel(**sizes)` on one rank, over torch's `fake` backend.
 
-    The other ranks don't exist. The process must have no default group, and has none afterwards.
+    The process must have no default group, and has none afterwards.
     """
     store = StoreOfOneRank(rank, world_size)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend `fake` of older versions of torch
@@ -402,7 +389,7 @@ def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager
         with calls_counted() as calls:
             world = ps.init_world_group(list(range(world_size)), 0, "fake")
             if world.pool is not None:
-                world.pool.agreement.alone = False  # the store plays the others
+                world.pool.agreement.alone = False  # the store answers for the others
             ps.initialize_model_parallel(**sizes, backend="fake", eager=eager)
         groups = ps.get_parallel_groups().groups.values()
         rank_sets = {tuple(group.ranks) for group in groups}
@@ -416,8 +403,6 @@ def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager
 
 
 class Case(NamedTuple):
-    """A layout of a number of ranks."""
-
     world_size: int
     tp: int
     pp: int
@@ -442,16 +427,14 @@ class Case(NamedTuple):
 
 GROWING = tuple(Case(world_size, tp=8, pp=8, cp=2, ep=8, etp=8) for world_size in (1024, 8192, 16384))
 CITED = (Case(1024, tp=8, pp=16, cp=1, ep=8, etp=1), Case(8192, tp=8, pp=16, cp=1, ep=8, etp=8))
-"""Publicly known: 3,569 and 16,617 calls of `create_group` on every rank, each of which is in 8 and 12 rank sets."""
+"""Published: 3,569 and 16,617 calls of `create_group` on every rank, which is in 8 and 12 rank sets."""
 
 
 def in_one_process(function: Callable[[], Any], deadline: float) -> Any:
-    """The function's result, from a process of its own."""
     return run_ranks(1, lambda rank, port, mark: function(), deadline)[0].value
 
 
 def counts_of(case: Case, deadline: float) -> list[dict[str, Any]]:
-    """Rows of ours and of Megatron's, of the first, the middle and the last rank."""
     rows = []
     for rank in sorted({0, case.world_size // 2, case.world_size - 1}):
         costs: dict[str, Callable[[], Any]] = {
@@ -467,7 +450,7 @@ def counts_of(case: Case, deadline: float) -> list[dict[str, Any]]:
 
 
 def check_constant(rows: Sequence[Mapping[str, Any]]) -> None:
-    """RuntimeError unless a rank's groups, calls and store operations are those of the smallest world in every one."""
+    """Raises RuntimeError if a rank's groups, calls or store operations grow with the world."""
     first: dict[tuple[str, str], Any] = {}
     for row in rows:
         if row["variant"].startswith("ours"):
@@ -482,7 +465,7 @@ def check_constant(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def times_of(case: Case, repetitions: int, deadline: float) -> list[dict[str, Any]]:
-    """Milliseconds of one rank's initialize in a fresh process: a sample per repetition, interleaved."""
+    """Returns milliseconds of one rank's initialize in new processes, interleaved."""
     variants: dict[str, Callable[[], float]] = {
         "ours": partial(_time_ours, case, eager=False),
         "ours, all kinds": partial(_time_ours, case, eager=True),
@@ -503,7 +486,7 @@ def _time_ours(case: Case, *, eager: bool) -> float:
     started = time.perf_counter()
     ps.initialize_model_parallel(**case.sizes, backend="fake", eager=eager)
     ended = time.perf_counter()
-    del store  # until here: torch keeps only the half of it that is in C++
+    del store  # torch keeps only its C++ half
     return (ended - started) * 1000
 
 
@@ -533,16 +516,15 @@ def _join_fake_world(rank: int, world_size: int) -> StoreOfOneRank:
 
 
 def megatron_file() -> Path | None:
-    """megatron-core's parallel_state, where it is installed."""
     spec = importlib.util.find_spec("megatron")  # a namespace: finding it imports nothing
     paths = [Path(place, "core", "parallel_state.py") for place in (spec and spec.submodule_search_locations) or ()]
     return next((path for path in paths if path.exists()), None)
 
 
 def load_megatron() -> Any:
-    """Its `parallel_state` alone: `megatron.core` would import dozens of modules that have nothing to do with it.
+    """Loads only its `parallel_state`: `megatron.core` would import dozens of unrelated modules.
 
-    Its gloo groups, which would wait for ranks that don't exist, are asked of the default backend instead.
+    Its gloo groups, which would wait for the missing ranks, use the default backend.
     """
     path = megatron_file()
     if path is None:
@@ -565,7 +547,7 @@ def load_megatron() -> Any:
 
 
 def cost_of_megatron(rank: int, case: Case) -> Cost:
-    """Of its initialize_model_parallel with its defaults: gloo groups too for its three kinds of data-parallel ones."""
+    """Counts its initialize_model_parallel by default, with gloo groups for its three kinds of data-parallel groups."""
     store = _join_fake_world(rank, case.world_size)
     megatron = load_megatron()
     create_group = megatron.create_group

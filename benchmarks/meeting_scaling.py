@@ -1,16 +1,15 @@
-"""Measures how ranks of up to 1,024 find each other over the store, before a backend connects them.
+"""Measures how up to 1,024 ranks find each other over the store, before a backend connects them.
 
     python benchmarks/meeting_scaling.py                                    16 to 1,024 ranks, some minutes on 2 cores
     python benchmarks/meeting_scaling.py --ranks 16 64 --repetitions 1      seconds
     python benchmarks/meeting_scaling.py --json FILE --plot FILE.svg
 
-The ranks are stubs: threads in forks of this process, eight per host, and each host has its own address. They run the
-steps of `init_distributed_environment` before torch's `init_process_group`, with the real store: the rendezvous, the
-start-up watch, and the check that all hosts reach each other. gloo, which connects all pairs of ranks, is left out.
+The ranks are threads in forks of this process, eight per host, with an address per host. With the real store, they run
+the steps before torch's `init_process_group`: the rendezvous, the start-up watch, and the check that all hosts reach
+each other. gloo, which connects all pairs of ranks, is left out.
 
-A separate run, which isn't timed, counts operations on the store and the bytes of keys and values: of rank 0, of the
-busiest other rank, and of all ranks. It also fits the exponent with which the sums grow with the number of ranks; 1 is
-linear.
+A separate run, which isn't timed, counts store operations and the bytes of keys and values: of rank 0, of the busiest
+other rank, and of all ranks. It also fits the exponent of the sums' growth with the number of ranks; 1 is linear.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ TRIAL_S = 240.0
 
 
 class BytesStore(CountingStore):
-    """Counts bytes, too."""
-
     connections: list[BytesStore]
 
     def set(self, key: str, value: Any) -> None:
@@ -85,8 +82,6 @@ class BytesStore(CountingStore):
 
 
 class Told(NamedTuple):
-    """Of one rank."""
-
     seconds: float
     operations: int
     bytes: int
@@ -97,20 +92,18 @@ def host_address(host: int) -> str:
 
 
 def give_addresses(hosts: int) -> None:
-    """Adds each host's address to loopback, so that the hosts can connect to each other."""
     lines = "".join(f"addr add {host_address(host)}/32 dev lo\n" for host in range(hosts))
     subprocess.run(["ip", "-force", "-batch", "-"], input=lines, text=True, check=False, stderr=subprocess.DEVNULL)
 
 
 def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Callable[[str], None]) -> list[Told]:
-    """Runs all ranks of this fork's hosts; they start together."""
     ranks = range(fork * HOSTS_PER_FORK * PER_HOST, min(world_size, (fork + 1) * HOSTS_PER_FORK * PER_HOST))
     own = threading.local()
     interfaces.whereabouts = lambda: _place_of(own.rank)
     stores: dict[int, list[BytesStore]] = {rank: [] for rank in ranks}
     if count:
         start_stores.tcp_store = _counting(start_stores.tcp_store, own, stores)
-    # Call `make` in the rank's own thread, which has the rank's thread-local state.
+    # Call `make` in the rank's own thread, which has its thread-local state.
     start_stores.within = rendezvous.within = lambda deadline, make, grace_s=0.0: make()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     told: dict[int, Told | BaseException] = {}
@@ -140,17 +133,16 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
 
 
 def find_others(rank: int, world_size: int, port: int) -> None:
-    """Runs the rendezvous, as before `init_process_group`."""
     place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
     _MET.append(rendezvous.meet("env://", place, TRIAL_S))
 
 
 _MET: list[rendezvous.Met] = []
-"""Kept until the fork exits: rank 0's result owns the store, which other ranks may still read."""
+"""Kept until the fork exits: rank 0's result owns the store, which others may still read."""
 
 
 def _place_of(rank: int) -> Address:
-    """Returns a rank's address, as `whereabouts` would. Only ranks of the same host can watch each other by PID."""
+    """Only ranks of the same host can watch each other by PID."""
     host = rank // PER_HOST
     name = f"node-{host:04}.cluster.example"
     own = interfaces.process()
@@ -197,7 +189,6 @@ def measure(world_size: int, repetitions: int, deadline: float) -> dict[str, Any
 
 
 def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
-    """Prints operations and KiB of rank 0, of the busiest other rank, and of all ranks."""
     if head:
         print(f"{'ranks':>6}{'seconds':>9}{'operations':>12}{'':16}{'KiB':>12}")
     for row in rows:
@@ -207,7 +198,7 @@ def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
 
 
 def growth(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
-    """Returns the exponent with which a figure grows with the ranks, from the middle size to the largest."""
+    """Returns the exponent of a figure's growth, from the middle size to the largest."""
     low, high = rows[len(rows) // 2], rows[-1]
     return math.log(of(high) / of(low)) / math.log(high["ranks"] / low["ranks"])
 
@@ -224,7 +215,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="world sizes, multiples of 8")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each timed trial; the median counts")
+    parser.add_argument("--repetitions", type=int, default=3, help="repetitions of each timed trial; the median counts")
     parser.add_argument("--deadline-s", type=float, default=1800)
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")

@@ -1,11 +1,11 @@
-"""Times Megatron-core's tensor-parallel layers over our groups and over gloo, in turns, with two ranks on the CPU.
+"""Times Megatron-core's tensor-parallel layers over our groups and gloo, with two ranks on the CPU.
 
     python benchmarks/megatron_layers.py            8 KiB to 1 MiB of activations; needs megatron-core
 
 Measures forward and backward of a column- and a row-parallel linear layer, with and without sequence parallelism, the
-embedding's forward, and the layers' collectives alone. Results of both must first be bitwise equal. Times are medians
-of the slower rank, in microseconds. The end of the output has the part of a layer's time without collectives, and the
-speed-up that collectives of zero cost would bring.
+embedding's forward, and the layers' collectives alone. Results of both must be bitwise equal. Times are medians of the
+slower rank, in microseconds. At the end: the part of a layer's time without collectives, and the speed-up if
+collectives cost nothing.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def linear_layers(sequence_parallel: bool) -> Callable[[int, Any], Callable[[], 
 
 
 def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
-    """Returns Megatron's collectives of a layer with sequence parallelism, without matmuls."""
     from megatron.core.tensor_parallel import mappings
 
     torch.manual_seed(2)
@@ -140,7 +139,6 @@ def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
 
 
 def all_reduces(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
-    """Returns Megatron's collectives of a layer without sequence parallelism: one forward, one backward."""
     from megatron.core.tensor_parallel import mappings
 
     torch.manual_seed(2)

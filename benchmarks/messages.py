@@ -1,15 +1,15 @@
-"""Compares objects and tensor dicts within one host: this library, gloo, vLLM's message queue and tensor lists, zmq.
+"""Compares objects and tensor dicts within one host: this library, gloo, vLLM's queue, zmq.
 
     python benchmarks/messages.py                        2 and 4 ranks: 1 and 3 readers
     python benchmarks/messages.py --kinds object --readers 1 --json found.json
 
-A sample is one message: the time from the sender's call to the last reader's return. The readers already wait. Peers
-are optional (`python benchmarks/harness/peers.py setup`). Received values are checked before and after timing.
+A sample is the time from the sender's call to the last reader's return. The readers already wait. Peers are optional
+(`python benchmarks/harness/peers.py setup`). Received values are checked before and after timing.
 
-`object` is a dict as schedulers send it; `many` is 1 MB of small values, `blob` 1 MB of bytes; `idle` means that the
-sender sleeps for 5 ms before each message. `broadcast` sends a dict of ten tensors and some numbers. `pipeline` sends
-two tensors from one rank to another, in the sizes of a decode step and of a prefill. `views` receives views of the
-sender's memory instead of copies.
+`object` is a dict as schedulers send it; `many` is 1 MB of small values, `blob` 1 MB of bytes; with `idle` the sender
+sleeps for 5 ms before each message. `broadcast` sends a dict of ten tensors and some numbers. `pipeline` sends two
+tensors to another rank, as in a decode step and a prefill. `views` receives views of the sender's memory instead of
+copies.
 """
 
 from __future__ import annotations

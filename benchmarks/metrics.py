@@ -2,8 +2,8 @@
 
     python benchmarks/metrics.py                # prints nanoseconds per call; exit code 1 above 100
 
-A group of one rank doesn't wait, so the time is that of the call itself. Metrics add two clock reads and four counters.
-Blocks with and without metrics alternate; the result is the median of the differences in CPU time.
+A group of one rank doesn't wait, so the time is that of the call. Metrics add two clock reads and four counters. Blocks
+with and without metrics alternate; the result is the median difference in CPU time.
 """
 
 from __future__ import annotations

@@ -4,22 +4,21 @@
     python benchmarks/peer_kernels.py --check                      checks answers only: for compute-sanitizer
     python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
-*Alone* (`push, graph` and so on) is rank 0's kernel after all data of the other ranks has arrived. It does the same
-work as in a group, in N local regions, but never waits. So these times are **lower bounds**: a real exchange adds links
-between the regions, and late ranks. A call takes one epoch here, which limits its size; `peer_kernels_ranks.py`
-describes the set-up. Each sample is several calls in separate regions, after one or two small fills that reset them;
-the time includes the fills. A two-shot's peers don't run its second half here: rank 0's kernel does all its work, but
-only its own shards are sums.
+*Alone* (`push, graph` and so on) is rank 0's kernel after all data has arrived. It does the work of a group in N local
+regions, but never waits, so its times are **lower bounds**: a real exchange adds links and late ranks. A call takes one
+epoch, which limits its size (see `peer_kernels_ranks.py`). A sample is several calls in separate regions, with the
+small fills that reset them. A two-shot's peers don't run its second half: rank 0's kernel does all its work, but only
+its own shards are sums.
 
-*Of all ranks at once* runs the N kernels on N streams: a real exchange, in which each has an N-th of the GPU. It also
-covers sizes that take several epochs. Its time is compared with the bytes of all N. It is eager, and measured from
-1 MiB on: for small sizes it would be the time of N launches.
+*Of all ranks at once* runs N kernels on N streams: a real exchange, each with an N-th of the GPU, also for sizes of
+several epochs. Its time is compared with the bytes of all N. It is eager, and starts at 1 MiB: for small sizes it would
+time N launches.
 
-`share` is a kernel's bandwidth divided by that of a plain copy of 1 GiB in this run. It counts the bytes that the
-algorithm must read and write, once each (`moved_bytes`). It may exceed 1 for data that fits into the GPU's cache.
-`fused` is all_reduce, add and RMS norm in one kernel, compared with three: an all_reduce kernel, torch's add and
-torch's rms_norm. `host` is the host's cost of a launch; `collectives.py` under torchrun measures it with op and group.
-NCCL and torch's symmetric memory are measured last, with one rank each: the JSON has the kernels' rows if they crash.
+`share` is a kernel's bandwidth divided by that of a copy of 1 GiB. It counts the bytes that the algorithm must read and
+write once (`moved_bytes`), and may exceed 1 for cached data. `fused` is all_reduce, add and RMS norm in one kernel,
+compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the host's cost of a launch;
+`collectives.py` under torchrun measures it with op and group. NCCL and torch's symmetric memory, with one rank each,
+come last: if they crash, the JSON has the kernels' rows.
 """
 
 from __future__ import annotations
@@ -57,12 +56,10 @@ FUSED_RANGE, FUSED_RATIO = (8 << 10, 256 << 10), 1.5
 
 @dataclass
 class KernelRow(Row):
-    """A case's samples and derived figures."""
-
     refused: dict[str, str] = field(default_factory=dict)
     host_us: dict[str, float] = field(default_factory=dict)
     share: dict[str, float] = field(default_factory=dict)
-    """Candidate -> its share of the copy's bandwidth; see the head of this file."""
+    """Candidate -> share of the copy's bandwidth."""
 
     def least_us(self, *names: str) -> float | None:
         found = [p50(self.us[name]) for name in names if self.us.get(name)]
@@ -71,8 +68,6 @@ class KernelRow(Row):
 
 @dataclass(frozen=True)
 class Target:
-    """The goal, and the figure found."""
-
     what: str
     ranks: int
     bytes: int
@@ -83,11 +78,11 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """Returns the bytes moved for a rank's tensor of `nbytes`; None if the candidate isn't a single kernel."""
+    """Returns the bytes moved for a rank's tensor of `nbytes`; None if not by one kernel."""
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
         return None
-    push = 2 + 4 * (size - 1)  # in, out; each packet is half data: written to and read from each peer
+    push = 2 + 4 * (size - 1)  # in, out; packets, half data, are written to and read from each peer
     found = {
         "push": push,
         FUSED: push + 2,  # the residual, in and out
@@ -98,7 +93,6 @@ def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
 
 
 def targets(rows: Sequence[KernelRow]) -> list[Target]:
-    """Returns the project's targets, for each number of ranks."""
     found = []
     for size in dict.fromkeys(row.case["ranks"] for row in rows):
         own = [row for row in rows if row.case["ranks"] == size]
@@ -117,7 +111,6 @@ def targets(rows: Sequence[KernelRow]) -> list[Target]:
 
 
 def _bandwidth_target(what: str, rows: Sequence[KernelRow], is_together: bool) -> list[Target]:
-    """Returns the target at the largest measured size, if that is large enough; else an empty list."""
     shares = [
         (row.case["bytes"], max(found), row)
         for row in rows
@@ -147,7 +140,6 @@ def _target(what: str, row: KernelRow, wanted: str, found: float | None, reached
 
 
 def bandwidth(device: torch.device, nbytes: int, rounds: int) -> float:
-    """Returns the median bandwidth of a plain copy on the device, in 10⁹ B/s read and written."""
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
     y, clock = torch.empty_like(x), Clock(device)
     y.copy_(x)
@@ -173,9 +165,9 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 def measured(
     machine: Machine, options: argparse.Namespace, size: int, copied: float, keep: Callable[[KernelRow], None]
 ) -> bool:
-    """Measures all cases of a number of ranks; calls `keep` with each row. Returns False if the device is lost."""
+    """Measures a number of ranks and calls `keep` with each row. Returns False if the device is lost."""
     modes = ["eager"] if options.check else ["eager", "graph"]
-    # A sanitizer may run only one kernel at a time; concurrent kernels would then wait forever.
+    # Under a sanitizer, which may run one kernel at a time, concurrent kernels would wait forever.
     together_from = sys.maxsize if options.check else options.together_from
     team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
     for case in cases(options, size):
@@ -199,7 +191,7 @@ def measured(
 
 
 def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) -> tuple[KernelRow, bool]:
-    """Returns a case's row, and True if the device is lost: after a kernel's trap this process can't use CUDA."""
+    """Also returns True if the device is lost: after a kernel's trap this process can't use CUDA."""
     teams = [team]
     row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
     row.refused = dict(team.refused)
@@ -212,7 +204,6 @@ def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) ->
 def measure_others(
     machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], write: Callable[[], None]
 ) -> None:
-    """Adds NCCL and torch's symmetric memory to existing rows. One rank's figures go to rows of any number of ranks."""
     others = Others(machine.device)
     sums = [row for row in rows if row.case["part"] == "all_reduce"]
     for nbytes in dict.fromkeys(row.case["bytes"] for row in sums):
@@ -278,11 +269,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="bytes that a rank all-reduces")
     parser.add_argument("--norm-sizes", type=int, nargs="+", default=None, help="bytes of the rows that are normed")
     parser.add_argument("--hidden", type=int, default=None, help="elements of a row")
-    parser.add_argument("--together-from", type=int, default=None, help="bytes from which all ranks run at once, too")
+    parser.add_argument(
+        "--together-from", type=int, default=None, help="smallest size in bytes at which all ranks also run at once"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES.values()), default="bfloat16")
     parser.add_argument("--svg", type=Path)
-    parser.add_argument("--check", action="store_true", help="eager calls' answers, and no times")
-    parser.add_argument("--emulate", action="store_true", help="without a GPU, to try this script: times mean nothing")
+    parser.add_argument("--check", action="store_true", help="check the answers of eager calls, without times")
+    parser.add_argument(
+        "--emulate", action="store_true", help="run without a GPU, to test this script; its times mean nothing"
+    )
     options = parser.parse_args(arguments)
     whole = {"ranks": [2, 4, 8], "sizes": SIZES, "norm_sizes": NORM_SIZES, "hidden": 4096, "together_from": 1 << 20}
     for name, value in {**whole, **(CHECKED if options.check else {}), **(EMULATED if options.emulate else {})}.items():
@@ -294,11 +289,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_for(options: argparse.Namespace) -> Machine | str:
-    """Returns the machine, or the reason why there is none."""
     if options.emulate:
         return EmulatedMachine()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and setting it up may fail
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and set-up may fail
     if not torch.cuda.is_available():
         what = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
         return f"{what}; --emulate tries this script without one"
@@ -309,7 +303,7 @@ def machine_for(options: argparse.Namespace) -> Machine | str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if an answer was wrong, 2 if nothing can be measured."""
+    """Returns 1 if an answer was wrong, 2 if nothing can be measured."""
     options = parsed(arguments)
     machine = machine_for(options)
     if isinstance(machine, str):
@@ -326,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def keep(row: KernelRow) -> None:
             rows.append(row)
-            write()  # after each row, so that a killed run keeps its rows
+            write()
 
         for size in options.ranks:
             there = there and measured(machine, options, size, copied, keep)

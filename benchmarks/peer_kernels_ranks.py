@@ -1,14 +1,13 @@
 """Ranks for `peer_kernels`: regions and tensors in this process, the machine that runs the kernels, and candidates.
 
-A kernel *alone* is rank 0's, after all data that it waits for has arrived. The other ranks' kernels run first, one by
-one, with the abort word set: each sends or stages its data, finds no peers, and exits without storing its epoch. Then
-the host writes the flags that a barrier waits for. Rank 0's kernel finds everything present, and can repeat the call
-after its epochs are reset. So its call must take one epoch: see `takes_one_epoch`.
+A kernel *alone* is rank 0's, after all data that it waits for has arrived. First the other ranks' kernels run one by
+one with the abort word set: each stages its data, finds no peers, and exits without storing its epoch. Then the host
+writes the flags of the barrier. Rank 0's kernel can repeat its call after its epochs are reset, so the call must take
+one epoch: see `takes_one_epoch`.
 
-`Others` are NCCL and torch's symmetric memory with one rank, which gives a lower bound: the cost of a call. Several
-ranks would need a process each. Processes that share a GPU take turns on it, and a waiting kernel holds the GPU until
-its time slice ends, so their times would mean nothing. `KernelTeam` has the interface of the harness's `Team`, so that
-all candidates take turns.
+`Others` are NCCL and torch's symmetric memory with one rank, a lower bound of a call's cost. Several ranks would need
+several processes, which take turns on a GPU: a waiting kernel holds it until its time slice ends, so the times would
+mean nothing. `KernelTeam` has the interface of the harness's `Team`.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from parallel_state.tools.bench.worker import TeamError, Timing
 # Regions and machines.
 
 EPOCH = 8
-"""Epochs that precede the measurement. The first ones differ: in them a block clears the next slot."""
+"""Earlier epochs differ: in the first ones a block clears the next slot."""
 DEADLINE_S = 20.0
-"""Deadline of a kernel's waits; only a sanitizer makes them long."""
+"""Only a sanitizer makes waits long."""
 _REPORT, _ABORT, _IGNORED_REPORT, _ALWAYS_ABORT, _WORDS = 0, 16, 32, 48, 64
 _PACKET_BYTES = 16
 
@@ -59,8 +58,6 @@ Launch = Callable[[int], None]
 
 
 class Machine(Protocol):
-    """A GPU, or a CPU that emulates it."""
-
     device: torch.device
     kernels: Launcher
     clock: Clock
@@ -69,12 +66,10 @@ class Machine(Protocol):
     def stream(self) -> int: ...
     def capture_stream(self) -> Any: ...
     def together(self, launches: Sequence[Launch]) -> None:
-        """Runs all launches concurrently, after the current stream's earlier work; the current stream waits for all."""
+        """Runs all launches concurrently, ordered after the current stream, which then waits for them."""
 
 
 class GpuMachine:
-    """The current CUDA device."""
-
     def __init__(self) -> None:
         from device_communicators.peer.kernels import PeerKernels
 
@@ -105,7 +100,7 @@ class GpuMachine:
 
 
 class EmulatedMachine:
-    """Runs the kernels on the CPU; concurrent ranks are threads. Times mean nothing."""
+    """Runs the kernels on the CPU with threads as concurrent ranks. Times mean nothing."""
 
     def __init__(self) -> None:
         from tests.internals.cuda_on_cpu import CpuKernels
@@ -129,7 +124,7 @@ class EmulatedMachine:
 
 
 class Regions:
-    """`sets` groups of `size` ranks. Each group has its own regions, so that calls can follow without a reset."""
+    """`sets` groups of `size` ranks, each with its own regions, so that calls need no reset in between."""
 
     def __init__(self, machine: Machine, size: int, sets: int) -> None:
         self.machine, self.size, self.sets = machine, size, sets
@@ -142,7 +137,7 @@ class Regions:
         self._words[_ALWAYS_ABORT] = 1
 
     def call(self, which: int, rank: int, *, arriving: bool = False, **fields: Any) -> Call:
-        """Returns the call of a rank of one set. Tensors stand for their addresses. `arriving`: for `arrive`."""
+        """Returns a rank's call in one set. Tensors become their addresses. `arriving`: for `arrive`."""
         call = Call(rank=rank, size=self.size, deadline_ns=int(DEADLINE_S * 1e9))
         for peer in range(self.size):
             call.regions[peer] = self._memory[which, peer].data_ptr()
@@ -153,12 +148,11 @@ class Regions:
         return call
 
     def clear(self) -> None:
-        """Resets the regions to the state before the first call, except the epochs."""
         self._memory.zero_()
         self._epochs.fill_(EPOCH)
 
     def arrive(self, kernel: str, blocks: int, threads: int, call: Callable[[int, int], Call]) -> None:
-        """Makes all data present that rank 0 waits for. `call(set, rank)` returns a peer's call, with `arriving`."""
+        """Provides all data that rank 0 waits for. `call(set, rank)` returns a peer's call, with `arriving`."""
         self.clear()
         for which in range(self.sets):
             for rank in range(1, self.size):
@@ -167,9 +161,9 @@ class Regions:
         self.machine.clock.finish()
 
     def rewind(self, blocks: int, members: int) -> None:
-        """Resets each set before rank 0 repeats its call. `members`: size of a team of the norm's blocks, else 1.
+        """Resets each set before rank 0 repeats its call. `members`: blocks that share a row of the norm, else 1.
 
-        Clears the signals within a team, so that its blocks wait for each other every time.
+        Clears the signals among these blocks, so that they wait for each other every time.
         """
         self._epochs[:, 0].fill_(EPOCH)
         if members > 1:
@@ -178,19 +172,15 @@ class Regions:
             parts[:, (EPOCH + 1) % 2, :blocks, 0, :, :members].zero_()
 
     def problem(self) -> str | None:
-        """Returns the report of a kernel that gave up, or None. The device must be synchronized."""
         report = read_report(self._words[_REPORT])
         return None if report is None else f"a kernel gave up: {report}"
 
 
 def takes_one_epoch(how: str, nbytes: int, blocks: int) -> bool:
-    """Returns True if a kernel with `blocks` blocks moves `nbytes` in one epoch."""
     unit, most = (8, PART_PACKETS) if how == "push" else (16, STAGE_BYTES // 16)
     things = math.ceil(nbytes / unit)
     return math.ceil(things / blocks) <= most
 
-
-# Peers that can be measured on one GPU.
 
 NCCL, ONE_SHOT = "NCCL, 1 rank", "symm_mem.one_shot_all_reduce, 1 rank"
 SEVERAL_RANKS = (
@@ -200,7 +190,7 @@ SEVERAL_RANKS = (
 
 
 class Others:
-    """Peers that all-reduce a tensor. `of` adds unavailable peers and the reasons to the case's `refused`."""
+    """Peers that all-reduce a tensor. `of` adds unavailable ones with reasons to `refused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -221,7 +211,7 @@ class Others:
                 call = make(x)
                 call(torch.empty_like(x), x)
                 found[name] = call
-            except Exception as problem:  # whatever this torch lacks on this machine
+            except Exception as problem:
                 refused[name] = str(problem).strip().partition("\n")[0]
         return found
 
@@ -264,29 +254,27 @@ class Others:
         return call
 
 
-# The candidates of a case, each checked and timed in this process.
-
 FUSED, APART = "fused", "add, rms_norm"
 TOGETHER = "of all ranks at once"
 EPS = 1e-5
 MANY, FEW, MANY_BYTES = 20, 4, 256 << 10
-"""Calls per replay, which share its cost, each in its own regions: FEW above MANY_BYTES, else MANY."""
+"""Calls per replay, which share its cost: FEW above MANY_BYTES, else MANY."""
 
 
 Check = Callable[[list[Tensor]], "str | None"]
-"""Returns the problem with the results of several calls, or None."""
+"""Returns the problem with several calls' results, or None."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A timed function: `several` makes `step` calls, which `arrive` prepared, and returns their results."""
+    """`several` makes `step` calls, which `arrive` prepared, and returns their results."""
 
     several: Callable[[], list[Tensor]]
     step: int
     check: Check
     arrive: Callable[[], None] | None = None
     key: str = ""
-    """Candidates with equal keys share the result of `arrive`, which needn't run again between them."""
+    """Candidates with equal keys share one `arrive`."""
     each: Sequence[Callable[[], object]] = ()
     """The single calls, for the host's time; `begin` runs before the first."""
     begin: Callable[[], object] = lambda: None
@@ -294,13 +282,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel in one case."""
-
     name: str
     blocks: int
     threads: int
     members: int
-    """Number of blocks that share a row of the norm; 1 for other kernels."""
 
 
 class KernelTeam:
@@ -309,26 +294,23 @@ class KernelTeam:
     name = "peer kernels"
 
     def __init__(self, machine: Machine, size: int, modes: Sequence[str], together_bytes: int, few: bool) -> None:
-        """`together_bytes`: from this size on, all ranks' kernels run at once, too. `few`: two calls per replay."""
+        """`together_bytes`: from this size on, also runs all ranks' kernels at once. `few`: two calls per replay."""
         self.machine, self.size, self.modes = machine, size, modes
         self.others: Others | None = None
-        """If set, only these are measured instead of the kernels. Not owned: the caller closes them."""
+        """If set, only these are measured. The caller closes them."""
         self.pids: list[int] = []
         self.refused: dict[str, str] = {}
-        """Unavailable candidate of the case -> reason."""
+        """Unavailable candidate -> reason."""
         self._together_bytes, self._few = together_bytes, few
         self._regions: dict[int, Regions] = {}
         self._candidates: dict[str, Candidate] = {}
         self._there = ""
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> list[Any]:
-        """Calls `method`, like `Team.ask` of the harness."""
         try:
             return [getattr(self, method)(*arguments)]
         except Exception as error:
             raise TeamError(f"{self.name}: {method} failed: {error}") from error
-
-    # What `measure` asks for.
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self._candidates.clear()
@@ -374,7 +356,7 @@ class KernelTeam:
         return Timing(elapsed_s=self.machine.clock.seconds(run) / (times * candidate.step) * calls)
 
     def host_us(self, name: str, rounds: int = 10) -> list[float]:
-        """Times a call on the host, from Python to the driver and back, without waiting for the device."""
+        """Times calls on the host, without waiting for the device."""
         candidate, found = self._candidates[name], []
         for _ in range(rounds if candidate.each else 0):
             self._arrive(candidate)
@@ -418,7 +400,7 @@ class KernelTeam:
         return Kernel(name, *grid(how, nbytes, self.size, max(1, most)), 1)
 
     def _check_sum(self, how: str, found: list[Tensor]) -> str | None:
-        """Checks sums. Alone, a two-shot has sums in its own shards only, and its own input in the other shards."""
+        """Alone, a two-shot has sums in its own shards only, and its own input in the others."""
         right = torch.stack(found) == self.total
         if how == "two_shot":
             share = right.float().mean().item()
@@ -443,8 +425,6 @@ class KernelTeam:
             return None if all(torch.equal(each, self.total) for each in found) else "a rank's sum is wrong"
 
         self._candidates[name] = Candidate(several, 1, check, regions.clear, name)
-
-    # all_reduce, add, rms_norm.
 
     def _prepare_norm(self, hidden: int, draw: torch.Generator) -> None:
         rows, device = self.numel // hidden, self.machine.device
@@ -482,8 +462,6 @@ class KernelTeam:
         )  # torch may round once more
         return None if bool(near.all()) else f"{int((~near).sum())} elements of the norm are wrong"
 
-    # A candidate in each mode.
-
     def _alone(
         self,
         name: str,
@@ -492,7 +470,6 @@ class KernelTeam:
         then: Callable[[int], Tensor],
         check: Check,
     ) -> None:
-        """Adds candidates that run rank 0's kernel and then `then`, in each set."""
         regions = self._regions_of(self.sets)
 
         def peer(which: int, rank: int) -> Call:
@@ -554,12 +531,12 @@ class KernelTeam:
             except Exception as problem:
                 if arrive is not None:
                     raise
-                self.refused[label] = f"it can't be captured: {problem}".partition("\n")[0]  # one of the others'
+                self.refused[label] = f"it can't be captured: {problem}".partition("\n")[0]
                 continue
             self._candidates[label] = Candidate(graph.replay, self.sets, check, arrive, key)
 
     def _graph(self, several: Callable[[], list[Tensor]]) -> Any:
-        """Captures `several`, after one run on the same stream: a capture must not contain set-up at first use."""
+        """Captures `several` after one run, so that the graph contains no set-up."""
         stream = self.machine.capture_stream()
         if stream is None:
             return captured(several, None)
@@ -579,7 +556,7 @@ def _one_after_the_other(calls: Sequence[Callable[[], object]]) -> Callable[[], 
 
 
 def sum_in_rank_order(inputs: Tensor) -> Tensor:
-    """Returns the sum in float32, rounded once: bitwise the result of every kernel."""
+    """Adds in float32 and rounds once: bitwise every kernel's result."""
     total = inputs[0].float()
     for each in inputs[1:]:
         total = total + each.float()

@@ -7,9 +7,9 @@
 Measures collectives (on GPUs if there are any, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
 Peers are gloo through torch.distributed; on GPUs NCCL, directly and through torch; the MPI of this Python's mpi4py; and
-those installed by `python benchmarks/harness/peers.py setup`: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
-zmq. The page lists peers that can't run here, with the reasons. DIR gets index.html, report.svg, table.txt (nccl-tests'
-table) and report.json. At the end they replace the report of an earlier run.
+those that `python benchmarks/harness/peers.py setup` installs: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
+zmq. The page says why a peer can't run. DIR gets index.html, report.svg, table.txt (nccl-tests' table) and report.json,
+which replace an earlier run's at the end.
 
 The exit code is 1 if a candidate failed or an answer was wrong.
 """
@@ -50,7 +50,7 @@ PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")
 QUICK_OPERATIONS = ("all_reduce", "all_gather")
 ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
-"""Candidates that the page shows, of those that each library has."""
+"""Candidates on the page."""
 PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
 RUN_S, QUICK_RUN_S = 300.0, 30.0
@@ -86,7 +86,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the report; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
     if options.against:
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from harness import against  # imported here: it needs git and tar, which a report doesn't
+    from harness import against  # needs git and tar, which a report doesn't
 
     plan = replace(QUICK_PLAN if options.quick else PLAN, rounds=20 if options.quick else 60)
     try:
@@ -132,20 +131,18 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def cases_of(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Returns the cases of the collectives within a host."""
     operations = options.operations or (QUICK_OPERATIONS if options.quick else OPERATIONS)
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     return in_ranks.cases_of(operations, sizes, options.ranks, options.dtype)
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    """Returns the arguments without local paths, for a page that is shown to others."""
     after = ("", *words)
     return ["DIR" if before in ("--report", "--peers") else word for before, word in zip(after, words, strict=False)]
 
 
 def _write(folder: Path, findings: Findings) -> None:
-    """Writes the page. An earlier report stays if this run is interrupted."""
+    """If this run is interrupted, an earlier report stays."""
     before = page.date_of(folder)
     if findings.interrupted and (before is not None or not findings.rows):
         print(f"nothing was written to {folder}" + (f": the report of {before} stays" if before else ""))
@@ -162,8 +159,6 @@ class Stage(NamedTuple):
 
 
 class Bench:
-    """One run: chooses the libraries, and adds each result to the findings at once."""
-
     def __init__(self, options: argparse.Namespace, findings: Findings) -> None:
         self.options, self.findings = options, findings
         self.plan = QUICK_PLAN if options.quick else PLAN
@@ -207,7 +202,7 @@ class Bench:
         return Stage(self._teams_of_collectives, cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
-        """Starts ranks on GPUs that time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
+        """Ranks on GPUs time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
         options = argparse.Namespace(**vars(self.options))
         options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
         options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
@@ -222,7 +217,7 @@ class Bench:
             try:
                 ranks.main(options)
             finally:
-                if options.json.exists():  # also if the ranks were interrupted
+                if options.json.exists():
                     content = json.loads(options.json.read_text())
                     self.findings.used[OWN] = content["settings"]["route"]
                     self.findings.used[ranks.TORCH] = f"NCCL {content['settings'].get('nccl', '')}"
@@ -238,7 +233,7 @@ class Bench:
             cases.append({**cases[0], "idle_ms": 5, "most_calls": 10})
         cases += [{**common, "kind": kind, "what": "decode"} for kind in ("pipeline", "broadcast")]
         cases += [{**common, "kind": kind, "what": "prefill"} for kind in ("pipeline", "broadcast")]
-        # A pipeline's transfer is between two ranks, so it needs a world of two.
+        # A pipeline's transfer needs a world of two.
         cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
         for case in cases:
             case["bytes"] = case_bytes(case["kind"], case["what"])

@@ -1,10 +1,10 @@
-"""Counts the system calls and context switches of each call of 8 KiB, beside torch.distributed over gloo.
+"""Counts system calls and context switches per call of 8 KiB, beside torch.distributed over gloo.
 
     python benchmarks/system_calls.py --json results.json          # as root; needs perf (Debian: linux-perf)
 
-Unlike times, counts hardly depend on other load. `perf trace` counts those of rank 0 over many calls, whose answers are
-checked first; its other threads are counted separately. A spinning rank makes no system calls. Waits longer than the
-spin time do, so on a busy machine the counts of futex, poll and sched_yield are upper bounds.
+Counts hardly depend on other load. `perf trace` counts those of rank 0 over many calls, whose answers are checked
+first, and its other threads' separately. A spinning rank makes no system calls, but longer waits do: on a busy machine
+the counts of futex, poll and sched_yield are upper bounds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _OF_THE_TOOL = ("clock_nanosleep", "wait4")
 
 @contextlib.contextmanager
 def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
-    """Counts system calls within the context: the main thread's in `own`, other threads' in `others`."""
+    """Counts the main thread's system calls in `own`, the other threads' in `others`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
-        with ThreadPoolExecutor(1) as other:  # so that its calls aren't counted as the main thread's
+        with ThreadPoolExecutor(1) as other:  # keeps its calls out of the main thread's
             perf = other.submit(_attached, report).result()
         try:
             yield
@@ -63,16 +63,16 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Starts `perf trace` of this process; returns once perf sleeps in poll, which means that its events are enabled.
+    """Starts `perf trace` of this process. Returns once perf sleeps in poll, with its events enabled.
 
-    Restarts perf if it doesn't get there, as can happen on a busy machine.
+    Restarts perf if it doesn't, on a busy machine.
     """
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _ATTACH_S
         while perf.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):
                 if "poll" in Path(f"/proc/{perf.pid}/wchan").read_text(encoding="utf-8"):
                     time.sleep(0.2)
                     return perf
@@ -83,7 +83,7 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
-    """Signals perf until it writes its report. perf can lose a signal that arrives while it reads its buffers."""
+    """Signals perf until it writes its report: it can lose a signal while it reads its buffers."""
     for _ in range(10):
         perf.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,6 @@ def _switches() -> int:
 
 
 def _count(operation: str, way: str, count: int, calls: int) -> dict[str, Any]:
-    """Returns rank 0's system calls by name and voluntary context switches, per call."""
     group = over_hosts.ps.get_tp_group()
     call, x = over_hosts._call(operation, way), torch.ones(count, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -122,7 +121,6 @@ def _count(operation: str, way: str, count: int, calls: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a table, and writes JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=300, help="number of counted calls (default 300)")
     parser.add_argument("--operations", nargs="+", default=list(over_hosts.OPERATIONS))

@@ -75,7 +75,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """Returns why the row can't be used, from facts that are equal on every rank, or None."""
+        """Returns the reason why this communicator can't be used, or None. Its facts are equal on all ranks."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):

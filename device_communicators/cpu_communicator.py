@@ -18,6 +18,7 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.calls.reductions import REDUCING, reduction_refusal
 from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
+from device_communicators.cpu.message_streams import MessageStreams
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
 from device_communicators.cpu.streams import connect_streams
 from device_communicators.cpu.transfers import Transfers
@@ -65,6 +66,7 @@ class CpuCommunicator(Communicator):
                 address, self._connections = connect_streams(memory, gather, context.watcher, context.failure_ranks)
                 library, tag = self._group.library, context.tag(0)
                 self._streams = Transfers(library, memory.members, address, self._group.number, tag=tag)
+                memory.streams = MessageStreams(self._streams, context.tag(1))
         self._sizes = ctypes.c_size_t * context.size
         self._pointers = ctypes.c_void_p * context.size
 

@@ -37,7 +37,7 @@ def make() -> nn.Sequential:
 
 
 def train(model: nn.Module, part: int = 0, parts: int = 1) -> Tensor:
-    """Trains on one part of each batch; returns the losses, [steps]."""
+    """Trains on one part of each batch. Returns the losses."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for _ in range(STEPS):
         generator = torch.Generator().manual_seed(1)
@@ -52,7 +52,7 @@ def train(model: nn.Module, part: int = 0, parts: int = 1) -> Tensor:
 
 
 def rank() -> tuple[list[float], float]:
-    """Trains on this rank; returns the losses of the whole batch and this rank's share of the weights."""
+    """Returns the losses of the whole batch, and this rank's share of the weights."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(tensor_model_parallel_size=2, data_parallel_shard_size=2)
     model, data = make(), ps.get_dp_group()

@@ -8,10 +8,9 @@ It prints, among nano-vllm's own output:
     2 ranks, gloo:           the same
     2 ranks, parallel_state: the same
 
-nano-vllm is for GPUs and uses torch's backend `nccl`. `stand_in` selects another backend and replaces what else needs a
-GPU: device memory, flash-attn (by torch's attention over the same cache), and the Triton kernel that fills the cache.
-The communication is nano-vllm's own, by torch.distributed: all_reduce in the linear layers and the embedding, gather of
-the logits, barrier.
+nano-vllm needs GPUs and torch's `nccl`. `stand_in` selects another backend and replaces device memory, flash-attn (by
+torch's attention over the same cache), and the Triton kernel that fills the cache. The communication is nano-vllm's
+own, by torch.distributed: all_reduce in the linear layers and the embedding, gather of the logits, barrier.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ import parallel_state  # registers the backend "parallel_state"  # noqa: F401
 PROMPTS = [[5, 17, 91, 3, 66], [200, 8], [42] * 20]
 TOKENS_EACH = 8
 GREEDY = 1e-6
-"""A temperature so low that nano-vllm always selects the most likely token; it doesn't accept 0."""
+"""So low that nano-vllm always selects the most likely token. It doesn't accept 0."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns causal attention of one sequence's last tokens, [tokens, heads, head_dim]: the query's shape."""
+    """Returns causal attention of a sequence's last tokens, [tokens, heads, head_dim]."""
     late = len(key) - len(query)
     mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(late)
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
@@ -81,7 +80,7 @@ class Hash:
 
 
 def stand_in() -> None:
-    """Prepares this process so that nano-vllm runs without a GPU, over the backend in NANO_VLLM_BACKEND."""
+    """Makes nano-vllm run without a GPU, over the backend in NANO_VLLM_BACKEND."""
     flash = types.ModuleType("flash_attn")
     flash.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
@@ -130,7 +129,6 @@ def make_model(folder: str) -> None:
 
 @torch.inference_mode()
 def generate(folder: str, ranks: int, backend: str) -> list[list[int]]:
-    """Returns the tokens that nano-vllm generates for PROMPTS. It starts the other ranks itself."""
     from nanovllm import LLM, SamplingParams
 
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -22,7 +22,7 @@ PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 def make_model(folder: str) -> None:
-    """Writes a tiny Llama. Its random weights are large, so that the most likely token is unambiguous."""
+    """Writes a tiny Llama. Its large random weights make the most likely token unambiguous."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ It prints, among vLLM's log:
     parallel_state: 4 prompts, 16 tokens each
     stock: the same tokens
 
-The environment variable is the only reference to this library. This file sets it for its two engines; it works for
+The environment variable, which this file sets for its two engines, is the only reference to this library. It works for
 `vllm serve MODEL --tensor-parallel-size 2` as well. vLLM's log says once what was changed.
 """
 
@@ -23,7 +23,7 @@ TOKENS_EACH = 16
 
 
 def make_model(folder: str) -> None:
-    """Writes a tiny Llama. Its random weights are large, so that the most likely token is unambiguous."""
+    """Writes a tiny Llama. Its large random weights make the most likely token unambiguous."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,6 @@ def make_model(folder: str) -> None:
 
 
 def generate(folder: str) -> list[list[int]]:
-    """Returns the tokens that an engine with two workers generates for each prompt."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -49,7 +48,7 @@ def generate(folder: str) -> list[list[int]]:
 
 
 def generate_apart(folder: str, plugin: str) -> str:
-    """Runs `generate` in a new process with PARALLEL_STATE_PLUGIN set to `plugin`; returns its line of tokens."""
+    """Runs `generate` in a new process. Returns its line of tokens."""
     environment = {**os.environ, "PARALLEL_STATE_PLUGIN": plugin}
     command = [sys.executable, __file__, folder]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -57,7 +56,7 @@ def generate_apart(folder: str, plugin: str) -> str:
 
 
 if __name__ == "__main__":
-    # Don't bind workers to cores: vLLM needs a NUMA node for each worker then.
+    # Don't bind workers to cores: vLLM would need a NUMA node for each.
     for variable, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(variable, value)
     if len(sys.argv) > 1:

@@ -47,8 +47,6 @@ _KINDS = {
 
 
 class Parameter(NamedTuple):
-    """A parameter of a project's function. `default` is source text, "" for none."""
-
     name: str
     kind: str
     default: str
@@ -172,9 +170,6 @@ def _set_on_self(node: ast.AST) -> set[str]:
     }
 
 
-# Our module's names.
-
-
 def _find(module: ModuleType, name: str) -> Any:
     """Returns our object of that name. `_MISSING` if there is none, None for an attribute of instances only."""
     owner, _, member = name.rpartition(".")
@@ -191,18 +186,16 @@ def _find(module: ModuleType, name: str) -> Any:
 
 @cache
 def _attributes(kind: type) -> set[str]:
-    """Returns the attributes of instances of `kind`, by annotation or by assignment in methods."""
     found: set[str] = set()
     for each in kind.__mro__[:-1]:
         found |= set(vars(each).get("__annotations__", ())) | set(vars(each).get("__slots__", ()))
         for method in filter(inspect.isfunction, vars(each).values()):  # a public class hides its file
-            with contextlib.suppress(OSError):  # made at run time
+            with contextlib.suppress(OSError):
                 found |= _set_on_self(ast.parse(textwrap.dedent(inspect.getsource(method))))
     return found
 
 
 def _difference(theirs: Name, ours: Any, of_instance: bool, namespace: Mapping[str, Any]) -> str:
-    """Returns how our object differs, or ""."""
     if theirs.parameters is None:
         return ""
     function = ours.__func__ if isinstance(ours, staticmethod | classmethod) else ours
@@ -308,7 +301,6 @@ def imported_names(folder: Path, module: str) -> dict[str, list[str]]:
 
 
 def missing_names(ours: ModuleType, folder: Path, *modules: str) -> dict[str, list[str]]:
-    """Returns what a tree imports from these modules and our module neither has nor explains."""
     found: dict[str, list[str]] = {}
     for module in modules:
         for name, files in imported_names(folder, module).items():

@@ -34,8 +34,6 @@ WIDTHS = (1, 64, 1_000)
 
 
 class Placement(NamedTuple):
-    """A group: its catalog row and each rank's host."""
-
     row: str
     hosts: tuple[int, ...]
 
@@ -51,7 +49,6 @@ PLACEMENTS = (
 
 
 def stored() -> dict[str, Any]:
-    """Returns the file's content: `reasons`, a list, and `digests` by placement and case."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -66,7 +63,6 @@ def differences(placement: Placement, found: dict[str, str]) -> list[str]:
 
 
 def combined(of_ranks: Sequence[dict[str, list[str]]]) -> dict[str, str]:
-    """Returns a digest over all ranks' results, by case and size class."""
     return {
         case: " ".join(
             _digest("".join(parts).encode()) for parts in zip(*(found[case] for found in of_ranks), strict=True)

@@ -42,7 +42,6 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(how: str) -> Ranks | None:
-    """Returns the ranks in a comment, or None if it has none."""
     found = re.fullmatch(r"run: (\d+) ranks(?:, tp=(\d+))?(?:, pp=(\d+))?", how)
     return None if found is None else Ranks(int(found[1]), int(found[2]) if found[2] else None, int(found[3] or 1))
 

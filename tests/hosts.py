@@ -56,14 +56,12 @@ class Host:
     own_pids: bool = False
     """Has its own PID namespace and monotonic clock. Other hosts' processes are invisible, and its own to them."""
     shared_memory: str = "1g"
-    """Size of /dev/shm."""
     cpus: tuple[int, ...] = ()
     """Cores of its ranks. By default all of this machine's, shared with the other hosts."""
 
 
 @functools.cache
 def problem() -> str | None:
-    """Returns why no hosts can be made here."""
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (Debian: iproute2, util-linux)"
@@ -112,7 +110,6 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """Ends all ranks and removes the hosts. Can be called twice."""
         for pool in self._pools:
             pool.kill()
         for holder in self._holders:
@@ -290,12 +287,11 @@ def _children(pid: int) -> list[int]:
     try:
         with open(f"/proc/{pid}/task/{pid}/children", encoding="utf-8") as file:
             return [int(child) for child in file.read().split()]
-    except OSError:  # it has exited
+    except OSError:
         return []
 
 
 def enter(pid: int) -> None:
-    """Joins another process's namespaces. This process must have one thread."""
     library = ctypes.CDLL(None, use_errno=True)
     folder = os.getcwd()
     with contextlib.ExitStack() as stack:

@@ -43,8 +43,7 @@ MOST_AGAIN = 10
 MOST_FLAKES = 2
 """More tests than this that pass only in a second run fail the run: they would hide defects."""
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-"""Lanes share the cores. Inductor makes scalar code: to test instruction sets, a process would compile and load a
-program for each, 6 s of CPU time."""
+"""Lanes share the cores. Inductor makes scalar code: a process takes 6 s of CPU time to test instruction sets."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 AT_ONCE = (os.cpu_count() or 1) + 1
 """Lanes at the same time: tests of ranks mostly wait, but have deadlines."""
@@ -80,7 +79,6 @@ COMPILERS = _files(
 PROGRAMS = _files(
     "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
-"""Contract tests of programs instead of ranks."""
 RANKS = _files(
     "tests/internals", "test_areas", "test_control_plane", "test_direct_calls",
     "test_group_topology_ranks", "test_kernels", "test_message_queue", "test_nccl_windows_ranks", "test_peer_calls",
@@ -136,14 +134,13 @@ _IMPORTED = re.compile(r"^from (?:parallel_state|device_communicators)\.(\w+)", 
 
 
 def room_of(test: Path) -> str:
-    """Returns the room that a test file imports most, except `base`; "" if none."""
     rooms = Counter(_IMPORTED.findall(test.read_text(encoding="utf-8")))
     del rooms["base"]
     return rooms.most_common(1)[0][0] if rooms else ""
 
 
 def lanes_of_room(room: str) -> list[Lane]:
-    """Returns two lanes of a room's unit tests. If it has none, raises SystemExit with the known rooms."""
+    """If the room has none, raises SystemExit with the known rooms."""
     left_out = {ROOT / path for path in WITH_RANKS}
     files = sorted({path for folder in UNITS for path in (ROOT / folder).glob("test_*.py")} - left_out)
     found = [str(path.relative_to(ROOT)) for path in files if room_of(path) == room]
@@ -162,11 +159,8 @@ def _be_nice(niceness: int) -> None:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a lane.
-
-    It allows bytecode. Without it, some hundred interpreters would each compile this project's modules, and maybe
-    torch's (14 s with torch's compiler).
-    """
+    """It allows bytecode: without it, some hundred interpreters would each compile this project's modules, and maybe
+    torch's (14 s with torch's compiler)."""
     return {**VARIABLES, **{name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}}
 
 
@@ -176,7 +170,6 @@ class Run:
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
         self.cpu_s = 0.0
-        """CPU time of it and its descendants at the last measurement, without orphans'."""
         self._cache = LOGS / f"{lane.name}.cache"
         command = list(lane.command)
         if not command:
@@ -207,12 +200,10 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """Exit code; None before the exit."""
         return None if self._process is None else self._process.poll()
 
     @property
     def pid(self) -> int:
-        """0 before the start."""
         return 0 if self._process is None else self._process.pid
 
     def failures(self) -> list[str]:
@@ -257,10 +248,9 @@ def apart() -> tuple[str, ...]:
 
 
 def _note_cpu_s(runs: Sequence[Run]) -> None:
-    """Updates the lanes' CPU seconds, with those of descendants and of processes they have reaped."""
     used_s, children = dict[int, float](), dict[int, list[int]]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has exited
+        with suppress(OSError):
             _, parent, *fields = stat.read_text("utf-8", "replace").rpartition(") ")[2].split()
             pid = int(stat.parent.name)
             children.setdefault(int(parent), []).append(pid)
@@ -275,7 +265,6 @@ def _note_cpu_s(runs: Sequence[Run]) -> None:
 
 
 def counts_of(text: str) -> Counter[str]:
-    """Returns the numbers in pytest's last line, such as `== 1 failed, 3 passed, 2 errors in 0.5s ==`."""
     for line in reversed(text.splitlines()):
         found = re.findall(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)\b", line)
         if found and re.search(r" in [\d.]+s", line):
@@ -290,7 +279,6 @@ def last_line(total: Counter[str], seconds: float, again: Sequence[str] = ()) ->
 
 
 def ended(runs: Sequence[Run]) -> Iterator[Run]:
-    """Starts the runs, AT_ONCE at a time, and yields each when it ends."""
     waiting, running, next_look_s = list(runs), list[Run](), 0.0
     while waiting or running:
         while waiting and len(running) < AT_ONCE:

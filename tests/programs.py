@@ -54,7 +54,6 @@ class Program:
             time.sleep(0.005)
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Returns stdout and stderr. Kills the program after the timeout."""
         self._process.join(timeout_s)
         late = self._process.exitcode is None
         self.kill()
@@ -110,7 +109,6 @@ def script(path: Path, arguments: Sequence[str]) -> str:
 
 
 def module(name: str, arguments: Sequence[str]) -> str:
-    """Like `script`, for `python -m`."""
     run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return f"{_FORKING}sys.argv = {[name, *arguments]!r}\n{run}\n"
 

@@ -51,7 +51,6 @@ _LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layo
 
 
 def promises_of(test_ids: Iterable[str]) -> set[str]:
-    """Returns the promises of these test ids, and of the digests if their test is among them."""
     rows = _rows_of_the_table()
     found: set[str] = set()
     for test_id in test_ids:
@@ -76,7 +75,6 @@ def promises_of(test_ids: Iterable[str]) -> set[str]:
 
 
 def stored() -> tuple[set[str], set[str]]:
-    """Returns (promises that must hold, withdrawn promises)."""
     held, _, withdrawn = FILE.read_text(encoding="utf-8").partition(_WITHDRAWN)
     return set(held.split("\n")) - {""}, set(withdrawn.split("\n")) - {""}
 
@@ -130,7 +128,6 @@ def _of_digests(placement: str) -> Iterator[str]:
 
 
 def note_collected(test_ids: Iterable[str]) -> None:
-    """Appends ids to the file named by the environment, if any."""
     path = os.environ.pop(COLLECTED, None)  # a pytest started by a test has other tests
     if path:
         with open(path, "a", encoding="utf-8") as file:
@@ -155,7 +152,6 @@ def _collect() -> list[str]:
 
 
 def main() -> None:
-    """Rewrites the file, or reports what is wrong with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--write", action="store_true", help="rewrite tests/promises.txt; vanished lines become withdrawn"

@@ -64,7 +64,6 @@ class Reference:
         return self.path_in_cache().read_text()
 
     def cut(self, *names: str, strip_decorators: bool = False) -> CodeType:
-        """Compiles only the functions and classes of these names."""
         tree = ast.parse(self.read())
         found = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
         assert sorted(node.name for node in found) == sorted(names), f"{self.path} has changed"  # type: ignore[attr-defined]
@@ -191,7 +190,6 @@ ALL = (
 
 
 def fetch(references: Iterable[Reference]) -> list[str]:
-    """Returns the failures with their reasons."""
     wheels: dict[tuple[str, str], list[Reference]] = {}
     problems = []
     for reference in references:

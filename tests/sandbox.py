@@ -22,7 +22,7 @@ NUMBERS = {
 }  # fmt: skip
 """x86-64."""
 
-needs_filters = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+needs_filters = pytest.mark.skipif(platform.machine() != "x86_64", reason="its system call numbers are x86-64's")
 
 _NO_NEW_PRIVS, _SECCOMP, _MODE_FILTER, _ALL_THREADS = 38, 317, 1, 1
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -48,6 +48,5 @@ def refuse(names: Sequence[str], code: int) -> None:
 
 
 def refusing(names: Sequence[str], code: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs the function without these calls."""
     refuse(names, code)
     return function(*args)

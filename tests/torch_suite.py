@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
+from tests.hosts import INTERFACE, enter
 from tests.references import FAULT_TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,26 +68,19 @@ def run(
     part: str = "",
     debug: str = "OFF",
     log: Path,
-    prefix: Sequence[str] = (),
+    hosts: Sequence[int] = (),
 ) -> dict[str, Outcome]:
     """Returns the outcomes of `names`, by default of all, and appends their output to `log`.
 
-    `part`: what `--of` takes. `prefix`: of the command, such as `nsenter` with its arguments.
+    `part`: what `--of` takes. `hosts`: PIDs in namespaces (`tests/hosts.py`) that the ranks enter in turn.
     """
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
         chosen.write("\n".join(names))
         chosen.seek(0)
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "tests.torch_suite",
-            backend,
-            str(size),
-            *(["--of", part] if part else []),
-        ]
+        more = [*(["--of", part] if part else []), *(["--hosts", ",".join(map(str, hosts))] if hosts else [])]
+        command = [sys.executable, "-m", "tests.torch_suite", backend, str(size), *more]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True,
             start_new_session=True,
@@ -98,7 +92,7 @@ def run(
                 found[outcome.name] = outcome
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has left
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     missing = set(names) - set(found)
     if missing or not found:
@@ -151,11 +145,23 @@ def _fault_tolerance_tests(backend: str) -> list[type[unittest.TestCase]]:
     return [getattr(module, f"{backend.capitalize()}FaultToleranceTest")]
 
 
-def _fork_ranks() -> None:
+def _fork_ranks(hosts: Sequence[int] = ()) -> None:
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-    fork = multiprocessing.get_context("fork").Process
+    make = multiprocessing.get_context("fork").Process
+
+    def fork(*, target: Any, args: tuple[Any, ...], **more: Any) -> Any:
+        rank, *_ = args
+        return make(target=_on_host, args=(hosts[rank % len(hosts)] if hosts else 0, target, *args), **more)
+
     MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(fork)
+
+
+def _on_host(host_pid: int, target: Any, *args: Any, **more: Any) -> None:
+    if host_pid:
+        enter(host_pid)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    target(*args, **more)
 
 
 def _make_groups_of(backend: str) -> None:
@@ -174,7 +180,6 @@ def _make_groups_of(backend: str) -> None:
 
 
 def _makes_group(kind: type[unittest.TestCase], method: str) -> bool:
-    """Returns True if an RPC test, or a method that it calls, makes a process group."""
     source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
     if re.search("initialize_pg|init_process_group", source):
         return True
@@ -195,7 +200,7 @@ def _outcomes(tests: Iterable[tuple[str, unittest.TestCase]]) -> Iterator[Outcom
         yield Outcome(name, outcome, "\n".join(bad or skipped), seconds)
 
 
-def _main(backend: str, size: int, part: str, names: Sequence[str], results: TextIO) -> None:
+def _main(backend: str, size: int, part: str, hosts: Sequence[int], names: Sequence[str], results: TextIO) -> None:
     import parallel_state  # noqa: F401  (registers the backend)
 
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
@@ -206,7 +211,7 @@ def _main(backend: str, size: int, part: str, names: Sequence[str], results: Tex
         rpc = part == "rpc"
         parts = {"rpc": _rpc_tests, "fault_tolerance": lambda: _fault_tolerance_tests(backend)}
         classes = parts.get(part, lambda: _distributed_tests(backend))()
-        _fork_ranks()
+        _fork_ranks(hosts)
         _make_groups_of(backend)
         tests = {
             f"{kind.__name__}.{method}": kind(method)
@@ -223,9 +228,10 @@ if __name__ == "__main__":
     parser.add_argument("backend")
     parser.add_argument("size", type=int)
     parser.add_argument("--of", default="", choices=("rpc", "fault_tolerance"))
+    parser.add_argument("--hosts", default="", help="PIDs in the namespaces of hosts, which the ranks enter in turn")
     parser.add_argument("names", nargs="*", help="of tests; read from stdin where that is no terminal")
     given = parser.parse_args()
     wanted = given.names or ([] if sys.stdin.isatty() else sys.stdin.read().split())
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the tests print
-    _main(given.backend, given.size, given.of, wanted, lines)
+    _main(given.backend, given.size, given.of, [int(pid) for pid in given.hosts.split(",") if pid], wanted, lines)

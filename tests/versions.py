@@ -61,7 +61,6 @@ def run(*command: str | Path, stdin: str = "") -> bool:
 
 
 def environment(name: str, interpreter: str, *needed: str) -> Path | None:
-    """Returns the Python of an environment with the tests' requirements, or None."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
@@ -73,7 +72,6 @@ def environment(name: str, interpreter: str, *needed: str) -> Path | None:
 
 
 def check(version: str) -> dict[str, bool | None]:
-    """Returns the result of each check; None if it was impossible."""
     found: dict[str, bool | None] = {"mypy": run(sys.executable, "-m", "mypy", "--python-version", version)}
     interpreter = find_interpreter(version)
     found["compiled"] = None if interpreter is None else run(interpreter, "-c", COMPILE, stdin="\n".join(sources()))
@@ -86,7 +84,6 @@ def check(version: str) -> dict[str, bool | None]:
 
 
 def newest_torch() -> tuple[str, str | None]:
-    """Returns the newest torch version that pip knows, and the newest CPU build, if any."""
     done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "torch"], capture_output=True, text=True)
     (known,) = re.findall(r"^Available versions: (.*)$", done.stdout, re.MULTILINE) or [""]
     versions = [version for version in known.split(", ") if version]
@@ -94,7 +91,6 @@ def newest_torch() -> tuple[str, str | None]:
 
 
 def check_torch(newest: str, for_cpus: str | None) -> bool | None:
-    """Returns whether the tests of `make check` pass with the newest torch; None if it is unavailable."""
     if for_cpus is None or not for_cpus.startswith(newest):
         return None
     python = environment(f"torch-{newest}", sys.executable, f"torch=={for_cpus}", *NEEDED, "nvidia-ml-py", "setuptools")

@@ -50,8 +50,8 @@ _SLOW_IMPORTS = {
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
-"""Modules that take seconds to import -> tests that need them. The fork server imports them for runs with these tests,
-unless torch has CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
+"""Modules that take seconds to import -> tests that need them. The fork server imports them for these tests, unless
+torch has CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
 modules_of_tests: set[str] = set()
 """Names without `.py`, set when the tests of a run are known."""
 modules_of_new_ranks: set[str] = set()
@@ -68,8 +68,6 @@ def fork_context() -> Any:
 
 
 class WorkersFailedError(AssertionError):
-    """At least one rank raised, died or was late. `errors` maps ranks to tracebacks."""
-
     def __init__(self, errors: dict[int, str]) -> None:
         super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
         self.errors = errors
@@ -87,7 +85,6 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *args: Any, tp: int | None = None, pp: int = 1, timeout_s: float = 120.0
     ) -> list[Any]:
-        """Returns each rank's result. With `tp` the ranks have model-parallel groups, else the function initializes."""
         self._begin(function, args, None if tp is None else (tp, pp))
         results, errors = self._collect(timeout_s, GRACE_S)
         if errors:
@@ -174,7 +171,6 @@ class WorkerPool:
         }
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """Returns a rank's function, and its arguments before the connection and environment."""
         return serve, ()
 
     def kill(self) -> None:

@@ -1,1 +1,1 @@
-"""Runs libraries in separate processes (teams), finds the peers to compare with, and writes the report pages."""
+"""Runs libraries in separate processes (teams), finds peers, and writes the report pages."""

@@ -1,8 +1,7 @@
 """Implements `report.py --against COMMIT`: compares this tree with another commit in one run.
 
-The other commit's packages are unpacked and compiled in a temporary folder. This tree's benchmark measures both
-versions in alternating rounds. Each ratio is that of the medians over all rounds. Its interval is a 95 % percentile
-bootstrap over pairs of rounds, one round of each version.
+The other commit's packages are compiled in a temporary folder. This tree's benchmark measures both versions in
+alternating rounds. A ratio is that of the medians. Its interval is a 95 % percentile bootstrap over pairs of rounds.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ BENCH = Path("parallel_state/tools/bench")
 MODULE = "harness.collectives"
 NOW, BEFORE = "now", "before"
 LIMIT = 1.03
-"""This tree counts as slower if a ratio's whole interval is above this."""
+"""This tree is slower if a ratio's whole interval is above this."""
 DRAWS = 2000
 BUILD_S = 900.0
 
 
 class Ratio(NamedTuple):
-    """Median time of this tree divided by that of the other commit, with its confidence interval."""
+    """Quotient of the median times, with its confidence interval."""
 
     value: float
     low: float
@@ -50,7 +49,7 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(now: Sequence[float], before: Sequence[float], draws: int = DRAWS) -> Ratio:
-    """Returns the ratio of two series of paired rounds. Equal series give equal intervals: the draws are seeded."""
+    """Equal series give equal intervals, because the draws are seeded."""
     draw = random.Random(0)
     pairs = list(zip(now, before, strict=True))
     found = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
@@ -63,8 +62,6 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 class Labelled:
-    """A team whose candidates' names are prefixed with its version's name."""
-
     def __init__(self, team: Team, label: str) -> None:
         self.name, self.pids, self._team, self._prefix = label, team.pids, team, f"{label}: "
 
@@ -97,7 +94,7 @@ def unpacked(commit: str) -> Iterator[Path]:
 
 
 def _compile(folder: Path) -> None:
-    """Compiles a version's native library beforehand: the start-up timeout of teams is too short for it."""
+    """Compiles a version's library beforehand: the teams' start-up timeout is too short for that."""
     script = (
         "import device_communicators as found; from device_communicators.cpu import native; native.load(); "
         f"exit(0 if found.__file__.startswith({str(folder)!r}) else f'python takes {{found.__file__}} instead')"
@@ -115,7 +112,7 @@ def _compile(folder: Path) -> None:
 def measure(
     commit: str, cases: Sequence[dict[str, Any]], ranks: int, settings: dict[str, Any], plan: Plan
 ) -> list[Row]:
-    """Measures both versions in turns. Each row has candidates named `now: …` and `before: …`."""
+    """Returns rows with candidates named `now: …` and `before: …`."""
     with unpacked(commit) as folder:
         roots = {NOW: ROOT, BEFORE: folder}
         teams = [
@@ -130,7 +127,6 @@ def measure(
 
 
 def report(rows: Sequence[Row]) -> tuple[list[str], int]:
-    """Returns the table's lines and the exit code: 1 if an interval is above LIMIT or an answer was wrong."""
     lines = [f"{'':44}{'before, us':>12}{'now, us':>12}{'ratio':>8}  95 % of draws"]
     slower: list[str] = []
     wrong: list[str] = []

@@ -1,11 +1,10 @@
 """Teams that run collectives of this library, gloo and vLLM, in two loops.
 
-*tight*: repeats the same call on one buffer. Only the cache lines of the exchange itself move, which favors candidates
-that work on shared buffers.
-*produced*: writes each call's input and reads its output, as a model's layers do. The time includes these two copies;
-the candidate `COPIES` makes no call, and its time is to be subtracted.
+*tight* repeats the call on one buffer, which favors candidates that work on shared buffers.
+*produced* writes each call's input and reads its output, as a model's layers do. The time of the candidate `COPIES`,
+which makes no call, is to be subtracted.
 
-Each library has its own processes, so that a library that can't run here (vLLM's ops without AVX-512) fails alone.
+Each library has its own processes, so that one that can't run here (vLLM's ops without AVX-512) fails alone.
 """
 
 from __future__ import annotations
@@ -41,12 +40,10 @@ _PAGE = 4096
 
 
 class LoopTeam(TensorTeam):
-    """A team with both loops and inputs at any offset within a page."""
-
     measures_copies = False
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """Prepares a case. `values` also has `loop`, and `offset`: bytes from a page's start to the input."""
+        """`values` also has `loop`, and `offset`: bytes from a page's start to the input."""
         self._tight, self._offset = values["loop"] == "tight", values.get("offset")
         super().prepare(values)
         if not self._tight:
@@ -78,7 +75,7 @@ class LoopTeam(TensorTeam):
 
 
 def load(name: str, settings: dict[str, Any]) -> None:
-    """Imports the team's modules, so that its start-up time excludes imports."""
+    """Keeps imports out of the team's start-up time."""
     torch.set_num_threads(1)
     if name == VLLM:
         peers.load_vllm(Path(settings["vllm"]))
@@ -91,8 +88,6 @@ def make(name: str, settings: dict[str, Any]) -> LoopTeam:
 
 
 class OwnTeam(LoopTeam):
-    """Ranks of this library."""
-
     measures_copies = True
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -100,7 +95,6 @@ class OwnTeam(LoopTeam):
         self.rank, self.size = self.group.rank_in_group, self.group.world_size
 
     def about(self) -> str:
-        """Describes this library's route."""
         return self.group.explain()
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
@@ -118,8 +112,6 @@ class OwnTeam(LoopTeam):
 
 
 class TorchTeam(LoopTeam):
-    """Ranks of torch.distributed over gloo, without this library."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, self._group = start_torch()
 
@@ -131,8 +123,6 @@ class TorchTeam(LoopTeam):
 
 
 class VllmTeam(LoopTeam):
-    """Ranks of vLLM's own coordinator, with its shared-memory ops."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
         self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))])
@@ -152,7 +142,7 @@ TEAMS: dict[str, Callable[[dict[str, Any]], LoopTeam]] = {OWN: OwnTeam, GLOO: To
 
 
 def start_ours(*sizes: int) -> ps.GroupCoordinator:
-    """Initializes this library with groups of these sizes (default: one of all ranks), and uses one group once."""
+    """Initializes groups of these sizes (default: one of all ranks), and uses one once."""
     ps.init_distributed_environment(backend="gloo")
     ps.initialize_model_parallel(*(sizes or (ps.get_world_group().world_size,)))
     group = ps.get_tp_group()
@@ -161,7 +151,7 @@ def start_ours(*sizes: int) -> ps.GroupCoordinator:
 
 
 def start_torch() -> tuple[int, int, Any]:
-    """Starts torch.distributed as engines do: default group, a second group of all ranks, one collective over that."""
+    """Starts torch.distributed as engines do."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)))
@@ -170,19 +160,18 @@ def start_torch() -> tuple[int, int, Any]:
 
 
 def use_once(group: ps.GroupCoordinator) -> None:
-    """Runs a collective and a message, because a group counts its cores at the first ones, and pinning follows."""
+    """A group counts its cores at its first calls. Pinning follows."""
     group.all_reduce(torch.ones(1, device=group.device))
     group.broadcast_object(0)
 
 
 def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """Returns the number of input elements of a rank, for a size as nccl-tests define it."""
     count = max(1, size_bytes // dtype.itemsize // ranks) * ranks
     return count // ranks if operation == "all_gather" else count
 
 
 def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
-    """Returns the registered op as a function of its tensor. `key`: the route's; default: the group's."""
+    """`key`: the route's; default: the group's."""
     if name == PING_PONG:
         ops, token, route = torch.ops.parallel_state, group._token, key or group._key
         return ping_pong(
@@ -210,7 +199,7 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
 
 
 def _of_vllm(group: Any, operation: str) -> dict[str, Exchange]:
-    """Returns the calls that vLLM implements itself on a CPU. Its other calls use torch.distributed."""
+    """Returns vLLM's own CPU calls. Its others use torch.distributed."""
     if operation == "all_gather":
         return {"vLLM": Exchange(lambda x: group.all_gather(x, -1))}
     if operation != "all_reduce":

@@ -1,6 +1,6 @@
-"""Teams that send and receive messages, the messages' values, and the loop that times them one by one.
+"""Teams that exchange messages, the messages' values, and the loop that times each message.
 
-A sample is one message: the time from the sender's call to the last reader's return. The readers already wait.
+A sample is the time from the sender's call to the last reader's return. The readers already wait.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ TOKENS = {"decode": 1, "prefill": 256}
 WITH_SPEC, COPY, ZMQ = "parallel_state spec", "(copying the bytes)", "zmq + msgpack"
 VIEWS, SPEC_VIEWS = "parallel_state views", "parallel_state spec + views"
 HIDDEN = 4096
-GAP_S = 100e-6  # pause between the readers' last note before they wait and the sender's call
+GAP_S = 100e-6  # pause from the readers' last note to the sender's call
 DEADLINE_S = 60.0
 
 
 class Exchange(NamedTuple):
-    """Sends the case's value from rank 0, and receives it on another rank."""
-
     send: Callable[[], Any]
     receive: Callable[[], Any]
 
@@ -47,7 +45,7 @@ def make(name: str, settings: dict[str, Any]) -> MessageTeam:
 
 
 class MessageTeam:
-    """Ranks of one library. Rank 0 sends; all others read."""
+    """Rank 0 sends; all others read."""
 
     rank: int
     size: int
@@ -58,7 +56,6 @@ class MessageTeam:
         self.entered = _Entered(Path(settings["folder"]), self.rank, self.size)
 
     def start(self, settings: dict[str, Any]) -> None:
-        """Creates the groups; sets `rank` and `size`."""
         raise NotImplementedError
 
     def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
@@ -113,7 +110,6 @@ class MessageTeam:
         return time.monotonic_ns()
 
     def _copies(self, calls: int) -> Timing:
-        """Copies the bytes once, on rank 0 alone."""
         started = time.perf_counter()
         for _ in range(calls if self.rank == 0 else 0):
             for x, room in zip(self.tensors, self.room, strict=True):
@@ -122,8 +118,6 @@ class MessageTeam:
 
 
 class OwnTeam(MessageTeam):
-    """Ranks of this library."""
-
     measures_copies = True
 
     def start(self, settings: dict[str, Any]) -> None:
@@ -149,7 +143,7 @@ class OwnTeam(MessageTeam):
 
 
 class TorchTeam(MessageTeam):
-    """Ranks of torch.distributed over gloo. They send pickled metadata, then each tensor, as programs usually do."""
+    """Sends pickled metadata, then each tensor, as programs usually do."""
 
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
@@ -162,8 +156,6 @@ class TorchTeam(MessageTeam):
 
 
 class VllmTeam(MessageTeam):
-    """Ranks of vLLM's own coordinator, with its message queue."""
-
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
         self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))], queue=True)
@@ -182,7 +174,7 @@ class VllmTeam(MessageTeam):
 
 
 class ZmqTeam(MessageTeam):
-    """Ranks that use zmq directly: a pair of sockets per reader; objects encoded as msgpack."""
+    """Uses zmq directly: a pair of sockets per reader, objects as msgpack."""
 
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -218,9 +210,10 @@ TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
-    """Counts in shared memory the messages that each rank has begun. The sender waits until all readers caught up.
+    """Counts in shared memory the messages that each rank has begun. Only the sender waits, until all readers caught
+    up.
 
-    The sender sleeps between polls, so that it takes no core from a reader. Readers don't wait.
+    It sleeps between polls, to take no core from a reader.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
@@ -245,7 +238,7 @@ class _Entered:
 
 
 def case_bytes(kind: str, what: str) -> int:
-    """Returns a message's size in bytes: of an object roughly its pickled size, of a dict that of its tensors."""
+    """Returns an object's approximate pickled size, or the size of a dict's tensors."""
     if kind == "object":
         return {"1 KB": 1 << 10, "10 KB": 10 << 10}.get(what, 1 << 20)
     return TOKENS[what] * HIDDEN * 2 * (2 if kind == "pipeline" else 10)
@@ -283,9 +276,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     return one == other
-
-
-# The usual way over torch.distributed: pickled metadata, then tensor by tensor.
 
 
 def _broadcast_object_of_torch(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """A team that runs MPI collectives through mpi4py, on buffers of torch tensors.
 
-Its processes may use a virtual environment of their own (see `peers`), which borrows torch and other packages.
-Open MPI has no bf16 type and adds int16 instead: as many bytes, but a cheaper sum. Its answer differs from the others',
-so the check only proves that it moved and added the right bytes.
+Its processes may use their own virtual environment (see `peers`). Open MPI has no bf16 type and adds int16: as many
+bytes, but a cheaper sum with a different answer, so the check only proves that it moved and added the right bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ def make(name: str, settings: dict[str, Any]) -> MpiTeam:
 
 
 class MpiTeam(TensorTeam):
-    """Ranks of one MPI library."""
-
     def __init__(self, mpi: peers.Mpi) -> None:
         torch.set_num_threads(1)
         self.mpi, self.api = mpi, importlib.import_module("mpi4py.MPI")  # the import calls MPI_Init
@@ -62,7 +59,6 @@ class MpiTeam(TensorTeam):
         buffers: dict[int, list[Any]] = {}
 
         def of(x: Tensor) -> list[Any]:
-            """Returns mpi4py's buffer arguments for a tensor, cached as an MPI program would."""
             found = buffers.get(x.data_ptr())
             if found is None:
                 found = [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), kind]
@@ -81,7 +77,7 @@ class MpiTeam(TensorTeam):
             communicator.Barrier()
             return x
 
-        gathered: dict[str, Tensor] = {}  # outputs are kept as well: no allocation in the loop
+        gathered: dict[str, Tensor] = {}  # outputs are cached, too: no allocation in the loop
 
         def output(x: Tensor, shape: tuple[int, ...]) -> Tensor:
             if "out" not in gathered:

@@ -1,6 +1,6 @@
 """Writes a run's results as a self-contained page: index.html, report.svg, table.txt and report.json.
 
-The table has the format of nccl-tests: its columns, sizes and bandwidths (doc/PERFORMANCE.md there).
+The table has nccl-tests' columns, sizes and bandwidths (doc/PERFORMANCE.md there).
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 
 
 @dataclass
 class Findings:
-    """All results of one run."""
-
     about: dict[str, Any]
-    """Commit, machine, versions, settings, date, command."""
     rows: list[Row] = field(default_factory=list)
     """Each row's case has a `part`: collectives, messages or start-up."""
     used: dict[str, str] = field(default_factory=dict)
-    """Library → its version, or the route it takes."""
+    """Library → version, or its route."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Library → reason."""
     interrupted: int = 0
@@ -65,14 +62,11 @@ class Findings:
 
 
 class Measured(NamedTuple):
-    """Samples of one library in one case."""
-
     library: str
     in_place: bool
     us: list[float]
     wrong: int = 0
     mode: str = ""
-    """eager, compiled or graph, for ranks on GPUs; else empty."""
 
 
 def is_peer(name: str) -> bool:
@@ -89,7 +83,6 @@ def describe(case: Mapping[str, Any]) -> str:
 
 
 def measured(row: Row) -> Iterator[Measured]:
-    """Yields the figures of a row of collectives, with the page's names."""
     for name in [*row.us, *row.wrong]:
         base, _, mode = name.rpartition(", ") if "device" in row.case else (name, "", "")
         plain = base.removesuffix(", in place")
@@ -101,7 +94,7 @@ def measured(row: Row) -> Iterator[Measured]:
 
 
 def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row, list[Measured]]]]]:
-    """Yields operation, mode, and the rows of the operation with their figures in that mode."""
+    """Yields operation, mode, and the rows with their figures in that mode."""
     for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
         found = [(row, list(measured(row))) for row in rows if row.case["operation"] == operation]
         for mode in dict.fromkeys(each.mode for _, several in found for each in several):
@@ -109,7 +102,6 @@ def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row
 
 
 def size_of(row: Row) -> int:
-    """Returns the case's bytes as nccl-tests define them."""
     if "device" in row.case:
         return int(row.case["bytes"])
     return nccl_bytes(row.case["operation"], row.case["bytes"], row.case["ranks"])
@@ -119,7 +111,6 @@ def size_of(row: Row) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns nccl-tests' table of each operation and library."""
     parts = []
     for operation, mode, chosen in by_operation(rows):
         for library in dict.fromkeys(each.library for _, found in chosen for each in found):
@@ -268,7 +259,6 @@ def page(findings: Findings) -> str:
 
 
 def notices(findings: Findings) -> list[tuple[str, str]]:
-    """Returns the notices above the figures, as (kind, text): a busy machine, an interruption, failures."""
     found = []
     rows = [row for row in findings.rows if row.strangers_cores is not None]
     disturbed = [row for row in rows if row.disturbed]
@@ -328,7 +318,7 @@ def _ratio_cell(ratio: float) -> str:
 
 
 def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table. Cells must be HTML already."""
+    """Cells must be HTML already."""
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"] if head else []
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
@@ -345,7 +335,6 @@ THROUGH = (
 
 
 def problem_of(folder: Path) -> str | None:
-    """Creates the folder if needed; returns why a report can't be written into it, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -361,7 +350,6 @@ def problem_of(folder: Path) -> str | None:
 
 
 def date_of(folder: Path) -> str | None:
-    """Returns the date of the report in a folder, or None if it has no report."""
     try:
         content = json.loads((folder / "report.json").read_text())
         return str(content["date"]) if content["benchmark"] == SCHEMA else None
@@ -370,7 +358,7 @@ def date_of(folder: Path) -> str | None:
 
 
 def write(folder: Path, findings: Findings) -> None:
-    """Writes all files. Each one is replaced atomically."""
+    """Replaces each file atomically."""
     about = {"benchmark": SCHEMA, **findings.about, "used": findings.used, "left_out": findings.left_out}
     contents = {
         "report.json": dumps({**about, "interrupted": bool(findings.interrupted)}, findings.rows),

@@ -45,11 +45,9 @@ SIZES_OF_VLLM = (2, 3, 4, 8)
 
 @dataclass(frozen=True)
 class Mpi:
-    """One MPI library and the way to start its ranks."""
-
     name: str
     folder: str = ""
-    """Its environment under the peers' folder; empty for the MPI of the caller's own mpi4py."""
+    """Its environment under the peers' folder; empty for the caller's own mpi4py."""
     requirement: str = ""
     arguments: tuple[str, ...] = ()
     bfloat16: int | None = None
@@ -76,7 +74,6 @@ OWN_MPIS = (Mpi("the system's Open MPI", arguments=_OPEN_MPI), Mpi("the system's
 
 @functools.cache
 def own_mpi() -> Mpi | None:
-    """Returns the caller's own MPI, if its environment has mpi4py and mpiexec."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return None
     try:
@@ -88,8 +85,6 @@ def own_mpi() -> Mpi | None:
 
 @dataclass(frozen=True)
 class Peers:
-    """The peers under one folder, and the caller's own MPI."""
-
     root: Path
     with_own_mpi: bool = True
 
@@ -101,7 +96,7 @@ class Peers:
 
     @property
     def vllm(self) -> Path | None:
-        """Returns the folder with the package, if it was built for this torch."""
+        """None if it was built for another torch."""
         import torch
 
         fits = torch.__version__.startswith(VLLM_TORCH)
@@ -112,17 +107,15 @@ class Peers:
         return self.root / "site" if (self.root / "site" / "zmq").exists() else None
 
     def missing(self) -> list[str]:
-        """Returns the names of peers that aren't installed."""
         found = {mpi.name for mpi in self.mpis}
         names = [mpi.name for mpi in MPIS if mpi.name not in found]
         return names + ["vLLM"] * (self.vllm is None) + ["zmq"] * (self.site is None)
 
 
 def load_vllm(root: Path) -> Any:
-    """Returns vLLM's own `parallel_state` module, with its ops loaded. Every rank calls it before it creates groups.
+    """Returns vLLM's own `parallel_state`, with its ops loaded. Every rank must call it before it creates groups.
 
-    Replaces `vllm.config` by a stub that reports that no configuration is set. The real module would report the same,
-    but imports the whole engine.
+    Replaces `vllm.config`, which imports the whole engine, by a stub without a configuration.
     """
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
@@ -146,10 +139,10 @@ def load_vllm(root: Path) -> Any:
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
     """Returns vLLM's coordinator, with its shared-memory ops, of the list in `rows` that contains `rank`.
 
-    Every rank must call it, with torchrun's environment variables set and gloo as the default group. `rows`: lists of
-    global ranks. `queue`: create the message queue, too.
+    Every rank must call it, over gloo and with torchrun's environment variables. `rows`: lists of
+    global ranks. `queue`: also creates the message queue.
     """
-    warnings.filterwarnings("ignore", "The given buffer is not writable")  # of its tensor dicts
+    warnings.filterwarnings("ignore", "The given buffer is not writable")
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"
     group = load_vllm(root).init_model_parallel_group(rows, rank, "gloo", queue, name)
     for file in Path("/dev/shm").glob(f"{ident}-{group.unique_name}-*cpushm_{group.rank_in_group}"):
@@ -161,7 +154,6 @@ def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", q
 
 
 def setup(root: Path) -> list[str]:
-    """Installs all available peers; returns the failures with their reasons."""
     root.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("pip") is None:
         return ["everything: this Python has no pip"]
@@ -185,7 +177,6 @@ def _setup_mpi(folder: Path, mpi: Mpi) -> list[str]:
 
 
 def _lend_torch(folder: Path) -> None:
-    """Puts the packages of this Python on the path of the MPI's environment."""
     site = next((folder / "lib").glob("python*/site-packages"))
     found = (importlib.util.find_spec(name) for name in ("torch", "msgspec", "pynvml"))
     origins = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
@@ -194,7 +185,7 @@ def _lend_torch(folder: Path) -> None:
 
 
 def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) -> list[str]:
-    """Installs wheels without their dependencies. Removes partial installations."""
+    """Installs wheels without dependencies. Removes partial installations."""
     interpreter = ["--python", python] if python else []
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *interpreter]
     print(f"{name} …", flush=True)
@@ -212,7 +203,6 @@ def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Installs or lists the peers; returns 1 if one could not be installed."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show", help="default: show")

@@ -25,8 +25,6 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 class Panel(NamedTuple):
-    """One pair of axes."""
-
     title: str
     lines: Lines
     """Candidate → [(x, y), …]."""
@@ -34,9 +32,8 @@ class Panel(NamedTuple):
     x_text: Callable[[int], str] = size_name
     x_name: str = "size"
     bands: Mapping[str, Sequence[tuple[float, float, float]]] = {}
-    """Candidate → [(x, low, high), …]: drawn behind its line."""
+    """Candidate → [(x, low, high), …], drawn behind its line."""
     note: str = ""
-    """A line below the title."""
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
@@ -136,7 +133,6 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
 
 
 def _apart(places: Sequence[tuple[float, str]], bottom: float) -> dict[str, float]:
-    """Returns heights for the lines' labels, so that none overlap or fall below the axis."""
     found: dict[str, float] = {}
     last = 0.0
     for y, name in sorted(places):

@@ -1,12 +1,12 @@
 """Collectives that the ranks time themselves, on GPUs and under torchrun. Every rank runs this; the first one prints.
 
-Measures each communicator of the group's route alone, the whole route, and torch.distributed: eagerly, compiled
-(`torch.compile(fullgraph=True)`) and in CUDA graphs. Every candidate is checked before and after it is timed.
-Candidates take turns, round by round. Device events time a round, after a barrier and some untimed calls; the slowest
-rank's time counts. algbw, busbw and sizes are defined as in nccl-tests (doc/PERFORMANCE.md there): a size is the bytes
-of an all_reduce's, broadcast's or all_to_all's tensor, of an all_gather's output, or of a reduce_scatter's input.
-`host` is the host's time for a call, from Python's entry to its return, without waiting for the device. torch's eager
-all_reduce and broadcast work in place, and so do candidates named "in place"; all others return new tensors.
+Measures each communicator of the group's route alone, the whole route, and torch.distributed: eager, compiled
+(`torch.compile(fullgraph=True)`) and in CUDA graphs. Every candidate is checked before and after. Candidates take turns
+by round. Device events time a round, after a barrier and some untimed calls; the slowest rank's time counts. algbw,
+busbw and sizes are those of nccl-tests (doc/PERFORMANCE.md there): a size is the bytes of an all_reduce's, broadcast's
+or all_to_all's tensor, of an all_gather's output, or of a reduce_scatter's input. `host` is the host's time of a call,
+without waiting for the device. torch's eager all_reduce and broadcast, and candidates named "in place", work in place;
+all others return new tensors.
 """
 
 from __future__ import annotations
@@ -47,20 +47,16 @@ FEW, MANY, LARGE_BYTES = 4, 20, 4 << 20
 HOST_CALLS, HOST_ROUNDS = 20, 10
 RUN_S = 3600.0
 
-# Candidates and their checks.
-
 
 @dataclass(frozen=True)
 class Way:
-    """One carrier of an operation."""
-
     name: str
     call: Call
     """Returns the result, which may be the input tensor."""
     compilable: Call | None
-    """The function to pass to torch.compile; None if there is none."""
+    """The function for torch.compile, if any."""
     capture: Callable[[], AbstractContextManager[GraphCaptureContext]]
-    """The context in which CUDA graphs are captured."""
+    """The context of CUDA graph captures."""
 
 
 class Ways:
@@ -102,7 +98,6 @@ class Ways:
 
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
-    """Returns torch's functional collective, which torch.compile supports."""
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
         "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),
@@ -115,17 +110,15 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
 
 @dataclass
 class RankRow(Row):
-    """A case's samples and derived figures."""
-
     refused: dict[str, str] = field(default_factory=dict)
-    """Candidate that doesn't support the case -> reason."""
+    """Unsupported candidate -> reason."""
     host_us: dict[str, float] = field(default_factory=dict)
     """Eager candidate -> median microseconds of a call on the host."""
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Ranks(GroupTeam):
-    """This rank's side of the benchmark. Each way in each mode is a candidate; all have the same input."""
+    """Each way in each mode is a candidate; all have the same input."""
 
     def __init__(self, group: ps.GroupCoordinator, modes: Sequence[str]) -> None:
         super().__init__(group)
@@ -180,7 +173,6 @@ class Ranks(GroupTeam):
         return None if problems else call
 
     def _compile(self, way: Way) -> Call:
-        """Compiles a way once for all sizes."""
         key = self._operation, way.name
         if key not in self._compiled:
             self._compiled[key] = torch.compile(way.compilable, fullgraph=True, dynamic=True)
@@ -205,7 +197,7 @@ class Ranks(GroupTeam):
         return replay
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays a graph of several calls until at least `calls` calls ran; returns the seconds for `calls`."""
+        """Replays a graph until at least `calls` calls ran. Returns the seconds for `calls`."""
         if call not in self._graphs:
             return super()._run_tight(call, x, calls)
         graph, step = self._graphs[call]
@@ -214,7 +206,7 @@ class Ranks(GroupTeam):
         return seconds * calls / (replays * step)
 
     def _host_us(self, call: Call) -> float:
-        """Returns this rank's median. Other ranks' times differ only in waiting, which isn't part of it."""
+        """Returns this rank's median. Other ranks' times differ only in waiting."""
         self._x.zero_()
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
@@ -224,20 +216,17 @@ class Ranks(GroupTeam):
 
 
 def usable_modes(asked: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Returns the modes that the device supports, and the reasons for the others."""
     if device.type == "cuda" or "graph" not in asked:
         return list(asked), {}
     return [mode for mode in asked if mode != "graph"], {"graph": "the CPU has no CUDA graphs"}
 
 
 def figures(operation: str, size_bytes: int, us: Sequence[float], ranks: int) -> dict[str, float]:
-    """Returns p50 and p99 in microseconds, and bandwidths at the median in 10⁹ B/s."""
     algbw, busbw = bandwidths(operation, size_bytes, p50(us), ranks)
     return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": busbw}
 
 
 def picture(rows: Sequence[RankRow]) -> str:
-    """Returns an SVG with a panel per operation and mode, and a line per carrier."""
     panels = []
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         for mode in MODES:
@@ -257,8 +246,8 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Runs one rank. Returns whether every answer was right and, on the first rank, the rows and left-out modes."""
-    config = dynamo().config  # imported here: it takes seconds, which `--help` doesn't need
+    """Returns whether every answer was right and, on the first rank, the rows and left-out modes."""
+    config = dynamo().config  # takes seconds, which `--help` doesn't need
     for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it
         if hasattr(config, name):
             setattr(config, name, 256)
@@ -270,7 +259,7 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
         for operation in options.operations:
             for size in options.sizes:
                 rows.append(ranks.measure(operation, size, options.dtype, plan))
-                if group.is_first_rank and options.json:  # after each row: an interrupted run keeps its rows
+                if group.is_first_rank and options.json:  # an interrupted run keeps its rows
                     write_json(options.json, rows, {**recorded(options), **about, "left_out": ranks.left_out})
                 if group.is_first_rank and options.svg:
                     options.svg.write_text(picture(rows))
@@ -279,11 +268,8 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
-    """Runs in this process if a launcher such as torchrun started it, else in ranks that it starts.
-
-    Returns the exit code, 1 if an answer was wrong. On the first rank, or in the process that started the ranks, also
-    returns the rows and left-out modes.
-    """
+    """Runs in this process if a launcher such as torchrun started it, else in new ranks. Returns 1 if an answer was
+    wrong."""
     if environment.detect(rendezvous=False).world_size > 1:
         found = [run_rank(options)]
     else:

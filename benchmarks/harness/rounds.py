@@ -59,7 +59,7 @@ def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 
 
 class Strangers:
-    """Measures how many cores other processes than this one and the teams' ranks keep busy, from its creation on."""
+    """Measures how many cores other processes than this one and the ranks use, from its creation on."""
 
     def __init__(self, teams: Sequence[Team]) -> None:
         self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]
@@ -67,12 +67,12 @@ class Strangers:
         self.before_s = self._others_s()
 
     def cores(self) -> float | None:
-        """Returns the number of cores; None if the system doesn't report it or a rank has exited."""
+        """None if the system doesn't report it or a rank has exited."""
         now_s = self._others_s()
         if now_s is None or self.before_s is None:
             return None
         cores = (now_s - self.before_s) / (time.monotonic() - self.started_s)
-        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)  # clamped, because clock ticks are coarse
+        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)
 
     def _others_s(self) -> float | None:
         try:

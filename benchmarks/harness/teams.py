@@ -1,7 +1,7 @@
 """Starts the processes of one library (a team) and sends them requests.
 
-An idle team blocks in a socket read and uses no CPU, so the measured team has all cores. Each wait has a deadline. A
-team that fails or doesn't answer is ended.
+An idle team blocks in a socket read, so the measured team has all cores. Each wait has a deadline. A team that fails or
+doesn't answer is ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END_S = 5.0
 
 
 def python_path(*folders: Path) -> str:
-    """Returns PYTHONPATH with these folders first. Keeps the rest, which may have packages that Python lacks here."""
+    """Prepends these folders to PYTHONPATH, whose other entries may have packages that Python lacks here."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -112,7 +112,7 @@ class Team:
         self.name = name
         self.size = size
         self.start_s = 0.0
-        """Seconds from the start request until the last rank had its groups and had run its first collective."""
+        """Seconds from the start request until the last rank had run its first collective."""
         self._folder = tempfile.TemporaryDirectory(prefix="team_")  # also for files between the ranks
         cores = sorted(os.sched_getaffinity(0))
         self._settings = {"pin": True, "cores": cores, "folder": self._folder.name, **settings}
@@ -152,7 +152,6 @@ class Team:
         self._processes.append(process)
 
     def _torch_variables(self, rank: int) -> dict[str, str]:
-        """Returns torchrun's environment variables. The ranks meet through a store in this process."""
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
@@ -164,7 +163,6 @@ class Team:
         }
 
     def load(self, timeout_s: float = START_S) -> None:
-        """Waits until every rank has imported its modules."""
         deadline = time.monotonic() + timeout_s
         for _ in range(self.size):
             connection = self._accept(deadline)
@@ -173,7 +171,6 @@ class Team:
         self.pids = [self._reply(connection, deadline, "load") for connection in self._connections]
 
     def meet(self, timeout_s: float = START_S) -> None:
-        """Waits until every rank is ready for requests."""
         if not self.pids:
             self.load(timeout_s)
         started = time.monotonic()
@@ -196,7 +193,6 @@ class Team:
                     raise TeamError(f"{self.name}: not all of {self.size} ranks came{self._ends()}") from None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-        """Calls `method` on every rank; returns the results in rank order."""
         deadline = time.monotonic() + timeout_s
         try:
             for connection in self._connections:
@@ -226,7 +222,7 @@ class Team:
         return f" ({', '.join(dict.fromkeys(ends))})" if ends else ""
 
     def hang_up(self) -> None:
-        """Closes the connections, so that ready ranks exit, and sends SIGTERM to those not ready yet."""
+        """Closes the connections, so that ready ranks exit, and sends SIGTERM to the others."""
         for connection in self._connections:
             connection.close()
         self._socket.close()
@@ -235,7 +231,6 @@ class Team:
                 os.kill(process.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Hangs up, waits some seconds for the processes, and kills those that remain."""
         self.hang_up()
         deadline = time.monotonic() + END_S
         for process in self._processes:
@@ -247,7 +242,6 @@ class Team:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        """Kills the ranks that a launcher started, then the processes started here."""
         own = {process.pid for process in self._processes}
         for pid in self.pids:
             if pid not in own:
@@ -267,10 +261,7 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Yields the teams that started. Ends all teams on exit, also when this process is terminated.
-
-    Teams that failed to start are printed to stderr, and added with their reasons to `left_out`.
-    """
+    """Yields the teams that started. Ends all teams on exit, also on SIGTERM."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ready = list(teams)
     try:
@@ -279,7 +270,7 @@ def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> It
         yield ready
     finally:
         for team in teams:
-            team.hang_up()  # all first: each may take seconds to exit
+            team.hang_up()
         for team in teams:
             team.close()
         signal.signal(signal.SIGTERM, before)

@@ -1,14 +1,14 @@
 """Compares torch.distributed over the backend "parallel_state", over gloo, and torch's own layers alone.
 
-The same call passes the same layers of torch over each backend. Torch's backend `fake` moves nothing, so its time is
-the cost of these layers; its answers aren't checked. The processes of the backend "parallel_state" also have a
-coordinator, whose op bypasses torch.distributed. The sum of that op and torch's layers, run one after the other, is the
-backend's lower bound. It exceeds the layers' time in a tight loop several times if ranks share cores, because another
-rank fills the caches between two calls of a rank. One more team runs the backend without shared memory, over gloo.
+Each call passes the same layers of torch. Torch's backend `fake` moves nothing, so its time is these layers' cost; its
+answers aren't checked. The "parallel_state" processes also have a coordinator, whose op bypasses torch.distributed.
+That op plus torch's layers, one after the other, are the backend's lower bound. If ranks share cores, the bound is
+several times the layers' time in a tight loop, because another rank fills the caches between calls. One more team runs
+the backend without shared memory, over gloo.
 
-`dist` calls work in place. `functional` calls are torch's functional collectives, waited for at once. `compiled` calls
-are these under inductor. A step is a training step of 21 million parameters: forward, backward and optimizer. On `fake`
-it has no communication, which is the lower bound for every backend.
+`dist` calls work in place. `functional` calls are torch's functional collectives, waited for at once; `compiled` ones
+run under inductor. A step is a training step of 21 million parameters: forward, backward and optimizer. On `fake` it
+has no communication: the lower bound for every backend.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ OP_AND_LAYERS = "op and torch's layers"
 CARRIED = "parallel_state over gloo"
 BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake", CARRIED: "parallel_state"}
 ENVIRONMENTS = {CARRIED: {SHARED_MEMORY.name: "0"}}
-"""Team name -> its additional environment variables."""
 CALLS = ("dist", "functional", "compiled")
 STEPS = ("DDP step", "FSDP2 step")
 _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
@@ -59,8 +58,6 @@ def make(name: str, settings: dict[str, Any]) -> ThroughTorch:
 
 
 class ThroughTorch:
-    """A rank of a program that uses torch.distributed only."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -130,7 +127,7 @@ class ThroughTorch:
 
 
 def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
-    """Returns a function that runs a training step and returns the loss. All ranks create and call it together.
+    """Returns a training step that returns its loss. All ranks create and call it together.
 
     `communicates`: False if the default group is torch's fake one.
     """
@@ -166,7 +163,6 @@ def _layers_then(op: Callable[[Tensor], Tensor], fake: dist.ProcessGroup, x: Ten
 
 
 def _kept(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Returns a bucket's gradients unchanged."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -1,10 +1,9 @@
-"""Runs one process of a team: executes requests of the benchmark's process, and sleeps between them.
+"""Runs one process of a team: executes requests, and sleeps between them.
 
     python worker.py SOCKET MODULE TEAM ROOT       started by `teams`; MODULE is a module's name or file
 
 MODULE has `make(name, settings)`, and optionally `load(name, settings)` for imports, which the start-up time excludes.
-The team that `make` returns has `rank`, `size`, and the methods listed in `parallel_state.tools.bench.worker`, and
-optionally
+The team that `make` returns has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and optionally
 
     close()                          called on every rank at the end
 
@@ -32,16 +31,12 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Pins each rank to its own core, or to all `cores` if there are fewer cores than ranks.
-
-    Must be called after the groups are created, because groups count the available cores. Replaces a launcher's
-    pinning.
-    """
+    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the creation of
+    groups, which counts available cores."""
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 
 
 def serve(connection: Connection, team: Any) -> None:
-    """Answers requests until the connection is closed."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -63,7 +58,6 @@ def described(error: Exception) -> str:
 
 
 def _receive(connection: Connection) -> Any:
-    """Returns the next request, or None if the connection is closed."""
     with contextlib.suppress(EOFError, ConnectionError):
         return connection.recv()
     return None
@@ -108,7 +102,7 @@ def main() -> None:
     if hasattr(team, "close"):
         signal.alarm(CLOSE_S)  # kills this process if `close` hangs
         team.close()
-    os._exit(0)  # skip exit handlers: those of so many libraries may conflict
+    os._exit(0)  # skip exit handlers: those of many libraries may conflict
 
 
 if __name__ == "__main__":

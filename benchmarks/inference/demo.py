@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 benchmarks/inference/demo.py       the same, started by torchrun
 
 The driver (global rank 0) cuts a text into sentences, embeds them and the query on all ranks, prints the best matches,
-and checks every embedding against the unsharded model on one process. The exit code is 1 if they differ.
+and compares every embedding with the unsharded model's. The exit code is 1 if they differ.
 
 How a batch travels:
 
@@ -14,8 +14,8 @@ How a batch travels:
     stage        pp.send_tensor_dict(all_gather_group=tp)   next stage; tp.all_reduce inside (minilm.py)
     last stage   world.send_tensor_dict                     driver
 
-With `--device cuda` ranks may share a GPU where there are fewer, `--cuda-graph` captures each stage once for each shape
-of batch (`StageGraphs`), also of compiled layers (which has not run on a GPU).
+With `--device cuda` ranks share GPUs if there are fewer. `--cuda-graph` captures each stage once per shape of batch
+(`StageGraphs`). With compiled layers it hasn't run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -75,10 +75,8 @@ Batch = dict[str, Tensor]
 
 
 class Engine:
-    """One rank of the engine: every rank makes one, and calls the same methods in the same order.
-
-    Batches come from the driver and embeddings return to it; the other ranks pass and get None.
-    """
+    """Every rank makes an engine and calls the same methods in the same order. Only the driver passes batches and gets
+    embeddings; the others get None."""
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
         self.sharing = sharing
@@ -93,21 +91,21 @@ class Engine:
         self.graphs = StageGraphs(self.stage) if in_graphs else None
 
     def prepare(self, batches: list[Batch] | None) -> None:
-        """Captures what the driver's batches need."""
         if self.graphs is not None:
             shapes = sorted({tuple(batch["token_ids"].shape) for batch in batches or ()})
             self.graphs.capture([tuple(shape) for shape in self.world.broadcast_object(shapes)])
 
     def close(self) -> None:
-        """Before the groups end."""
+        """Must be called before the groups end."""
         if self.graphs is not None:
             self.graphs.close()
 
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
-        """Embeddings [texts, hidden] of the driver's batches, in the texts' order; replicas take batches in turn.
+        """Returns embeddings [texts, hidden] of the driver's batches in the texts' order. Replicas take batches in
+        turn.
 
-        `progress` is called on the driver with the number of texts that went into the pipelines.
+        On the driver, `progress` gets the number of texts that entered the pipelines.
         """
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)
         replica, replicas = self.dp.rank_in_group, self.dp.world_size
@@ -123,10 +121,6 @@ class Engine:
         return self._collect(outputs, count)
 
     def _step(self, batch: Batch | None) -> Batch | None:
-        """One batch through this rank's stage; its output on the last stage.
-
-        A stage that has sent turns to the next batch while the next stage computes: all stages work at the same time.
-        """
         if self.pp.is_first_rank:
             inputs = self.tp.broadcast_tensor_dict(batch)
         else:
@@ -138,7 +132,7 @@ class Engine:
         return None
 
     def _collect(self, outputs: list[Batch], count: int) -> Tensor | None:
-        """From the last stage of each replica to the driver, which puts the rows in order."""
+        """Sends embeddings from each replica's last stage to the driver, which orders the rows."""
         share = {name: torch.cat([output[name] for output in outputs]) for name in (outputs[0] if outputs else ())}
         if not self.is_driver:
             if share and self.tp.is_first_rank:
@@ -151,7 +145,7 @@ class Engine:
         return torch.cat([share["embeddings"] for share in shares])[order].cpu()
 
     def survey(self) -> list[dict[str, Any]]:
-        """Of every rank: axis -> its group's ranks, route, and traffic so far as `{operation: [calls, bytes]}`."""
+        """Returns for every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
         groups = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "world": self.world}
         facts = {
             axis: {
@@ -165,7 +159,7 @@ class Engine:
 
 
 def run_rank(options: argparse.Namespace) -> bool:
-    """The whole life of one rank; False on the driver if the sharded model's answer is wrong, else True."""
+    """Returns False on the driver if the sharded model's answer is wrong, else True."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     init_distributed_environment(backend="nccl" if on_gpu else "gloo")
@@ -196,11 +190,11 @@ def run_rank(options: argparse.Namespace) -> bool:
 
 Shape = tuple[int, int]
 TOKENS = 32
-"""Batches are padded to multiples of it, so that few graphs do for all."""
+"""Batches are padded to multiples of it, for few graphs."""
 
 
 class StageGraphs:
-    """Called as the stage is; what it gives is overwritten by the next call with inputs of the same shape."""
+    """Replaces the stage. A result is overwritten by the next call with inputs of that shape."""
 
     def __init__(self, stage: minilm.Stage) -> None:
         self._stage = stage
@@ -211,7 +205,7 @@ class StageGraphs:
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """A graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
+        """Captures a graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
         with graph_capture() as capture:
             for shape in shapes:
                 inputs = self._stage.example(*shape)
@@ -226,7 +220,7 @@ class StageGraphs:
         return graph.replay()
 
     def close(self) -> None:
-        """The graphs go; they must be gone before the groups that they use."""
+        """Frees the graphs, which must be gone before their groups."""
         self._graphs.clear()
 
 
@@ -234,8 +228,6 @@ class StageGraphs:
 
 
 class Driver:
-    """Rank 0's part: the text, the timing, the report and the check."""
-
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine = engine
         self.options = options
@@ -245,7 +237,6 @@ class Driver:
         self.batches = minilm.make_batches(self.texts, options.batch_size, engine.world.device, multiple)
 
     def encode(self) -> Tensor:
-        """All embeddings, under a progress bar where there is a terminal."""
         columns = TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         texts, started = len(self.texts), time.perf_counter()
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
@@ -271,7 +262,7 @@ class Driver:
         show_layout(self.console, title, engine.places)
 
     def show_matches(self, embeddings: Tensor) -> None:
-        """The sentences next to the query; the dot product is the cosine, as embeddings have length 1."""
+        """Embeddings have length 1, so the dot product is the cosine."""
         scores = embeddings[:-1] @ embeddings[-1]
         best = scores.topk(min(self.options.top, len(scores)))
         table = Table.grid(padding=(0, 2))
@@ -280,7 +271,7 @@ class Driver:
         self.console.print(f'[bold]best matches[/] of "{escape(self.options.query)}"', table, "", sep="\n")
 
     def check(self, embeddings: Tensor) -> bool:
-        """Compares with the embeddings of the plain model, alone on this process."""
+        """Compares with the plain model's embeddings."""
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
         model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
         started = time.perf_counter()
@@ -296,15 +287,12 @@ class Driver:
 
 
 class Place(NamedTuple):
-    """Returns a rank's place in the layout."""
-
     stage: int
     replica: int
     shard: int
 
 
 def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
-    """The ranks of each stage and replica; `places` are those of all ranks."""
     stages, replicas = (1 + max(place[axis] for place in places) for axis in (0, 1))
     console.print(title)
     table = Table("stage", *(f"replica {replica}" for replica in range(replicas)), box=None, header_style="dim")
@@ -318,12 +306,12 @@ def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
 
 
 def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Lists who carries what in each group; the groups of one axis mostly share a route, which is shown once."""
+    """Lists each group's carriers, once for groups of an axis with the same route."""
     console.print("[bold]routes[/]")
     for axis in survey[0]:
         groups = defaultdict(list)
         for rank in survey:
-            _, *route = rank[axis]["route"].splitlines()  # the first line names the group
+            _, *route = rank[axis]["route"].splitlines()
             if rank[axis]["ranks"] not in groups["\n".join(route)]:
                 groups["\n".join(route)].append(rank[axis]["ranks"])
         for route, members in groups.items():
@@ -333,7 +321,7 @@ def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Calls and bytes of one rank of each group, the one with most; groups with the same numbers share a row."""
+    """Shows each group's busiest rank, in one row for groups with the same numbers."""
     table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
     table.columns[2].justify = table.columns[3].justify = "right"
     for axis in survey[0]:
@@ -354,7 +342,6 @@ def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The arguments, checked, and the text's `sentences`; leaves with a message and 2 where they can't be used."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--input", type=Path, default=README, help="text or Markdown to search (default: the README)")
     parser.add_argument("--query", default="what happens when a process dies?", help="what to look for")
@@ -376,7 +363,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the arguments, or None; fills in `dp` and `sentences`."""
     config = minilm.load_config()
     for name in ("tp", "pp", "dp", "top", "batch_size"):
         value = getattr(options, name)
@@ -391,7 +377,7 @@ def find_problem(options: argparse.Namespace) -> str | None:
         dp = f" x --dp {options.dp}" if options.dp is not None else ""
         return f"--tp {options.tp} x --pp {options.pp}{dp} doesn't fit the {started} ranks that were started"
     options.dp = options.dp or max(started // model_ranks, 1)
-    if options.device == "cuda" and not torch.cuda.device_count():  # is_available() would start CUDA: too early
+    if options.device == "cuda" and not torch.cuda.device_count():  # is_available() would start CUDA too early
         return "--device cuda: torch finds no GPU"
     if options.cuda_graph and options.device != "cuda":
         return "--cuda-graph needs --device cuda: the CPU has no graphs"
@@ -419,7 +405,7 @@ def main() -> int:
     except (LaunchError, SettingError) as error:  # the first holds the traceback of the rank that failed first
         sys.exit(str(error))
     finally:
-        Console().show_cursor()  # which a progress bar hides, and a rank that was killed could not bring back
+        Console().show_cursor()  # a killed rank can't restore the cursor that its progress bar hid
     return 0 if same else 1
 
 

@@ -1,8 +1,7 @@
-"""all-MiniLM-L6-v2 for the demo: text to batches, sharded layers, and the plain model to check them with.
+"""all-MiniLM-L6-v2 for the demo: text to batches, sharded layers, and the plain model that checks them.
 
-What belongs here: everything that knows MiniLM (names of weights, shapes, pooling). Which rank runs which stage on
-which batch is `demo.py`'s matter. The sharded layers talk to other ranks with one call only,
-`get_tp_group().all_reduce`. `PlainModel`, at the end, shares no code with them.
+Everything about MiniLM belongs here (names of weights, shapes, pooling); `demo.py` assigns ranks to stages and batches.
+The sharded layers communicate by `get_tp_group().all_reduce` only. `PlainModel` shares no code with them.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of config.json that the layers need."""
-
     hidden_size: int
     intermediate_size: int
     layer_norm_eps: float
@@ -56,7 +53,7 @@ def load_config() -> Config:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a plain or Markdown text, without code blocks, tables, HTML and link targets."""
+    """Returns the sentences of a plain or Markdown text, without code blocks, tables, HTML and link targets."""
     text = re.sub(r"^\s*(```|~~~).*?^\s*\1[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|</?[a-zA-Z][^>]*>|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -79,13 +76,13 @@ def split_sentences(text: str) -> list[str]:
 def make_batches(
     texts: Sequence[str], batch_size: int, device: torch.device, multiple: int = 1
 ) -> list[dict[str, Tensor]]:
-    """Tokenize, sort by length so that little is padding, and cut into batches of about one size.
+    """Tokenizes texts and cuts them into batches of similar size, sorted by length to save padding.
 
-    A batch is `{"token_ids": [texts, tokens], "indices": [texts]}`: the second says which texts they are. `tokens` is
+    A batch is `{"token_ids": [texts, tokens], "indices": [texts]}`; `indices` are the texts' numbers. `tokens` is
     padded to a multiple of `multiple`.
     """
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    tokenizer.no_padding()  # the file asks for 128 tokens, always
+    tokenizer.no_padding()  # the file always pads to 128 tokens
     tokenizer.enable_truncation(MAX_TOKENS)
     ids = [torch.tensor(encoding.ids, device=device) for encoding in tokenizer.encode_batch(texts)]
     order = torch.tensor(sorted(range(len(ids)), key=lambda index: len(ids[index])), device=device)
@@ -101,7 +98,7 @@ def make_batches(
 
 
 class Checkpoint:
-    """Weights on disk, in single or half precision, of which each rank reads its own slice only."""
+    """Weights on disk, in single or half precision. Each rank reads its own slice only."""
 
     def __init__(self, device: torch.device) -> None:
         self._file = safe_open(FOLDER / "model.safetensors", framework="pt", device=str(device))
@@ -110,7 +107,7 @@ class Checkpoint:
         return nn.Parameter(self._file.get_tensor(name).float(), requires_grad=False)
 
     def shard(self, name: str, dim: int) -> Tensor:
-        """This rank's part of `name`, divided along `dim` over the TP group; the last part may be shorter."""
+        """Returns this rank's part along `dim` over the TP group. The last part may be shorter."""
         tp = get_tp_group()
         weight = self._file.get_slice(name)
         size = math.ceil(weight.get_shape()[dim] / tp.world_size)
@@ -119,12 +116,12 @@ class Checkpoint:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds a range of the vocabulary and gives zeros for tokens outside; the sum over ranks is the row."""
+    """Each rank holds a range of the vocabulary and gives zeros for other tokens. The sum over ranks is the row."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, vocab_size: int) -> None:
         super().__init__()
         tp = get_tp_group()
-        rows = math.ceil(vocab_size / tp.world_size)  # the same on every rank: the vocabulary is padded
+        rows = math.ceil(vocab_size / tp.world_size)  # the vocabulary is padded
         shard = checkpoint.shard(f"{name}.weight", dim=0)
         padded = functional.pad(shard, (0, 0, 0, rows - len(shard)))
         self.weight = nn.Parameter(padded, requires_grad=False)
@@ -138,9 +135,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """`x @ W.T + b` with the output features divided over the ranks: whole input, divided output, no communication.
+    """`x @ W.T + b` with output features divided over the ranks: needs no communication.
 
-    Several names make one fused layer (query, key and value): each is divided, then this rank's parts are stacked.
+    Several names make one fused layer (query, key, value): each is divided, then this rank's parts are stacked.
     """
 
     def __init__(self, checkpoint: Checkpoint, *names: str) -> None:
@@ -155,9 +152,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b` with the input features divided over the ranks: divided input, and a sum makes the output whole.
+    """`x @ W.T + b` with input features divided over the ranks, which sum the output.
 
-    The bias is added after the sum: every rank holds all of it, and it must count once.
+    The bias is whole on every rank, so it is added after the sum.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -170,8 +167,6 @@ class RowParallelLinear(nn.Module):
 
 
 class Norm(nn.Module):
-    """Layer norm over the hidden dim, whole on every rank."""
-
     def __init__(self, checkpoint: Checkpoint, name: str, eps: float) -> None:
         super().__init__()
         self.weight = checkpoint.whole(f"{name}.weight")
@@ -183,8 +178,6 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention; each rank computes `heads / tp` of the heads."""
-
     def __init__(self, checkpoint: Checkpoint, name: str, config: Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -198,8 +191,6 @@ class Attention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """One BERT layer, norms after the residuals: two all-reduces, one after attention and one after the MLP."""
-
     def __init__(self, checkpoint: Checkpoint, index: int, config: Config) -> None:
         super().__init__()
         name = f"encoder.layer.{index}"
@@ -215,7 +206,7 @@ class EncoderLayer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token + position + type 0, normalised."""
+    """Token + position + type 0, normalized."""
 
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
         super().__init__()
@@ -230,7 +221,7 @@ class Embedding(nn.Module):
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of one pipeline stage; where they don't divide evenly, the first stages take one more."""
+    """Returns the layers of a stage. If they don't divide evenly, the first stages take one more."""
     each, more = divmod(num_layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))
@@ -244,11 +235,11 @@ def describe_stage(stage: int, num_stages: int) -> str:
 
 
 class Stage(nn.Module):
-    """One pipeline stage: a dict of tensors in, a dict of tensors out, both ready for `send_tensor_dict`.
+    """One pipeline stage: maps a dict of tensors to another, for `send_tensor_dict`.
 
-    The first stage takes a batch. Stages hand on `{"hidden": [texts, tokens, hidden], "mask": [texts, tokens],
-    "indices": [texts]}`. The last one gives `{"embeddings": [texts, hidden], "indices": [texts]}`: means over the mask,
-    of length 1.
+    The first stage takes a batch. Stages pass on `{"hidden": [texts, tokens, hidden], "mask": [texts, tokens],
+    "indices": [texts]}`. The last one returns `{"embeddings": [texts, hidden], "indices": [texts]}`: means over the
+    mask, of length 1.
     """
 
     def __init__(self, stage: int, num_stages: int, device: torch.device) -> None:
@@ -262,7 +253,6 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(checkpoint, index, config) for index in layers)
 
     def example(self, texts: int, tokens: int) -> dict[str, Tensor]:
-        """Inputs of this shape, as the stage will get them."""
         found = {"indices": torch.arange(texts, device=self.device)}
         if self.embedding is not None:
             return {**found, "token_ids": torch.ones(texts, tokens, dtype=torch.long, device=self.device)}
@@ -270,7 +260,7 @@ class Stage(nn.Module):
         return {**found, "mask": mask, "hidden": torch.zeros(texts, tokens, self.hidden_size, device=self.device)}
 
     def compile_layers(self) -> None:
-        """Compile the layers, one graph for all: they run the same code, and their weights are the graph's inputs."""
+        """Compiles one graph for all layers, whose weights are its inputs."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=True)
 
@@ -292,8 +282,6 @@ class Stage(nn.Module):
 
 
 class PlainModel:
-    """The whole model on one process, straight from the weights' names: the answer that the sharded one must give."""
-
     def __init__(self) -> None:
         self.config = load_config()
         weights = load_file(FOLDER / "model.safetensors")
@@ -301,7 +289,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [texts, hidden] of `token_ids` [texts, tokens]."""
+        """Returns embeddings [texts, hidden] of `token_ids` [texts, tokens]."""
         weights, tokens = self.weights, token_ids.shape[1]
         x = weights["embeddings.word_embeddings.weight"][token_ids]
         x = x + weights["embeddings.position_embeddings.weight"][torch.arange(tokens)]

@@ -1,8 +1,7 @@
-"""Makes a backend of torch.distributed for one group: finds who shares memory, and loads the compiled class.
+"""Makes a backend of torch.distributed for one group: finds the ranks that share memory, and loads the compiled class.
 
-The ranks find out over the control plane who shares memory with whom, so a group on one host needs no connection of its
-own. Over several hosts they make connections for the collectives. What neither carries goes to a gloo backend, whose
-connections are made as they are needed.
+The ranks of one host need no connections. Over several hosts they connect for collectives. A gloo backend, which
+connects on use, carries the rest.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Returns the backend of one group. Every rank of the group calls it. `world`: that begins with the group.
+    """Returns the backend of one group. Every rank of the group calls it. `world`: one that begins with the group.
 
-    If a rank of the world has no compiled part, all groups of that world use gloo, with one warning. Raises
+    If a rank of the world has no compiled module, all groups of that world use gloo, with one warning. Raises
     CommunicationError if ranks are missing.
     """
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
@@ -83,7 +82,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
     is_default = not options.global_ranks_in_group
-    # Programs make groups of a name, each by its own ranks alone, at the same time: Megatron's ranks do.
+    # Megatron's ranks make groups of one name at the same time, each by its own ranks alone.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
     world = world or World.of(store, ranks, is_default)
@@ -143,7 +142,7 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
+    """Returns a gloo backend instead. gloo detects deaths only by broken connections and at deadlines."""
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
@@ -162,9 +161,9 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Ends threads before the interpreter, whose lock an error of theirs would need, and says that this rank goes.
+    """Ends threads before the interpreter, whose lock their errors would need, and reports that this rank leaves.
 
-    One that ends by an exception goes as one that dies.
+    A rank that ends by an exception reports nothing, so that peers detect a death.
     """
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None

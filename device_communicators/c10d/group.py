@@ -1,7 +1,7 @@
 """One group of the backend, as the compiled class calls it: its errors, and gloo.
 
-What gloo alone carries goes to a gloo backend of the same ranks, which is made when it is first needed; with the group
-where its ranks can't be connected each to each other.
+A gloo backend of the same ranks carries what shared memory doesn't. It is made on first use, or with the group if not
+all ranks can be connected.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Names the class that its module defines: pickle finds classes by name."""
+        """Pickle finds classes by name, so name the class of the module."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -92,7 +92,7 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """The callbacks of the compiled backend into Python: errors, gloo, and backends of parts of the group."""
+    """The compiled backend's callbacks into Python: errors, gloo, and backends of parts of the group."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Group:
         is_worlds: bool,
         create: Callable[[Any], Any],
     ) -> None:
-        """`is_worlds`: whether `world` begins and ends with this group. `create` makes the backend of a part of it."""
+        """`is_worlds`: whether `world` begins and ends with this group. `create` makes the backend of a part."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -114,19 +114,19 @@ class Group:
         self._create = create
         self._pid = os.getpid()
         self.has_crashed = False
-        """True if this process ends by an exception."""
+        """True if an exception ends this process."""
         self._context = GroupContext(
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
             host_memory=memory, watcher=world.watcher, domain=world.domain,
         )  # fmt: skip
         self.signal_pipe = 0
-        """For the compiled backend: see `NativeLibrary.signal_pipe`."""
+        """See `NativeLibrary.signal_pipe`."""
         with contextlib.suppress(native.NativeUnavailableError):
             self.signal_pipe = native.load().signal_pipe
         self._gloo: Any = None
         self._connections: Connections | None = None
         self.transfers = 0
-        """The address of the transfers between two ranks, which the compiled backend deletes; 0: gloo carries them."""
+        """Address of the transfers, which the compiled backend deletes; 0: gloo carries them."""
         if memory.channels is not None:
             self.transfers = memory.channels.open_transfers() or 0
         elif memory.is_meshed:
@@ -136,14 +136,14 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[], None] = lambda: None
-        """Has the compiled backend refuse all later calls with `failed`; set by it."""
+        """Set by the compiled backend: makes it refuse later calls with `failed`."""
         self.shut_down: Callable[[], None] = lambda: None
-        """Ends the compiled backend, if there still is one; set by it."""
+        """Set by the compiled backend: ends it, if it still exists."""
         world.watcher.on_death.append(self._note_death)
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """None if gloo carries them: without the library, or if only the first ranks of the hosts are connected."""
+        """None if gloo carries collectives: without the library, or if only the hosts' first ranks are connected."""
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
@@ -154,22 +154,22 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Ends waits for ranks that live: gloo's don't look who has died. What the dead sent before may still come."""
+        """Ends waits for living ranks: gloo's waits ignore deaths. What the dead rank sent before may still arrive."""
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self._context.deaths()}
         peers = [rank for rank in range(self._context.size) if rank != self._context.rank]
-        if self._gloo is not None:  # those first to whom a connection can be made
+        if self._gloo is not None:  # first the peers that accept a connection
             abandon(self._gloo, sorted(peers, key=lambda peer: self._context.ranks[peer] in dead), _NOBODYS_TAG)
 
     def leave(self) -> None:
-        """Says to the others that this rank goes, on purpose. Twice is fine."""
+        """Reports that this rank leaves on purpose. May be called twice."""
         if os.getpid() != self._pid:
             return
         if self._note_death in self._world.watcher.on_death:
             self._world.watcher.on_death.remove(self._note_death)
         self._gloo = None
         connections, self._connections = self._connections, None
-        if connections is not None:  # which the compiled backend has left
+        if connections is not None:  # the compiled backend has released it
             connections.close()
         if self._memory.collectives is not None and not self.has_crashed:
             self._memory.collectives.leave()
@@ -180,7 +180,7 @@ class Group:
         return self._context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Takes the group's new timeout, which the compiled backend has been given."""
+        """The compiled backend has the new timeout already."""
         self._timeout = timeout
         self._members = replace(self._members, timeout_s=timeout.total_seconds())
         self._context = replace(self._context, timeout_s=timeout.total_seconds())
@@ -188,7 +188,7 @@ class Group:
             set_backend_timeout(self._gloo, timeout)
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
+        """Returns the error for a status of group.h; raises what interrupted the call."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -201,17 +201,17 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error for a call that begins after a failure, or after a death that no call has met."""
+        """Returns the error of a call that begins after a failure, or after a death that no call has detected."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self._context, first)
             error.__cause__ = first
             return as_torch_error(error)
-        self._world.watcher.await_death_of(self._context.failure_ranks, 0)  # others may be ending with it
+        self._world.watcher.await_death_of(self._context.failure_ranks, 0)  # others may have died with it
         return self._failed(died(self._context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
-        """Returns the error of a call, with all who died; the group is of no use from then on."""
+        """Returns the error of a call, with all dead ranks. The group is unusable afterwards."""
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
@@ -232,7 +232,7 @@ class Group:
         return as_torch_error(error)
 
     def transfer_error(self, words: Sequence[int]) -> BaseException:
-        """Returns the error for a failed transfer. Raises the exception that interrupted it, if one did."""
+        """Returns the error for a failed transfer; raises what interrupted it."""
         failed = Failed(*words)
         if failed.is_interruption:
             native.load().raise_interruption()
@@ -243,7 +243,7 @@ class Group:
         return self._failed(found, operation, elapsed_s)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
-        """Returns the error for what gloo said of a call; None where the call itself was wrong."""
+        """Returns the error for gloo's text; None if the call itself was wrong."""
         said = RuntimeError(text)
         if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
             return None
@@ -252,9 +252,8 @@ class Group:
     def _transport_error(
         self, said: RuntimeError, operation: str, peer: int, elapsed_s: float, where: str
     ) -> BaseException:
-        """Returns the error for what a transport said of a call."""
         started = time.monotonic() - elapsed_s
-        if self._context.deaths():  # for which this rank itself has closed gloo's connections, as if by a time-out
+        if self._context.deaths():  # this rank closed gloo's connections for them, as if by a timeout
             return self._failed(died(self._context, operation, started), operation, elapsed_s)
         kind = kind_of_failure(str(said))
         error: CommunicationError = self._context.failure(
@@ -274,14 +273,14 @@ class Group:
         return ForkedError(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """Returns the gloo backend of the same ranks, all of which come here with the same call."""
+        """Returns the gloo backend of the same ranks. All of them call it."""
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
         started, members = time.monotonic(), self._members
         rank, size = members.rank, len(members.ranks)
         call = Call(lambda: make_gloo(store, rank, size, self._timeout, self._world.address))
-        # gloo's own deadline is the same, but its operations at the store have none.
+        # gloo's own deadline is the same, but its store operations have none.
         deadline = started + self._timeout.total_seconds() + LAST_WORD_S
         if call.wait(deadline, lambda: bool(self._context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
             return call.result()
@@ -291,10 +290,10 @@ class Group:
         raise self._lost_store(silent, "new_group", started)
 
     def _connect_gloo(self) -> None:
-        """Connects neighbours in the gloo group while all ranks are here, by a barrier.
+        """Connects neighbors in the gloo group by a barrier, while all ranks are here.
 
-        A transfer between ranks that are not connected blocks until the peer transfers too: gloo connects a pair of
-        ranks at its first use, and one fixed side dials. Signal handlers don't run meanwhile.
+        gloo connects two ranks at their first transfer, and one fixed side dials. So a transfer between unconnected
+        ranks blocks until the peer transfers, too, and signal handlers don't run meanwhile.
         """
         context, started = replace(self._context, make_cpu_group=lambda: self._gloo), time.monotonic()
         try:
@@ -309,7 +308,6 @@ class Group:
             raise attributed(context, "new_group", started, failure) from error
 
     def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
-        """Returns the error for an operation of the group's store that failed."""
         members, elapsed_s = self._members, time.monotonic() - started
         kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self._context.failure_ranks)
         text = f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. Look at the process that serves it"
@@ -318,9 +316,9 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Returns once all ranks have come; rank 0 gives them `timeout`, and names the first that didn't, or all.
+        """Returns when all ranks have arrived. Rank 0 waits for `timeout`, and names the first missing rank, or all.
 
-        The ranks meet over the control plane, so that the group can be used further. Raises CollectiveTimeoutError.
+        The ranks meet over the control plane, so the group stays usable. Raises CollectiveTimeoutError.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = (timeout if members.rank == 0 else self._timeout).total_seconds()
@@ -347,7 +345,7 @@ class Group:
             raise as_torch_error(failure) from error
 
     def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
-        """Returns the backend of some of the ranks, this one among them; each of those calls it."""
+        """Returns the backend of `ranks`, which include this one. Each of them calls it."""
         options = backend_options()
         options.store = dist.PrefixStore("split/" + "_".join(map(str, ranks)), store)
         options.group_rank = ranks.index(self._members.rank)
@@ -364,12 +362,12 @@ class Group:
 
 
 def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Returns a gloo backend. It listens at `address`, where other hosts reach this process, if that is known."""
+    """Returns a gloo backend that listens at `address`, if known."""
     return gloo_backend(store, rank, size, timeout, _gloo_device(address))
 
 
 def _gloo_device(address: str) -> Any:
-    """Returns a device of gloo's that connects two ranks when they first need it, where this torch can do that."""
+    """Returns a gloo device that connects two ranks at first use, if this torch supports that."""
     make: Callable[..., Any] = dist.ProcessGroupGloo.create_device
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     where = {"interface": interface} if interface else {"hostname": address}
@@ -377,5 +375,5 @@ def _gloo_device(address: str) -> Any:
         make, where = dist.ProcessGroupGloo.create_default_device, {}
     try:
         return make(**where, lazy_init=True)
-    except TypeError:  # all are connected as the group is made
+    except TypeError:  # connects all ranks now
         return make(**where)

@@ -1,7 +1,7 @@
-"""Registers the backend with torch.distributed, without loading any of it.
+"""Registers the backend with torch.distributed, without loading it.
 
-Also patches places where torch requires gloo by name or class although this backend supports the same. The first group
-of the backend does that; an import leaves torch as it is, except for the registered name.
+Also patches places where torch requires gloo by name or class. The first group of the backend does that; the import
+only registers the name.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from device_communicators.base.torch_internals import (
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""These packages receive the backend's true name: they make further groups with it."""
+"""These packages receive the backend's true name, with which they make further groups."""
 
 
 def register() -> None:
-    """Lets `init_process_group("parallel_state")` and its like find the backend. Twice is fine.
+    """Registers the backend for `init_process_group("parallel_state")`. May be called twice.
 
-    The default backend of a device stays as it is.
+    A device's default backend stays the same.
     """
     import torch.distributed as dist
 
@@ -41,14 +41,13 @@ def register() -> None:
 
 @functools.cache
 def _open_torch() -> None:
-    """Patches torch where it requires gloo. Twice is fine."""
     _open_monitored_barrier()
     _open_set_pg_timeout()
     _open_backend_type()
 
 
 def _open_monitored_barrier() -> None:
-    """Lets `dist.monitored_barrier`, which takes gloo's groups alone by their name, take those of this backend."""
+    """Lets `dist.monitored_barrier`, which requires gloo by name, accept this backend's groups."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -92,9 +91,9 @@ def _open_set_pg_timeout() -> None:
 
 
 def _open_backend_type() -> None:
-    """Makes `_get_backend_name` return "gloo" for this backend. torch returns "custom" for all external backends.
+    """Makes `_get_backend_name` return "gloo" for this backend; torch returns "custom" for all external ones.
 
-    ShardedTensor calls it on ranks without a shard, and treats every name but "gloo" as a backend of GPUs.
+    ShardedTensor calls it on ranks without a shard, and treats every other name as a backend of GPUs.
     """
 
     def wrap(of_torch: Any) -> Any:
@@ -117,7 +116,7 @@ def _is_of_this_backend(group: Any) -> bool:
 
 @functools.cache
 def _show_as_gloo() -> None:
-    """Makes `dist.get_backend` return "gloo" for this backend to all packages but `_TRUSTED`. Twice is fine."""
+    """Makes `dist.get_backend` return "gloo" for this backend to all packages but `_TRUSTED`."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -1,9 +1,8 @@
 """The failure domain of the backend's groups: the ranks of the default process group in which they were made.
 
-A rank may wait in one group for a live one that waits in another for a dead one, and so won't come. So each rank
-watches all others, and the death of any of them ends the calls of all groups. That begins with the first group of all
-ranks, as a rule the default group. As long as there is none, nobody has met all ranks, and each group is a domain of
-its own.
+A rank may wait in one group for a living rank that waits in another for a dead one. So each rank watches all others,
+and a death ends the calls of all groups. That begins with the first group of all ranks, usually the default group.
+Before it, each group is a domain of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class World:
     """The ranks whose deaths fail the groups of one default process group, or one group alone."""
 
     _current: ClassVar[World | None] = None
-    """The one of all ranks; guarded by _LOCK."""
+    """The world of all ranks; guarded by _LOCK."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class World:
         may_borrow: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ranks`: global. `store`: that of the group with which it begins. `caller`: the function that makes it.
+        """`ranks`: global. `store`: of the group with which the world begins. `caller`: the function that makes it.
 
         `check`: see `meet` in cpu/watching.py. `may_borrow`: False for a watch of its own.
         """
@@ -49,19 +48,19 @@ class World:
         """Borrowed from the `ParallelGroups` whose default group this world begins with, if any."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
-        """The address at which other hosts reach this process, if known."""
+        """How other hosts reach this process, if known."""
         self.neighbours: tuple[int, ...] = ()
-        """The cores of each rank on this host, a bit each."""
+        """Core mask of each rank on this host."""
         self.begun = False
         self.over_gloo = ""
-        """The reason that all groups are gloo's: a rank without the compiled part, or no control plane."""
+        """The reason that all groups use gloo: a rank without the compiled module, or no control plane."""
         self.has_warned = False
         self.leaves_in_background = False
         """True if `close` must not wait until the other ranks have received that this one left."""
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the world that a new group of global `ranks` belongs to, which may begin with it."""
+        """Returns the world of a new group of global `ranks`. A new world may begin with the group."""
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
@@ -72,14 +71,14 @@ class World:
             return made
 
     def set_current(self) -> None:
-        """Makes this the world of the groups that are made later."""
+        """Makes this the world of later groups."""
         with _LOCK:
             World._current = self
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
-        """Starts to watch the ranks of the group with which it begins, unless a watch is borrowed. Each rank calls it.
+        """Starts to watch the ranks of the first group, unless a watch is borrowed. Each rank calls it.
 
-        Returns why all groups must go over gloo: the first `problem` of a rank, or that there is no control plane.
+        Returns why all groups must use gloo: the first `problem` of a rank, or that there is no control plane.
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
@@ -98,14 +97,14 @@ class World:
         return found or self.watcher.explain(ranks)
 
     def begin(self, memory: HostMemory) -> None:
-        """Notes the cores and PIDs of this host's ranks. `memory`: of the group with which it begins."""
+        """Stores the cores and PIDs of this host's ranks. `memory`: of the first group."""
         self.begun = True
         self.neighbours = memory.cores
         if not self.watcher.pids:
             know_neighbours(memory, self.watcher)
 
     def close(self) -> None:
-        """Ends the world. Twice is fine."""
+        """Ends the world. May be called twice."""
         with _LOCK:
             if World._current is self:
                 World._current = None
@@ -115,13 +114,13 @@ class World:
             self.end_watch()
 
     def end_watch(self) -> None:
-        """Ends the watch, unless it is borrowed. Twice is fine."""
+        """Ends the watch, unless it is borrowed. May be called twice."""
         if not self._is_borrowed:
             self.watcher.close()
 
 
 def address_of(store: Any) -> str:
-    """Returns the address at which other hosts reach this process, as the way to a store's server tells; "" if none."""
+    """Returns the address of this process on the route to a store's server; "" if there is none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     known = (store.host, store.port) if isinstance(store, dist.TCPStore) else getattr(store, "address", None)

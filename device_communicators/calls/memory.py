@@ -1,8 +1,8 @@
 """The memory of tensors: computes deferred values, views memory as bytes, and rejects dtypes that can't be sent.
 
-torch defers conjugation, negation and zeros: the tensor has a mark, and its memory contains other numbers or none. Code
-that passes memory on uses `dense` and `as_bytes`. For ops, torch's dispatcher computes deferred values first; an op
-copies its outputs back itself (see `ops`).
+torch defers conjugation, negation and zeros: the tensor has a mark, and its memory doesn't contain its values. So code
+that uses a tensor's memory calls `dense` or `as_bytes` first. For the inputs of ops torch's dispatcher does it. An op
+that writes to a tensor with such a mark copies the result into it (see `ops`).
 """
 
 from __future__ import annotations

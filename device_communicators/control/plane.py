@@ -383,7 +383,6 @@ class World:
             self._check(-errno.ESRCH, f"ending waits of ranks {format_ranks(ranks)}")
 
     def report_failed(self, text: str) -> None:
-        """Reports to all ranks that this rank failed."""
         self._report(0, _FAILED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:

@@ -1,12 +1,11 @@
 """The message queues of one group on one host: between each two ranks, and from each rank to all others.
 
-All of them have their place in two stretches of a file that the group's ranks have had since it was made. The
-*control* part, a few hundred bytes a queue, is mapped and backed by memory from the start. A queue's ring in the *data*
-part is mapped by each rank at its first use, and gets memory when its writer sends the first message. So a queue costs
-nothing until it is used, no rank has to wait for another to make one, and no name of a segment is left behind by ranks
-that are killed.
+They are in a file that the group's ranks share since it was made. The *control* part, a few hundred bytes per queue,
+has memory from the start. A queue's ring in the *data* part is mapped by each rank at first use, and allocated by its
+writer. So a queue costs nothing until it is used, no rank waits for another to make one, and killed ranks leave no
+names.
 
-Queues of different kinds don't match each other, as transfers of different tags don't.
+Queues of different kinds don't match each other.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ _PAGE_BYTES = 4096
 
 
 class QueueMemory:
-    """The memory of a group's queues as this process has mapped it: a stretch of the segment that its ranks share.
-
-    The control part is mapped and backed by memory from the start, the data part queue by queue.
-    """
+    """The memory of a group's queues: a range of the segment that its ranks share."""
 
     def __init__(self, library: Any, segment: Segment, offset: int, size: int, makes: bool) -> None:
-        """Maps the stretch from `offset` on, for `size` ranks, of which one `makes` it. Raises SegmentError."""
+        """Maps the range from `offset` on, for `size` ranks, one of which `makes` it. Raises SegmentError."""
         control_bytes, data_bytes = region_bytes(size)
         control_bytes = -(-control_bytes // _PAGE_BYTES) * _PAGE_BYTES
         if makes:
@@ -50,30 +46,30 @@ class QueueMemory:
                 library.ps_unmap(self.control_address, control_bytes)
             raise SegmentError(f"{control_bytes >> 10} KiB can't be mapped: {describe_address_space()}")
         self.windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
-        # A descriptor for each group would soon be one too many; older kernels back nothing without one.
+        # One descriptor per group would be too many; older kernels need it to allocate.
         self.descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
 
     def map(self, offset: int, size_bytes: int) -> int:
-        """Returns the address of bytes of the data part. OSError where the process has no address space left."""
+        """Returns the address of bytes of the data part. Raises OSError without address space."""
         address: int | None = self._library.ps_windows_at(self.windows, offset, size_bytes)
         if not address:
             raise OSError(errno.ENOMEM, f"this process has no address space left ({describe_address_space()})")
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Backs bytes of the data part with memory. OSError where there is none left, instead of SIGBUS later."""
+        """Allocates bytes of the data part. Raises OSError if there is none, instead of a later SIGBUS."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Ends commits."""
+        """Ends `commit`."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def unmap(self) -> None:
-        """Unmaps the memory, once nobody is in a queue any more."""
+        """Unmaps the memory, once no thread uses a queue."""
         address, self.control_address = self.control_address, 0
         windows, self.windows = self.windows, None
         if address:
@@ -83,15 +79,17 @@ class QueueMemory:
 
 
 TENSORS, MESSAGES = 0, 1
-"""Kinds of queues: send and recv of plain tensors; objects and tensor dicts."""
+"""Kinds of queues: plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""With chunks of 64 KiB a pair of 2 MiB tensors takes 1.15 of the time, a blob of 1 MB 1.3; with 256 KiB, a ring beyond
-a core's cache, both take twice as long."""
+"""Measured: with chunks of 64 KiB two tensors of 2 MiB take 1.15 of the time, 1 MB of bytes 1.3.
+
+With chunks of 256 KiB, a ring beyond a core's cache, both take twice as long.
+"""
 
 
 def region_bytes(size: int) -> tuple[int, int]:
-    """Returns bytes of the control part, and of the data part, for a group of `size` ranks."""
+    """Returns bytes of the control and data parts for `size` ranks."""
     pairs, broadcasts = size * size * KINDS, size
     return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * SHAPE.data_bytes
 
@@ -101,10 +99,10 @@ def _control_bytes(readers: int) -> int:
 
 
 class Channels:
-    """This rank's ends of its group's queues, each opened at its first use. Any thread may call.
+    """This rank's ends of its group's queues, each opened at first use. Thread-safe.
 
-    `liveness`, of `ps_liveness_of` or `ps_liveness_new`, tells which ranks are lost; this object deletes it. `spin_ns`
-    and `yields` are the wait policy on this host. `group` is the number of their group, 0 without one.
+    `liveness`: of `ps_liveness_of` or `ps_liveness_new`; owned. `spin_ns`, `yields`: the wait policy. `group`: the
+    group's number, or 0.
     """
 
     def __init__(
@@ -128,28 +126,23 @@ class Channels:
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._waiting = Waiting(liveness, spin_ns, yields)
         self.transfers = Transfers(library, members, self.open_transfers(), group, SHAPE.data_bytes)
-        """Of plain tensors."""
 
     @property
     def broadcasts(self) -> int:
-        """Returns the number of messages sent to all ranks, by whomever, also past Python.
-
-        The ranks must agree about which one they are in.
-        """
+        """Returns the number of broadcast messages, including those that bypassed Python. Ranks must agree on it."""
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
-        """Returns the number of the message to all ranks that begins."""
+        """Returns the number of the broadcast message that begins."""
         self._broadcasts.value += 1
         return self._broadcasts.value
 
     @property
     def spin_ns(self) -> int:
-        """Returns how long a reader spins before it sleeps."""
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Returns the address of transfers over the rings of tensors, which `ps_transfers_delete` deletes."""
+        """Returns the address of transfers over the rings of tensors, for `ps_transfers_delete`."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
@@ -159,7 +152,15 @@ class Channels:
         address: int | None = self._library.ps_rings_new(waiting.liveness, members.rank, len(members.ranks), words)
         return address
 
-    # The queues. `to_all` stands for a rank where it is a broadcast.
+    def message_sender(self, dst: int) -> Sender:
+        """Returns the writing end of the queue of messages to `dst`."""
+        return self.sender(dst, MESSAGES)
+
+    def message_receiver(self, src: int) -> Receiver:
+        """Returns the reading end of the queue of messages from `src`."""
+        return self.receiver(src, MESSAGES)
+
+    # The queues.
 
     def sender(self, dst: int | None, kind: int) -> Sender:
         """Returns the writing end of the queue to `dst`, or to all others."""
@@ -200,11 +201,11 @@ class Channels:
 
     @property
     def _of_calls_past_python(self) -> tuple[float, int]:
-        """Returns their timeout, and where the number of messages to all ranks is."""
+        """Returns the timeout of calls that bypass Python, and the address of the number of broadcasts."""
         return self.members.timeout_s, addressof(self._broadcasts)
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
-        """Maps the queue's ring, with `commit` gives it memory, and returns where the queue lies."""
+        """Maps the queue's ring, and with `commit` allocates it."""
         size = len(self.members.ranks)
         pairs = size * size * KINDS
         if dst is None:
@@ -234,13 +235,13 @@ class Channels:
             raise self.members.destroyed()
 
     def close(self) -> bool:
-        """Ends all queues on this rank. False where a thread is still in one of them: the memory must stay then."""
+        """Closes all queues of this rank. Returns False if a thread still uses one, and its memory."""
         with self._lock:
             self._closed = True
             ends = [*self._senders.values(), *self._receivers.values()]
             for end in ends:
                 end.leave()
-            closed = [self.transfers.close(), *(end.close() for end in ends)]  # each, whatever the others answer
+            closed = [self.transfers.close(), *(end.close() for end in ends)]  # close each, whatever others return
             free = all(closed)
             if free and self._waiting.liveness:
                 self._library.ps_liveness_delete(self._waiting.liveness)
@@ -254,4 +255,4 @@ class Channels:
 
 
 _STUCK: list[Channels] = []
-"""Those that a thread is in for good: what it works in must stay."""
+"""Leaked: a stuck thread still uses their memory."""

@@ -29,6 +29,7 @@ from device_communicators.base.limits import describe_address_space
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.connections import Connections, Meeting, connect
+from device_communicators.cpu.message_streams import MessageStreams
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
@@ -76,6 +77,8 @@ class HostMemory:
         """True if all ranks of different domains are connected; else only the domains' first ranks are."""
         self.channels: Channels | None = None
         """The message queues; None if the group isn't in one segment."""
+        self.streams: MessageStreams | None = None
+        """Messages between hosts; None on one host, or if not all ranks are connected."""
         self.debug = False
         """True if any rank has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
         self.rounding: tuple[bool, ...] = ()
@@ -270,6 +273,7 @@ class HostMemory:
         """Releases the memory once no call uses it. May be called twice."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
+        self.streams = None
         collectives, self.collectives = self.collectives, None
         try:
             if channels is not None:
@@ -303,7 +307,6 @@ class _Memory:
         return address
 
     def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
-        """Makes the C++ group in this memory, which then owns it."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
@@ -375,7 +378,6 @@ class _Meeting:
         self._facts: list[dict[str, Any]] = []
 
     def exchange_segments(self) -> None:
-        """Makes this rank's segment, receives the others' names, and opens the segments of its host."""
         rank = self.members.rank
         name = ""
         try:
@@ -499,7 +501,7 @@ class _Meeting:
         }
         self.apart = self.apart or _first_reason(facts, "apart") or ""
         if self.problem is None and not self.apart and len(found) > len(hosts):
-            self.apart = "some of its ranks see memory that others of their host don't"
+            self.apart = "some of its ranks can map segments that other ranks of their host can't"
         return hosts, tuple(sorted(found))
 
     @property

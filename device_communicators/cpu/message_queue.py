@@ -1,12 +1,10 @@
 """Messages between ranks of one host through shared memory: the two ends of a queue of `csrc/queue.h`.
 
-A `Sender` writes the messages of one rank for one or more others, a `Receiver` reads them on one of those. A message is
-a head, of bytes, and tensors, which are copied once into shared memory and once out of it. Which queues a group has,
-and in which memory, is in `channels`; what a message means is its users' business.
+A `Sender` writes one rank's messages to one or more others, each of which has a `Receiver`. A message is a head, of
+bytes, and tensors, which are copied to shared memory and out of it.
 
-Every wait has a deadline, sees when the other side has ended, and lets other threads run. A signal's handler may
-interrupt a thread in the middle of a message: what it starts to send goes after that one, and what would wait for the
-thread that it interrupts is refused.
+Every wait has a deadline, detects exits of the other side, and lets other threads run. A signal handler may interrupt
+its thread in the middle of a message. What the handler sends follows that message; it may not wait for its own thread.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from device_communicators.calls.user_call import handler_error
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
-from device_communicators.cpu.plain_tree import Pinned
+from device_communicators.cpu.plain_tree import PastPython, Pinned
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
-# Of a `QueueReport`.
+# Indices of a `QueueReport`.
 (
     _SUSPECT, _TOTAL_BYTES, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _RESERVED, _FOUND, _BROKEN,
     _ELAPSED_US, _HOLDER,
@@ -42,11 +40,11 @@ _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
 LINE_BYTES = 128
-"""Of a counter in the control part: the second line is the writer's, then come the readers'."""
+"""Of a counter in the control part: the second line is the writer's, the readers' follow."""
 
 
 class Shape(NamedTuple):
-    """The form of a queue's ring, equal on all its ends."""
+    """The form of a queue's ring, equal on all ends."""
 
     chunk_bytes: int
     chunks: int
@@ -58,18 +56,18 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Locates a queue, and names the ranks at its ends."""
+    """A queue's memory, and the ranks at its ends."""
 
     control: int
-    """Address of `control_bytes(readers)` bytes, zero when the queue is new."""
+    """Address of the control part, zero when the queue is new."""
     data: int
     shape: Shape
     ranks: tuple[int, ...]
-    """The writer's, then the readers'; in the group."""
+    """In the group: the writer's, then the readers'."""
 
 
 class Waiting(NamedTuple):
-    """Says how an end waits: which pids tell that a rank has ended, and what it does meanwhile."""
+    """How an end waits, and how it detects lost ranks."""
 
     liveness: int
     spin_ns: int
@@ -77,7 +75,10 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Addresses and sizes of contiguous CPU tensors, as the library takes them; those without elements left out."""
+    """Returns addresses and sizes of contiguous CPU tensors, packed for the library, and their number.
+
+    Tensors without elements are left out.
+    """
     flat: list[int] = []
     if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
@@ -99,13 +100,13 @@ _PACKERS = [struct.Struct(f"{2 * count}Q").pack for count in range(_FEW)]
 
 
 class _End:
-    """Holds what sender and receiver share: the library's object, how it ends, and what its failures are called."""
+    """A sender or receiver: the library's object and its failures."""
 
     side = ""
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting, *me: int) -> None:
         self.members = members
-        self.lock: Any = threading.RLock()  # which knows its owner
+        self.lock: Any = threading.RLock()  # knows its owner
         self.closed = False
         self._library = library
         self._place = place
@@ -120,7 +121,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error for a status of the library, and keeps it: nothing that follows here can be trusted."""
+        """Returns the error for a status of the library, and keeps it: the queue is unusable afterwards."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -158,7 +159,7 @@ class _End:
         return self._failure
 
     def check(self, operation: str = "") -> None:
-        """Raises the failure that this queue had, also in a call that came past Python, or that its group is gone."""
+        """Raises this queue's failure, also of a call that bypassed Python, or that the group was closed."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
@@ -167,23 +168,23 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """Keeps calls that come past Python from this end until as many are taken back. Any thread may call."""
+        """Keeps calls that bypass Python from this end until as many are taken back. Thread-safe."""
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
-        """Returns True in a handler of signals that interrupts its thread in a message here."""
+        """Returns True in a signal handler that interrupts its thread in a message of this end."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Tells the other ends, and sends back who waits here; `close` follows."""
+        """Publishes that this end is closed, and makes calls of other threads return. `close` follows."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = _PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Frees the end. False where a thread is still in a call: the memory must stay then."""
+        """Frees the end. Returns False if a thread is still in a call, which uses the memory."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -200,21 +201,19 @@ class _End:
 
 
 class Message(NamedTuple):
-    """A message as a sender takes it."""
-
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
     """A number on which sender and receiver must agree."""
     more_head: bytes | Pinned = b""
-    """The end of a long head, so that nobody has to copy it behind the beginning."""
+    """The rest of a long head, to avoid a copy."""
 
 
 class _Sending:
-    """A message that didn't fit into the ring at once: a work, done when all of it is there."""
+    """A message that didn't fit into the ring at once; done when all of it is written."""
 
     def __init__(self, sender: Sender, message: Message) -> None:
-        self.message = message  # the library reads from them until it is done
+        self.message = message  # the library reads it until it is done
         self.error: Exception | None = None
         self._sender = sender
         self._done = threading.Event()
@@ -238,17 +237,17 @@ class _Sending:
 
 
 class Sender(_End):
-    """The writing end. Messages leave in the order of the calls; any thread may call."""
+    """The writing end. Keeps the order of the calls. Thread-safe."""
 
     side = "writer"
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
         super().__init__(library, members, place, waiting)
         self._waiting: deque[_Sending] = deque()
-        self._writer = 0  # the thread that writes a message, bit by bit and without the lock, or will start one for it
+        self._writer = 0  # the thread that writes a message without the lock, or starts a thread for it
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Writes a message; returns when all of it lies in the ring, and the tensors may be changed."""
+        """Writes a message; returns when all of it is in the ring, and the tensors may be changed."""
         writer = 0
         try:
             with self.lock:
@@ -276,12 +275,12 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """Raises UsageError in a handler of signals that would wait for what its own thread is writing."""
+        """Raises UsageError in a signal handler that would wait for its own thread's message."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
     def has_room(self) -> bool:
-        """Returns True if a message that begins now finds a free chunk, without a wait for any reader."""
+        """Returns True if a chunk is free for the next message."""
         readers = len(self._place.ranks) - 1
         written, *read = (
             c_int64.from_address(self._place.control + LINE_BYTES * line).value for line in range(1, 2 + readers)
@@ -289,7 +288,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """Sends without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""
+        """Sends without waiting for a reader: a thread writes what doesn't fit, and keeps the message until then."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -323,23 +322,23 @@ class Sender(_End):
         return work
 
     def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
-        """Ends the turn of this thread, the writer: another goes on with what it has begun, and with what waits."""
+        """Ends this thread's turn as the writer. Another thread writes the begun message and those that wait."""
         with self.lock:
             if begun is None and not self._waiting:
                 self._end_turn()
                 return
-        # Without the lock, as this is a wait in which a handler may send.
+        # Without the lock: in this wait a handler may send.
         thread = HelperThread("send", self._write_all, begun)
         thread.start()
         with self.lock:
-            if self._writer == writer:  # else it has ended already
+            if self._writer == writer:  # else it has ended
                 self._writer = thread.ident or 0
 
     def _end_turn(self) -> None:
         self._writer = self._report[_RESERVED] = 0
 
     def _write_all(self, begun: _Sending | None) -> None:
-        """Writes the begun message, then those that wait, in a thread; the deadline is that of `wait`."""
+        """Writes the begun message, then the waiting ones, in a thread."""
         work, error = begun, None
         while True:
             if work is not None:
@@ -349,7 +348,7 @@ class Sender(_End):
                 if following is None:
                     self._end_turn()
             if work is not None:
-                work.finish(error)  # after the turn: what its caller sends next needs no thread
+                work.finish(error)  # after the turn: the caller's next send needs no thread
             if following is None:
                 return
             work = following
@@ -374,18 +373,18 @@ class Sender(_End):
 
 
 class Head(NamedTuple):
-    """The part of a message that a receiver knows before it reads the tensors in it."""
+    """What a receiver knows of a message before it reads the tensors."""
 
     data: memoryview
-    """Valid until the next call on the receiver; empty where the head is longer than the receiver's buffer."""
+    """Valid until the next call on the receiver; empty if the head exceeds the receiver's buffer."""
     head_bytes: int
     left_bytes: int
-    """Of the message, not read yet: its tensors, and the head where `data` doesn't hold it."""
+    """Unread bytes: the tensors, and the head if `data` is empty."""
     fingerprint: int
 
 
 class Receiver(_End):
-    """One of the reading ends. Take `lock` for the whole of a message."""
+    """A reading end. Hold `lock` for the whole of a message."""
 
     side = "reader"
 
@@ -395,12 +394,10 @@ class Receiver(_End):
         self._enlarge(_HEAD_BUFFER_BYTES)
 
     def next(self, operation: str = "recv") -> Head:
-        """Waits for the next message, whose head it copies out unless that is longer than the receiver's buffer."""
         self.take(operation)
         return self.head()
 
     def take(self, operation: str = "recv") -> None:
-        """Waits for the next message: see `head`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -409,7 +406,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """Waits as `take`, which has its group's deadline; False where no message has come, and nothing has changed."""
+        """As `take`, with a timeout; returns False if no message has arrived."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -421,35 +418,34 @@ class Receiver(_End):
         return status == _DONE
 
     def head(self) -> Head:
-        """Returns the head of the message that `take` or `poll` has found."""
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
         data = self._view[:head_bytes] if head_bytes <= _HEAD_BUFFER_BYTES else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)
 
     @property
     def has_found(self) -> bool:
-        """Returns True where a call that came past Python has looked at the next message, and left it."""
+        """Returns True if a call that bypassed Python inspected the next message, and left it."""
         return self._report[_FOUND] != 0
 
     @property
     def fingerprint(self) -> int:
-        """Returns that of the message that was found last."""
+        """Of the last message found."""
         return self._report[_FINGERPRINT]
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of its head, and of its tensors."""
+        """Bytes of its head, and of its tensors."""
         return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
-        """Copies the message's next bytes to the addresses in `pieces` (see `pieces_of`)."""
+        """Copies the message's next bytes to `pieces` (see `pieces_of`)."""
         started = time.monotonic()
         status = self._library.ps_queue_read(self.end, pieces, count, self._timeout_s)
         if status != _DONE:
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """Returns the message's next bytes, as `Head.data`; the caller has checked that so many are wanted."""
+        """Returns the message's next bytes, as `Head.data`. The caller has checked the size."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:
@@ -457,17 +453,21 @@ class Receiver(_End):
         return self._view[:size_bytes]
 
     def _enlarge(self, size_bytes: int) -> None:
-        """Makes a buffer, kept for the next messages: memory that was used before costs less than fresh pages."""
+        """Makes a buffer for this and later messages: fresh pages cost more."""
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
 
+    def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
+        """Returns the object of the next message, which has this number; see `PastPython.receive_at`."""
+        return past.receive_at(self.end, number, self._timeout_s, group, *arguments)
+
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error for a handler of signals that would wait for the message that its thread is in."""
+        """Returns the error for a signal handler that would wait for its own thread's message."""
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
-        """Returns the error for a whole message that isn't the expected one."""
+        """Returns the error for a complete message that isn't the expected one."""
         members = self.members
         self._report[_BROKEN] = _MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))

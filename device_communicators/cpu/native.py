@@ -12,6 +12,7 @@ with its stable ABI, which can't read requires_grad or redispatch below autograd
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -155,6 +156,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_transfers_abandon": (None, (c_void_p,)),
     "ps_transfers_is_inside": (c_int, (c_void_p, c_int, c_int)),
     "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
+    "ps_transfers_reserve": (None, (c_void_p, c_int, c_int)),
+    "ps_set_add_pending": (None, (c_void_p,)),
     "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_set_calling": (None, (c_void_p,) * 11),
@@ -256,6 +259,8 @@ class NativeLibrary:
         """The address of a `wakeup.SignalPipe`."""
         wakeup.tell(wakeup.SignalPipe.from_address(self.signal_pipe))
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
+        self._library.ps_set_add_pending(ctypes.cast(ctypes.pythonapi.Py_AddPendingCall, c_void_p))
+        atexit.register(self._library.ps_set_add_pending, None)
         ON_FAILED_OP.append(self.raise_interruption)
         wanted = settings.INSTRUCTIONS.get()
         if wanted != "auto" and self._library.ps_use_instruction_set(wanted.encode()) != 0:

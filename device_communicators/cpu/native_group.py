@@ -47,7 +47,7 @@ OUTSIDE = 1 << 15
 """`kOutside` in csrc/liveness.h."""
 _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
     _TIMED_OUT: (CollectiveTimeoutError, "timed out"),
-    _MISMATCH: (CollectiveMismatchError, "met another call than its own"),
+    _MISMATCH: (CollectiveMismatchError, "detected a mismatched call"),
     _INTERRUPTED: (CommunicationError, "was interrupted by a signal"),
     _UNMAPPED: (CommunicationError, "had no address space left (ulimit -v) to map a tensor"),
 }
@@ -89,8 +89,6 @@ class Meter(NamedTuple):
 
 @dataclass(frozen=True)
 class Members(GroupMember):
-    """What shared memory must know about a group."""
-
     name: str
     ranks: tuple[int, ...]
     """Global, in group order."""
@@ -238,8 +236,8 @@ class NativeGroup:
         if status == _INTERRUPTED:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
-                f"an earlier call of {members} was interrupted by a signal, so that this rank has left the others in "
-                f"it. {LOST}; destroy it and initialise again",
+                f"an earlier call of {members} was interrupted by a signal, so this rank left that call before "
+                f"its peers. {LOST}; destroy it and initialise again",
             )  # fmt: skip
         self._failed_with = status
         if status == _UNMAPPED:
@@ -254,7 +252,7 @@ class NativeGroup:
             has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
         if status != _MISMATCH:
-            raise RuntimeError(f"{operation} of {members} returned {status}, which is no status of a failed call")
+            raise RuntimeError(f"{operation} of {members} returned the unknown status {status}")
         difference, facts = self._difference(list(words), "this rank", suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
@@ -274,7 +272,6 @@ class NativeGroup:
         )
 
     def _failure_text(self) -> str:
-        """Returns the cause of a connection's failure."""
         text = ctypes.create_string_buffer(512)
         self.library.ps_group_failure_text(self.number, text, len(text))
         return text.value.decode(errors="replace")
@@ -379,7 +376,6 @@ class NativeGroup:
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
-        """Returns True if a rank left on purpose."""
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
@@ -415,11 +411,11 @@ def timed_out(members: Members, operation: str, suspect: int, elapsed_s: float) 
     return _failure(
         members, CollectiveTimeoutError, operation, suspect, elapsed_s,
         f"{operation} of {members} timed out after {elapsed_s:.3f} s (the timeout is {members.timeout_s:g} s): global "
-        f"rank {suspect} has not come. {LOST}; look at that rank (its log, `py-spy dump`), or raise the timeout",
+        f"rank {suspect} has not arrived. {LOST}; look at that rank (its log, `py-spy dump`), or raise the timeout",
     )  # fmt: skip
 
 
-LEFT = "has left: it destroyed its group, or its program came to its end"
+LEFT = "has left: it destroyed its group, or its program ended"
 
 
 def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, how: str) -> PeerDiedError:
@@ -434,7 +430,7 @@ def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDie
     """Returns the error for a death outside the group. The route names the rank."""
     return members.failure(
         PeerDiedError,
-        f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside of the group, but of its failure "
+        f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside the group, but in its failure "
         f"domain, has ended. {LOST}; look at that rank's log",
         operation,
         elapsed_s=elapsed_s,

@@ -1,4 +1,4 @@
-"""Tells the library of Python and torch, by which it takes objects apart and makes them: csrc/pack.h and unpack.h."""
+"""Passes facts about Python and torch to the library, which encodes and builds objects: csrc/pack.h and unpack.h."""
 
 from __future__ import annotations
 
@@ -76,19 +76,17 @@ _FUNCTIONS = {
     "call": "PyObject_Vectorcall",
 }
 _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names of libtorch_python's function that makes a tensor's object, by torch's version: both are given an address."""
+"""Names of libtorch_python's function that makes a tensor's object, by torch's version. Both get an address."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Pinned(NamedTuple):
-    """Bytes that lie where they are, one after another."""
+    """Bytes in place, kept alive."""
 
     pieces: tuple[tuple[int, int], ...]
-    """Their addresses and sizes."""
     keeps: object
-    """Keeps them there."""
 
     @property
     def nbytes(self) -> int:
@@ -99,18 +97,15 @@ class Pinned(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A message that was taken apart."""
-
     start: bytes
     more: Pinned
-    """The rest of its head."""
     tensors: list[torch.Tensor]
     is_cut: bytes
-    """For each tensor whether this rank's slice of it is sent."""
+    """By tensor: 1 if only this rank's slice is sent."""
 
 
 _Cut = tuple[int, int, "dict[str, None] | None"]
-"""Of how many slices of each tensor, which is sent, and the keys of a dict's tensors that are sent whole."""
+"""Number of slices, this rank's slice, and the keys of a dict's tensors that are sent whole."""
 _WHOLE: _Cut = (0, 0, None)
 
 
@@ -125,9 +120,9 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """The form of a dict with CPU tensors, known beforehand: the keys of these, their dtypes and shapes.
+    """A dict whose CPU tensors are known: their keys, dtypes and shapes.
 
-    `dtypes`: as c10::ScalarType. `entries`: of the dict, which may have other values, too.
+    `dtypes`: as c10::ScalarType. `entries`: of the dict, including other values.
     """
 
     def __init__(
@@ -143,42 +138,50 @@ class Form:
 
 
 class PastPython:
-    """Sends and receives messages of groups without Python in between: see csrc/messages.h.
+    """Sends and receives messages of groups in C++: see csrc/messages.h.
 
-    Each call begins with a group's key; then the other rank and the number of a method in TRANSFERS, or for messages to
-    all ranks their word, which has the source. Those that send, or fill tensors, return a number of `Outcome` there.
+    Calls take a group's key; then a peer and a method's number in TRANSFERS or, for broadcasts, their word, which has
+    the source. Those that send, or fill tensors, return a number of `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
-        """`python`: the address of what the library is told of Python."""
+        """`python`: address of the facts about Python."""
 
         def method(name: str) -> Callable[..., Any]:
             return library.method(name, python)
 
         self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
-        """Of a dict, its `Form`'s address, and its head."""
+        """Takes a dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Of an object, how many bytes it may have, and the three of a `_Cut`. No room: see `PlainObjects.packed`."""
+        """Of an object, how many bytes it may have, the three of a `_Cut`, and whether to wait between hosts.
+
+        No room: see `PlainObjects.packed`. Between hosts, a message that isn't sent yet returns 4 (`kStarted`) and the
+        number of its transfer.
+        """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
-        """Of the expected head, and the tensors to be filled."""
+        """Takes the expected head, and the tensors to fill."""
         self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
         self.receive_value: Callable[..., Any] = method("ps_receiving_value")
-        """Of what `Received` in csrc/messages_api.cpp is given. Returns the object, or the last argument if that was
-        called; NotImplemented where `receive_at` is to be asked."""
+        """Takes the arguments of `Received` in csrc/messages_api.cpp. Returns the object.
+
+        Returns the last argument if that was called, and NotImplemented if `receive_at` must be called.
+        """
         self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
         self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
         """As `receive_value`; of a reader's end, the message's number, the timeout and the number of the group."""
+        self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
+        """As `receive_value`, between hosts; see `ps_transfers_receiving` in csrc/messages_api.cpp."""
 
 
 class PlainObjects:
-    """Asks the library of objects. Its functions keep the GIL: ctypes' usual ones let other threads run meanwhile."""
+    """Encodes objects by the library. Its functions keep the GIL; ctypes' usual ones release it."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
     ) -> None:
-        """`depth`: of containers within each other. A dict of more than `most_other_keys` has str and bytes for keys.
+        """`depth`: of nested containers. Dicts of more than `most_other_keys` entries must have str or bytes as keys.
 
         `dtype_names`: by c10::ScalarType; tensors of other dtypes are left to Python.
         """
@@ -191,17 +194,17 @@ class PlainObjects:
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
 
     def pack(self, value: object, limit: int, cut: _Cut = _WHOLE) -> Packed | None:
-        """Returns the message of an object; None for what Python packs."""
+        """Returns the message of an object; None if Python must encode it."""
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Packs an object, whose message `packed` then tells; False for what Python packs."""
+        """Encodes an object; call `packed` then. Returns False if Python must encode it."""
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
 
     def packed(self) -> Packed:
-        """Returns the message that this thread packed last."""
+        """Returns this thread's last message."""
         try:
             return self._copied(*self.pieces())
         finally:
@@ -209,7 +212,7 @@ class PlainObjects:
 
     def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed:
         start, *body = pieces[:heads]
-        # Every second piece was written by the library, one behind the other, and is overwritten by the next message.
+        # The library wrote every second piece, consecutively; the next message overwrites them.
         (first, _), (last, last_bytes) = body[0], body[-1]
         written = ctypes.string_at(first, last + last_bytes - first)
         moved = (ctypes.cast(ctypes.c_char_p(written), _Type).value or 0) - first
@@ -219,13 +222,13 @@ class PlainObjects:
         return Packed(ctypes.string_at(*start), more, tensors, written[len(written) - len(tensors) :])
 
     def free(self) -> None:
-        """Lets the next message of this thread be packed over the last one, which has been read."""
+        """Frees the last message of this thread."""
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns addresses and sizes of the message that this thread packed last, and how many are of its head.
+        """Returns this thread's last message: addresses and sizes, how many belong to its head, and the objects kept.
 
-        The others are its tensors. The third are the objects that long texts are in, then the tensors.
+        The other pieces are tensors. The objects are long texts, then the tensors.
         """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
@@ -249,7 +252,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns what the library is told of Python, and what must live as long."""
+    """Returns the facts about Python, and objects that must live as long."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()
@@ -276,9 +279,9 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns where an object has the address of its type, which every build of CPython puts last in its header.
+    """Returns the offset of an object's type: CPython has it last in the header.
 
-    0 where a look at some objects doesn't find it there: then PyObject_Type is asked, which takes three times as long.
+    0 if some objects don't have it there; PyObject_Type then takes three times as long.
     """
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
@@ -288,7 +291,7 @@ def type_at() -> int:
 
 
 def tensor_at() -> int:
-    """Returns where a tensor's object has the address of its TensorImpl; 0 where a look at some doesn't find it."""
+    """Returns the offset of a tensor's TensorImpl; 0 if some tensors don't have it there."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):
@@ -298,7 +301,6 @@ def tensor_at() -> int:
 
 
 def find_wrap() -> int | None:
-    """Returns the address of libtorch_python's THPVariable_Wrap, which torch has loaded."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
     except OSError:

@@ -50,7 +50,7 @@ class Segment:
             if _keep(descriptor):
                 return cls(name, descriptor)
             os.close(descriptor)
-        raise SegmentError(f"each segment made in {DIRECTORY} was taken away at once")
+        raise SegmentError(f"each new segment in {DIRECTORY} was removed at once")
 
     @classmethod
     def open(cls, name: str) -> Segment | None:

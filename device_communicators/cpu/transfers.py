@@ -1,4 +1,4 @@
-"""Sends and receives of plain tensors between two ranks, as `csrc/transfers.h` carries them; their errors.
+"""Sends and receives between two ranks, as `csrc/transfers.h` carries them: of tensors, and between hosts of messages.
 
 Within a host they go through rings in shared memory, between hosts over connections.
 
@@ -16,6 +16,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator
+from ctypes import c_int64
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,8 +34,10 @@ from device_communicators.base.limits import describe_address_space
 from device_communicators.base.member import LOST
 from device_communicators.calls.user_call import DTYPE_NUMBERS, handler_error
 from device_communicators.calls.work import DONE, TransferError, Work
+from device_communicators.cpu.message_queue import Message, pieces_of
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
+from device_communicators.cpu.plain_tree import PastPython, Pinned
 
 _TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP, _NO_MEMORY, _CLOSED, _BROKEN = 1, 2, 4, 5, 7, 8, 9
 """`QueueStatus` in csrc/queue.h and the statuses of `TransferFailure`; any other is of a malformed message."""
@@ -44,7 +47,8 @@ _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
 """How a wait ends there; any other number is a failure."""
 _LONGEST_S = 1e9
 MOST_TAG = (1 << 31) - 1
-_DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
+_DTYPES: dict[int, object] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
+_DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
@@ -153,6 +157,7 @@ class _Functions:
         self.run = library.method("ps_transfers_running")
         self.wait = library.method("ps_transfers_waiting")
         self.is_done = library.method("ps_transfers_done")
+        self.send_message = library.method("ps_transfers_sending")
 
 
 @functools.cache
@@ -227,13 +232,51 @@ class Transfers:
         if not sends or not self._ring_bytes:
             self._refuse_inside(sends, peer)
         number = self._functions.start(self.address, sends, peer, tag, _number_of(x.dtype), x.data_ptr(), x.nbytes, x)
+        return self._work(number, sends, peer)
+
+    def _work(self, number: int, sends: int, peer: int) -> Work:
         if number == _DONE:
             return DONE
         if number == _INSIDE:
             raise self._in_a_handler(sends)
         if number < 0:
             raise self._failed()
-        return (_Transfer if self._ring_bytes else _TransferBetweenHosts)(self, number, sends, peer)
+        return _Transfer(self, number, sends, peer)
+
+    # Messages, which connections carry.
+
+    def isend_message(self, message: Message, dst: int, tag: int) -> Work:
+        """Starts to send a message, which is kept until it is sent."""
+        self._refuse_inside(1, dst)
+        head, tensors, _, more = message
+        more_heads = len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
+        pieces, _ = pieces_of(tensors, more)
+        number = self._functions.send_message(self.address, dst, tag, head, pieces or b"", more_heads, message)
+        return self._work(number, 1, dst)
+
+    def started_message(self, number: int, dst: int) -> Work:
+        """Returns the work of a message that was started without Python."""
+        return _Transfer(self, number, 1, dst)
+
+    def receive_message(
+        self, past: PastPython, src: int, tag: int, group: int, report: ctypes.Array[c_int64], *arguments: Any
+    ) -> Any:
+        """Returns the object of a message, as `PastPython.receive_over`; its sizes are in `report`."""
+        with self._waiting(0, src):
+            address = ctypes.addressof(report)
+            return past.receive_over(self.address, src, tag, self._timeout_us, group, address, *arguments)
+
+    def check(self) -> None:
+        """Raises the first failure."""
+        if self._failure is None:
+            words = (c_int64 * len(Failed._fields))()
+            if not self._library.ps_transfers_failure(self.address, words):
+                return
+        raise self._failed()
+
+    def reserve(self, src: int, receives: int) -> None:
+        """Notes receives of messages that were started, which lists received without Python don't overtake."""
+        self._library.ps_transfers_reserve(self.address, src, receives)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
         self._check(sends, tag)
@@ -285,9 +328,6 @@ class Transfers:
         if status != _ENDED:
             self._raise(status, sends)
 
-    def run_to_end(self, number: int) -> None:
-        self._functions.wait(self.address, number, int(1e6 * _LONGEST_S))
-
     def _raise(self, status: int, sends: int) -> NoReturn:
         if status == _WAIT_INTERRUPTED:
             self._library.raise_interruption()
@@ -298,7 +338,7 @@ class Transfers:
     def _failed(self) -> Failure:
         """Returns the error for the first failure, with which all transfers end."""
         if self._failure is None:
-            words = (ctypes.c_int64 * len(Failed._fields))()
+            words = (c_int64 * len(Failed._fields))()
             self._library.ps_transfers_failure(self.address, words)
             self._failure = failure_of(self.members, Failed(*words), self.failure_text(), self._ring_bytes)
         return self._failure
@@ -346,11 +386,3 @@ class _Transfer:
 
     def wait(self) -> None:
         self._transfers.wait(self._number, self._sends, self._peer)
-
-
-class _TransferBetweenHosts(_Transfer):
-    """Part of a message: the messenger keeps its tensor until it is sent."""
-
-    def run_in_this_thread(self) -> None:
-        """Returns once the transfer has ended, without a deadline. `wait` raises the error, if there is one."""
-        self._transfers.run_to_end(self._number)

@@ -275,7 +275,10 @@ class NcclCommunicator(Communicator):
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns bytes in a window of the communicator (see `windows`). Tests the first one with an all-reduce."""
+        """Returns memory that is registered with the communicator (see `windows`), or None.
+
+        Runs an all-reduce in the first memory that it returns, to test that NCCL can use registered memory.
+        """
         handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:

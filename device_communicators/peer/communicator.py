@@ -59,7 +59,9 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def group(self) -> PeerGroup:
         """Returns the group that `admit` made. Raises UnsupportedError without one."""
         if self._made is None:
-            raise UnsupportedError(f"{self.context} has no peer memory: it was not admitted, or closed")
+            raise UnsupportedError(
+                f"{self.context} has no peer memory: it was refused when the group was made, or was closed"
+            )
         return self._made
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ class SharingMethod(Protocol):
 class SymmetricSharing:
     """torch's symmetric memory: CUDA's virtual memory, shared by file descriptors or fabric handles.
 
-    torch's rendezvous exchanges these over the CPU group's store. Offers are only used for a check.
+    torch's rendezvous exchanges the descriptors over the CPU group's store. `offer` returns only what `map` checks.
     """
 
     name = "torch symmetric memory"

@@ -311,7 +311,9 @@ def agree(
     arch = facts[0]["GPU architecture"]
     thresholds = thresholds or tables[0].find(arch, context.size) or cited(arch, context.size)
     if thresholds is None:
-        raise NotSharedError(f"there are no thresholds for {context.size} ranks: {HOW}")
+        raise NotSharedError(
+            f"the sizes up to which each kernel is used were not measured for {context.size} ranks: {HOW}"
+        )
     topology = device.topology(context)
     problem = _problem(topology, context.size)
     if problem is not None:

@@ -33,7 +33,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
         return f"torch.distributed over {self.context.device_group.name()}, for {self.context.device.type} tensors"
 
     def connect(self, peer: int) -> None:
-        """Creates the NCCL communicator of the pair, which torch creates at the first transfer."""
+        """Exchanges a byte with `peer`: torch creates the NCCL communicator of two ranks at their first transfer."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
         steps = [self.send, self.recv] if self.context.rank < peer else [self.recv, self.send]
         for step in steps:

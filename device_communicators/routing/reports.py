@@ -201,9 +201,9 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns the ranks' calls of the lowest sequence number in `reports`, or `reports` if one of them is unknown.
+    """Returns the reports with the lowest sequence number; all of them if a rank's number is unknown.
 
-    A rank that needs no data from its peers in a call can be in the next call when they fail.
+    A rank that needs no data from its peers can already be in the next call when those peers fail in this one.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

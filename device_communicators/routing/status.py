@@ -68,7 +68,7 @@ class _Failed:
 
 
 class Start(NamedTuple):
-    """The start-up in which a rank waits, for its answers to requests."""
+    """What a rank that waits in start-up returns to processes that request its state."""
 
     where: str
     """Address of the rendezvous."""

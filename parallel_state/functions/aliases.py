@@ -36,7 +36,10 @@ from parallel_state.state import (
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """Returns the `dp` group, with context parallelism `dp_cp`, or its part `intra_dp_cp` of one optimizer instance."""
+    """Returns `dp`, or `dp_cp` if `with_context_parallel`.
+
+    With both arguments returns `intra_dp_cp`: the part of `dp_cp` with one instance of the distributed optimizer.
+    """
     return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 

@@ -77,8 +77,8 @@ class _Forwards:
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
         if groups is _FORGOTTEN:
             raise UsageError(
-                f"the forward of this backward pass was more than {_MOST_MARKS // 2} uses of groups ago; "
-                "put `with groups.use():` around the backward as well"
+                f"groups.use() was entered more than {_MOST_MARKS // 2} times since the forward of this backward pass, "
+                "so its groups are no longer known; put `with groups.use():` around the backward as well"
             )
         if not isinstance(groups, weakref.ref):
             return groups

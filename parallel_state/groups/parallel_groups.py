@@ -367,7 +367,7 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
 @dataclass(frozen=True)
 class _Division:
-    """The checked arguments of one division; creates the groups once all ranks have agreed on them."""
+    """The checked arguments that divide a world into groups. Creates the groups after all ranks agreed on them."""
 
     world: GroupCoordinator
     layout: Layout

@@ -306,10 +306,9 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the program's own fork server runs and has SIGCHLD blocked.
+    """Returns False if the program's own fork server runs and has SIGCHLD blocked, so it misses the exits of ranks.
 
-    A fork server of this library unblocks SIGCHLD at the end of its imports (`launch.preload`). This process must not:
-    handlers of pending signals would run.
+    This library's fork server unblocks SIGCHLD after its imports (`launch.preload`).
     """
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)

@@ -91,7 +91,7 @@ class MessageCalls(GroupFacts):
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
         dst = self._destination("send_object", dst)
-        self._messenger.send(self._messenger.post(obj, dst), dst)
+        self._messenger.send(self._messenger.post(obj, dst, waits=True), dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
@@ -192,7 +192,7 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> None:
         dst = self._destination("send_tensor_dict", dst)
-        outgoing = self._messenger.post(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
+        outgoing = self._messenger.post(tensor_dict, dst, dict, all_gather_group, all_gather_tensors, waits=True)
         self._messenger.send(outgoing, dst)
 
     def recv_tensor_dict(

@@ -1,4 +1,4 @@
-"""Carries messages to the other ranks: through queues in shared memory, or as transfers of the group's route.
+"""Carries messages to the other ranks: by the compiled library, or as transfers of the group's route.
 
 Each medium brings the same messages, in order, and counts them alike. A message is posted as its head and its tensors;
 one that comes is given to a `Reader`, which makes tensors for its head, and these are filled. Tensors of a device are
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveMismatchError, RemoteError, UnsupportedError
 from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.recorder import Operation
-from device_communicators.calls.user_call import UserCall, message_word, transfer_number
+from device_communicators.calls.user_call import TRANSFERS, UserCall, message_word, transfer_number
 from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
+from device_communicators.cpu.message_streams import MessageStreams, StreamReceiver
 from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
@@ -29,7 +30,16 @@ from device_communicators.routing.states import waiting_for
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.reader import Reader
-from parallel_state.messages.wire import DONE, FRAME_BYTES, HEADER_BYTES, NO_ROOM, Cut, Outgoing, split_by_device
+from parallel_state.messages.wire import (
+    DONE,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    NO_ROOM,
+    STARTED,
+    Cut,
+    Outgoing,
+    split_by_device,
+)
 
 # Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
 # may be posted before the body of this one arrives, and would take it in.
@@ -39,6 +49,7 @@ _MOST_PACKED_BYTES = 1 << 20
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
 """The names under which messages are counted: one call each, however many transfers it takes."""
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
+_OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
@@ -49,8 +60,13 @@ class Medium(Protocol):
     past_python: PastPython | None = None
     """Carries what it can, recorded and counted by the library; None where nothing does."""
 
-    def post(self, obj: object, dst: int, call: UserCall | None, cut: Cut) -> Outgoing | bool:
-        """Sends an object if that takes no more than a moment: True. Else its message; False where it isn't known."""
+    def post(
+        self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
+    ) -> Outgoing | Handle | bool:
+        """Sends an object if that takes no more than a moment, or if the library `waits`: True.
+
+        Else returns its message, or the handle of one that was started; False where neither is known.
+        """
         return False
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
@@ -76,18 +92,26 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns queues where all ranks share a host, on which they agreed when the group was made."""
+    """Returns the library's where it carries messages, on which the ranks agreed when the group was made."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
-    channels = None if memory is None else memory.channels
-    return RouteMedium(route) if channels is None else QueueMedium(route, channels)
+    if memory is not None and memory.channels is not None:
+        return LibraryMedium(route, memory.channels)
+    to_each = RouteMedium(route)
+    return to_each if memory is None or memory.streams is None else LibraryMedium(route, memory.streams, to_each)
 
 
 def _counted(reader: Reader, call: UserCall | None) -> str:
     if reader.is_list:
         return _RECEIVED_LIST if call is None else _BROADCAST_LIST
     return _RECEIVED if call is None else _BROADCAST
+
+
+def _method_of(reader: Reader) -> int:
+    """Returns the number of the method that receives; a message that was started earlier is never a list's."""
+    number = transfer_number("recv_tensor_dict")
+    return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
 
 class FakeMedium(Medium):
@@ -233,20 +257,22 @@ def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.numel()]
 
 
-# One message of a queue.
+# One message of the library.
 
 
-class QueueMedium(_ByTransfers):
-    """Carries head and CPU tensors in one piece through shared memory.
+class LibraryMedium(_ByTransfers):
+    """Carries head and CPU tensors in one piece: through queues in shared memory, or over connections between hosts.
 
     Where the library serves the group it records and counts messages itself; else they are recorded here.
     """
 
     takes_many = True
 
-    def __init__(self, route: Route, channels: Channels) -> None:
+    def __init__(self, route: Route, channels: Channels | MessageStreams, to_all: RouteMedium | None = None) -> None:
+        """`to_all`: carries messages to all ranks, if `channels` don't."""
         self.route = route
         self.channels = channels
+        self._to_all = to_all
         self._open: set[tuple[int, bool]] = set()
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
@@ -254,15 +280,37 @@ class QueueMedium(_ByTransfers):
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
 
-    def post(self, obj: object, dst: int, call: UserCall | None, cut: Cut) -> Outgoing | bool:
+    def post(
+        self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
+    ) -> Outgoing | Handle | bool:
         past, key, limit = self.past_python, self.route.context.key, settings.MAX_METADATA_BYTES.get()
-        if past is None:
+        if past is None or (call is not None and self._to_all is not None):
             return False
         if call is None:
-            outcome = past.send_object(key, dst, transfer_number("send_tensor_dict"), obj, limit, *cut)
+            outcome = past.send_object(key, dst, transfer_number("send_tensor_dict"), obj, limit, *cut, waits)
         else:
             outcome = past.broadcast_object(key, message_word(call.method, call.root), obj, limit)
+        if outcome >= STARTED:
+            return self._started(outcome - STARTED, dst)
         return outcome == DONE or (outcome == NO_ROOM and wire.of_packed(self._objects.packed(), cut))
+
+    @property
+    def _queues(self) -> Channels:
+        """Returns the queues, of a group whose messages to all ranks they carry."""
+        return cast(Channels, self.channels)
+
+    @property
+    def _streams(self) -> MessageStreams:
+        """Returns the connections, of a group on several hosts."""
+        return cast(MessageStreams, self.channels)
+
+    def _receiver(self, src: int, of_all: bool) -> Receiver | StreamReceiver:
+        return self._queues.receiver(src, MESSAGES, broadcast=True) if of_all else self.channels.message_receiver(src)
+
+    def _started(self, number: int, dst: int) -> Handle:
+        """Records a message that the library has started to send, and counted."""
+        work = self._streams.message_sender(dst).started(number)
+        return Handle(self.route, self.route.note(SENT, None, None, peer=dst), work, wire.NO_BYTES)
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         route, started = self.route, time.monotonic()
@@ -271,7 +319,7 @@ class QueueMedium(_ByTransfers):
         route.check_usable()
         route.check_recordable(name)
         try:
-            work = self.channels.sender(dst, MESSAGES).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
+            work = self.channels.message_sender(dst).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
         except Exception as error:
             self._note_sent(outgoing, name, dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
@@ -289,6 +337,9 @@ class QueueMedium(_ByTransfers):
             part.wait()
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        if self._to_all is not None:
+            self._to_all.broadcast(outgoing, call)
+            return
         for part in self._write(outgoing, None, call):
             part.wait()
 
@@ -300,14 +351,15 @@ class QueueMedium(_ByTransfers):
         on_cpu, on_device = split_by_device(outgoing.tensors)
         route.check_usable()
         route.check_recordable(name)
-        number = self.channels.begin_broadcast() if is_to_all else 0
+        number = self._queues.begin_broadcast() if is_to_all else 0
         record = self._note_sent(outgoing, name, -1 if dst is None else dst, started, call)
         try:
             with waiting_for(route.context, record):
                 if call is not None:
                     self.announce(call)
                 message = Message(outgoing.head, on_cpu, number, outgoing.more or b"")
-                self.channels.sender(dst, MESSAGES).send(message, operation)
+                sender = self._queues.sender(None, MESSAGES) if dst is None else self.channels.message_sender(dst)
+                sender.send(message, operation)
         except Exception as error:
             raise route.failure_of(error, operation, started)  # noqa: B904  (the same error, noted by the route)
         record.ended_s = time.monotonic()
@@ -328,7 +380,7 @@ class QueueMedium(_ByTransfers):
         The queue itself can't tell: a rank that is in a collective doesn't look there.
         """
         if (collectives := self.route.context.collectives) is not None:
-            collectives.announce(call.root, self.channels.spin_ns, call)
+            collectives.announce(call.root, self._queues.spin_ns, call)
 
     def _note_sent(
         self, outgoing: Outgoing, name: str, dst: int, started_s: float, call: UserCall | None = None
@@ -341,16 +393,19 @@ class QueueMedium(_ByTransfers):
     def start_receive(self, reader: Reader) -> None:
         self.route.check_usable()
         self.route.check_recordable(_counted(reader, None))
-        receiver = self.channels.receiver(reader.src, MESSAGES)
+        receiver = self.channels.message_receiver(reader.src)
         if receiver.is_held_here:  # a handler of signals, whose message would be another call's
             raise receiver.in_a_handler("recv")
         receiver.reserve(1)
 
     def end_receive(self, reader: Reader) -> None:
-        self.channels.receiver(reader.src, MESSAGES).reserve(-1)
+        self.channels.message_receiver(reader.src).reserve(-1)
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
         src, past, key = reader.src, self.past_python, self.route.context.key
+        if call is not None and self._to_all is not None:
+            with self.route.alone(call):
+                return self._to_all.receive(reader, call)
         on_device: list[Tensor] = []
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
@@ -363,10 +418,10 @@ class QueueMedium(_ByTransfers):
         if past is not None:
             end = src, call is not None
             if end not in self._open:
-                self.channels.receiver(src, MESSAGES, broadcast=end[1])
+                self._receiver(*end)
                 self._open.add(end)
             if call is None:
-                found = past.receive_value(key, src, transfer_number("recv_tensor_dict"), *reader.wanted, take)
+                found = past.receive_value(key, src, _method_of(reader), *reader.wanted, take)
             else:
                 found = past.receive_broadcast_value(key, message_word(call.method, src), *reader.wanted, take)
         if found is NotImplemented:
@@ -382,40 +437,40 @@ class QueueMedium(_ByTransfers):
         route, name, operation = self.route, _counted(reader, call), "recv" if call is None else call.method
         route.check_usable()
         route.check_recordable(name)
-        receiver = self.channels.receiver(reader.src, MESSAGES, broadcast=call is not None)
+        receiver = self._receiver(reader.src, call is not None)
         if receiver.is_held_here:
             raise receiver.in_a_handler(operation)
-        number = 0 if call is None else self.channels.begin_broadcast()
+        number = 0 if call is None else self._queues.begin_broadcast()
         record = route.note(name, None, call, peer=-1 if call is not None else reader.src)
         with waiting_for(route.context, record), receiver.lock:
             self._check(receiver, call, operation)
-            if call is not None and not receiver.has_found:  # else that call has announced itself
+            if call is not None and not cast(Receiver, receiver).has_found:  # else that call has announced itself
                 self.announce(call)
-            timeout_s = receiver.members.timeout_s
             try:
-                receive = self._objects.past_python.receive_at
-                found = receive(receiver.end, number, timeout_s, self._group, *reader.wanted, take)
+                past = self._objects.past_python
+                found = receiver.receive(past, number, self._group, *reader.wanted, take)
             except RemoteError:  # a whole message
                 self._end(record, name, receiver)
                 raise
             if found is NotImplemented:
                 self._check(receiver, call, operation)
-                raise receiver.mismatch(  # a writer, who doesn't wait for its readers, can't notice
+                end = cast(Receiver, receiver)
+                raise end.mismatch(  # a writer, who doesn't wait for its readers, can't notice
                     f"this rank is in the group's message number {number} to all ranks, and rank {reader.src} sent "
-                    f"its number {receiver.fingerprint}; another `src`, or another order of calls, was given on some "
+                    f"its number {end.fingerprint}; another `src`, or another order of calls, was given on some "
                     "rank",
                     operation,
                 )
             self._end(record, name, receiver)
         return found
 
-    def _end(self, record: Operation, name: str, receiver: Receiver) -> None:
+    def _end(self, record: Operation, name: str, receiver: Receiver | StreamReceiver) -> None:
         """Counts a message, which has come."""
         record.ended_s = time.monotonic()
         head_bytes, tensor_bytes = receiver.found_bytes
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
-    def _check(self, receiver: Receiver, call: UserCall | None, operation: str) -> None:
+    def _check(self, receiver: Receiver | StreamReceiver, call: UserCall | None, operation: str) -> None:
         """Raises the failure of a receive, also of one that the library has recorded."""
         try:
             receiver.check(operation)

@@ -28,6 +28,7 @@ from device_communicators.calls.user_call import (
     transfer,
 )
 from device_communicators.routing.route import Route
+from device_communicators.routing.started import Handle
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import wire
@@ -116,20 +117,25 @@ class Messenger:
         must_be: type | None = None,
         group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Outgoing | None:
-        """Sends an object at once if possible, and returns None; else returns its message for `send` or `isend`."""
+        *,
+        waits: bool = False,
+    ) -> Outgoing | Handle | None:
+        """Sends an object at once if possible, and returns None. `waits`: `send` follows.
+
+        Else returns its message, or the handle of one that was started, for `send` or `isend`.
+        """
         if self._unwaited:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
             cut = wire.WHOLE if group is None else wire.cut_of(group, all_gather_tensors)
-            posted = cut is not None and self.medium.post(obj, dst, None, cut)
+            posted = cut is not None and self.medium.post(obj, dst, None, cut, waits)
             if posted is True:
                 return None
             if posted is not False:
                 return posted
         return self.encode(obj, must_be, group, all_gather_tensors)
 
-    def isend(self, outgoing: Outgoing | None, dst: int) -> SendHandle:
+    def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
         """Starts to send. An object that can't be encoded raises MessageEncodeError, here and at the receiver.
 
         `outgoing`: None if `post` has sent the message already.
@@ -138,19 +144,23 @@ class Messenger:
             return SendHandle(self, ())
         if self._unwaited:
             self._forget_sent()
-        handle = SendHandle(self, self.medium.isend(outgoing, dst))
+        parts = [outgoing] if isinstance(outgoing, Handle) else self.medium.isend(outgoing, dst)
+        handle = SendHandle(self, parts)
         if not handle.has_ended:
             self._track(handle)
-        if outgoing.error is not None:
+        if isinstance(outgoing, Outgoing) and outgoing.error is not None:
             raise outgoing.error
         return handle
 
-    def send(self, outgoing: Outgoing | None, dst: int) -> None:
+    def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
         """Sends, and waits until the buffers may be reused; raises as isend. None: `post` has sent it."""
         if outgoing is None:
             return
         if self._pending:
             self.receive_meanwhile()
+        if isinstance(outgoing, Handle):
+            outgoing.wait()
+            return
         self.medium.send(outgoing, dst)
         if outgoing.error is not None:
             raise outgoing.error
@@ -273,7 +283,7 @@ class Messenger:
         if posted is True:
             return obj
         with self.route.alone(call):
-            outgoing = self.encode(obj, must_be) if posted is False else posted
+            outgoing = posted if isinstance(posted, Outgoing) else self.encode(obj, must_be)
             self.medium.broadcast(outgoing, call)
         if outgoing.error is not None:
             raise outgoing.error

@@ -65,6 +65,9 @@ LENT_BYTES = 128 << 10
 """Of the tensors of a message that may be lent, at least: `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
 """Outcomes of calls that go past Python: `Outcome` in csrc/messages.h."""
+STARTED = 4
+"""`kStarted` in csrc/messages_api.cpp: with the number of a transfer added, a message is under way."""
+NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
 """In place of an object that there isn't."""
 

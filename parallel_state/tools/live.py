@@ -1,7 +1,7 @@
 """`python -m parallel_state debug --live PID|JOB`: prints the current state of each rank of a running job.
 
-The control plane of each rank on this host answers, with the stacks of its threads. One of them asks the ranks of other
-hosts. No rank is stopped. Ranks that wait during start-up report the missing ranks.
+The control plane of each rank on this host answers, with the stacks of its threads. One rank's control plane asks the
+ranks of other hosts. No rank is stopped. Ranks that wait during start-up report the missing ranks.
 """
 
 from __future__ import annotations

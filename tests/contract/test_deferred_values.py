@@ -309,7 +309,7 @@ def _messages(over: str) -> None:
         _written_body(member, WRITING_MESSAGES)
 
 
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_messages(pools: Pools, over: str) -> None:
     pools(3).run(_messages, over, tp=3, timeout_s=60.0)
 

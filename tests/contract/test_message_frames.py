@@ -1,9 +1,9 @@
-"""The number of Python frames of a new kind of message, within a host."""
+"""The number of Python frames of a new kind of message, within a host and between hosts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
+from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.contract.test_objects import Pools, own_group, same
+from tests.hosts import HostRanks
 
 MOST_FRAMES = 30
 DEADLINE_S = 60.0
@@ -66,3 +68,49 @@ def test_the_first_message_of_a_form_takes_few_frames(pools: Pools) -> None:
         pytest.skip("the library without ops can't read tensors")
     for found in pools(2).run(_exchange, tp=1, timeout_s=DEADLINE_S):
         assert max(found.values()) <= MOST_FRAMES, found
+
+
+BETWEEN_HOSTS = [*VALUES, ("tensor_dict", {"large": torch.ones(1 << 18), "flag": True})]
+CALLS: list[tuple[str, str]] = [
+    ("send_tensor_dict", "recv_tensor_dict"),
+    ("send_object", "recv_object"),
+    ("isend_tensor_dict", "irecv_tensor_dict"),
+    ("isend_object", "irecv_object"),
+]
+SPECIFIED: dict[str, Any] = {"hidden": torch.ones(4, 8), "ids": torch.arange(5), "n": 1}
+
+
+def _exchange_between_hosts() -> dict[str, int]:
+    """Returns the frames of each call on this rank."""
+    found: dict[str, int] = {}
+    spec = TensorDictSpec.of(SPECIFIED)
+    with own_group() as group:
+        sends = group.is_first_rank
+        for send, receive in CALLS:
+            for number, (kind, value) in enumerate(BETWEEN_HOSTS):
+                if not send.endswith(kind):
+                    continue
+                call = getattr(group, send if sends else receive)
+                arguments = (value, 1) if sends else (0,)
+                received, found[f"{call.__name__} {number}"] = _frames_of(lambda: call(*arguments))  # noqa: B023
+                if send.startswith("isend"):
+                    received, found[f"wait {call.__name__} {number}"] = _frames_of(received.wait)
+                assert sends or same(received, value)
+                group.barrier()
+        for number in range(2):
+            if sends:
+                _, frames = _frames_of(lambda: group.send_tensor_dict(SPECIFIED, 1, spec=spec))
+            else:
+                received, frames = _frames_of(lambda: group.recv_tensor_dict(0, spec=spec))
+                assert same(received, SPECIFIED)
+            if number > 0:  # the form of a spec is made once
+                found["a dict with a spec"] = frames
+            group.barrier()
+    return found
+
+
+def test_between_hosts_a_message_takes_as_few_frames(on_hosts: Callable[[Sequence[int]], HostRanks]) -> None:
+    if not native.load().has_ops:
+        pytest.skip("the plain build doesn't look into tensors")
+    for found in on_hosts((0, 1)).run(_exchange_between_hosts, tp=2, timeout_s=DEADLINE_S):
+        assert len(found) == 16 and max(found.values()) <= MOST_FRAMES, found

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators import GroupContext, Handle, Route
 from device_communicators.base import settings
+from device_communicators.cpu import host_memory
 from parallel_state import GroupCoordinator, GroupOptions
 from parallel_state.groups.coordinator import Traits, create_group
 from tests.internals import raw_messages
@@ -32,8 +33,8 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])
 DEADLINE_S = 30.0
 AT_ONCE_S = 2.0  # bound for calls that wait for no peer, on a busy machine
 BODY_TAG = 2
-OVER = ["queue", "route"]
-"""How messages travel within a host. Between hosts only the route exists."""
+OVER = ["queue", "connections", "route"]
+"""How messages travel: through queues, over connections, or as transfers of the route."""
 
 
 class Custom:
@@ -125,12 +126,17 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
-    """A group of the world with its own process groups, for tests that make it fail. All ranks must enter it."""
+    """A group of the world with its own process groups, for tests that make it fail. All ranks must enter it.
+
+    Its messages use queues if possible; or connections; or the route over gloo, as if not all ranks were connected.
+    """
     world = ps.get_world_group()
     assert world.pool is not None
     with pytest.MonkeyPatch.context() as patch:
-        if over == "route":
+        if over != "queue":
             patch.setenv(settings.SHARED_MEMORY.name, "off")
+        if over == "route":
+            patch.setattr(host_memory, "MOST_MESHED", 1)
         group = create_group(
             world.pool,
             world.ranks,
@@ -742,9 +748,10 @@ def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools) -> None:
     pools(2).run(told_of, numel, "route", ps.CommunicationError, words, tp=1, timeout_s=DEADLINE_S)
 
 
-def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Pools) -> None:
+@pytest.mark.parametrize("over", ["queue", "connections"])
+def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Pools, over: str) -> None:
     words = "rank 0 of group .* 0 bytes of tensors follow its metadata, which tells of 1073741824"
-    pools(2).run(told_of, 1 << 28, "queue", ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
+    pools(2).run(told_of, 1 << 28, over, ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
 
 
 def a_thousand_in_flight() -> None:

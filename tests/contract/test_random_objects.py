@@ -158,7 +158,7 @@ def _on_transport(over: str, name: str, seeds: Sequence[int]) -> None:
         _body(group, seeds)
 
 
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_on_one_host(pools: Pools, over: str) -> None:
     pools(3).run(_on_transport, over, "tp", range(SEEDS), tp=3, timeout_s=DEADLINE_S * (10 if LONG else 1))
 
@@ -218,7 +218,7 @@ def _every_dtype(over: str) -> None:
                 check_arrived(group.recv_tensor_dict(0, spec=spec), {"x": first}, f"send_tensor_dict of {dtype}")
 
 
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_every_dtype_of_torch(pools: Pools, over: str) -> None:
     pools(3).run(_every_dtype, over, tp=3, timeout_s=DEADLINE_S)
 
@@ -258,6 +258,6 @@ def _refuse_all(group: GroupCoordinator, is_src: bool) -> None:
     assert group.broadcast_object("on" if is_src else None) == "on"
 
 
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_dtypes_that_do_not_travel(pools: Pools, over: str) -> None:
     pools(2).run(_refused, over, tp=2, timeout_s=DEADLINE_S)

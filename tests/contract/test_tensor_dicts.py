@@ -452,7 +452,7 @@ def delivered_sends(over: str) -> None:
         check_usable(group)
 
 
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_delivered_sends(pools: Pools, over: str) -> None:
     pools(2).run(delivered_sends, over, tp=1, timeout_s=DEADLINE_S)
 
@@ -543,7 +543,7 @@ def exchange_lists(over: str) -> None:
         check_usable(group)
 
 
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_lists_over_both_transports(pools: Pools, over: str) -> None:
     pools(2).run(exchange_lists, over, tp=1, timeout_s=DEADLINE_S)
 
@@ -739,7 +739,7 @@ def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
                 group.recv_tensor_dict(0, spec=first)
         if group.rank_in_group == 0:
             # In a broadcast the later rank detects it. Over gloo the sender waits for its receiver.
-            found = ps.CollectiveMismatchError if over == "queue" else ps.CollectiveTimeoutError
+            found = ps.CollectiveTimeoutError if over == "route" else ps.CollectiveMismatchError
             with contextlib.suppress(found):
                 if broadcasts:
                     group.broadcast_tensor_dict(sent, 0, spec=sent_spec)
@@ -772,7 +772,9 @@ def meet_other_specs(over: str, cases: list[int]) -> None:
             meet_other_spec(over, case, broadcasts)
 
 
-@pytest.mark.parametrize(("over", "cases"), [("queue", list(range(7))), ("route", [0, 5])])
+@pytest.mark.parametrize(
+    ("over", "cases"), [("queue", list(range(7))), ("connections", list(range(7))), ("route", [0, 5])]
+)
 def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -> None:
     """Otherwise two swapped tensors of equal size would go undetected."""
     pools(2).run(meet_other_specs, over, cases, tp=1, timeout_s=90)
@@ -797,7 +799,7 @@ def test_other_slices_are_a_mismatch(pools: Pools) -> None:
     """The first receiver to detect it fails the group. The other may receive that failure first."""
     told = pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)[2:]
     assert any("cut other tensors into slices" in text for text in told), told
-    assert all(re.search("cut other tensors into slices|met another call than its own", text) for text in told), told
+    assert all(re.search("cut other tensors into slices|detected a mismatched call", text) for text in told), told
 
 
 def refuse_gradients() -> None:
@@ -931,7 +933,7 @@ def receive_into_buffers(over: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["recv", "irecv", "broadcast"])
-@pytest.mark.parametrize("over", ["queue", "route"])
+@pytest.mark.parametrize("over", ["queue", "connections", "route"])
 def test_receiving_into_buffers(pools: Pools, over: str, how: str) -> None:
     pools(2).run(receive_into_buffers, over, how, tp=1, timeout_s=DEADLINE_S)
 

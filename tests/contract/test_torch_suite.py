@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import distributed_c10d
 
+from tests.hosts import Hosts, problem
 from tests.torch_suite import ROOT, Outcome, run
 
 PAGE = ROOT / "docs" / "torch_distributed.md"
@@ -16,6 +17,7 @@ SAMPLE = (
     "test_DistributedDataParallelCPU", "test_all_reduce_sum_async", "test_monitored_barrier_gloo",
     "test_scatter_object_list", "test_send_recv_any_source_torch_profiler", "test_sparse_all_reduce_sum",
 )  # fmt: skip
+needs_reconfigure = pytest.mark.skipif(not hasattr(distributed_c10d, "_reconfigure"), reason="needs torch >= 2.15")
 
 
 def _known() -> set[str]:
@@ -58,12 +60,24 @@ def test_what_passes_over_gloo_beside_rpc(tmp_path: Path) -> None:
     _compare(4, tmp_path / "log", part="rpc")
 
 
-@pytest.mark.skipif(not hasattr(distributed_c10d, "_reconfigure"), reason="needs torch >= 2.15")
+@needs_reconfigure
 def test_groups_whose_members_change(tmp_path: Path) -> None:
     """pytorch's test_c10d_fault_tolerance.py."""
-    found = run("parallel_state", 3, part="fault_tolerance", log=tmp_path / "log")
+    _check_fault_tolerance(tmp_path / "log")
+
+
+@needs_reconfigure
+@pytest.mark.skipif(problem() is not None, reason=f"no hosts can be made here: {problem()}")
+def test_groups_whose_members_change_over_two_hosts(tmp_path: Path) -> None:
+    """The same, with ranks 0 and 2 on one host and rank 1 on another."""
+    with Hosts(2) as hosts:
+        _check_fault_tolerance(tmp_path / "log", [hosts.pid(0), hosts.pid(1)])
+
+
+def _check_fault_tolerance(log: Path, hosts: Sequence[int] = ()) -> None:
+    found = run("parallel_state", 3, part="fault_tolerance", log=log, hosts=hosts)
     failed = {name: outcome for name, outcome in found.items() if outcome.outcome == "failed"}
-    assert not failed, _report(failed, tmp_path / "log")
+    assert not failed, _report(failed, log)
     passed = [name for name, outcome in found.items() if outcome.outcome == "passed"]
     skipped = [name.rpartition(".")[2] for name in found.keys() - set(passed)]
     assert len(passed) >= 12 and skipped == ["test_reconfigure_after_timeout"], skipped  # that one is NCCL's

@@ -47,7 +47,6 @@ def _side_by_side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Reports a test that has already run; leaves all others to pytest."""
     if RUN not in pyfuncitem.stash:
         return None
     pyfuncitem.stash[RUN].result()
@@ -56,7 +55,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Checks processes, names in /dev/shm and listening sockets."""
     with nothing_left_after(LEFT_S):
         yield
 

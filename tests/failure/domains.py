@@ -44,8 +44,6 @@ _BEFORE_S = 0.3
 
 
 class Told(NamedTuple):
-    """A survivor's call after the kill."""
-
     group: str
     outcome: Outcome
     at_s: float
@@ -69,7 +67,6 @@ class Trial:
 
     @property
     def last_s(self) -> float:
-        """The last survivor's seconds; infinite if something is wrong."""
         return math.inf if self.wrong or not self.late_s else max(self.late_s.values())
 
 
@@ -212,7 +209,6 @@ _CALLS_OVER_TORCH = (
 
 
 def _start_in_all(groups: dict[str, Any], order: Sequence[str]) -> None:
-    """Starts two calls per group, and waits for them in reverse."""
     started = [(groups[name], groups[name].all_reduce_async(torch.full((5,), 1.0))) for name in (*order, *order)]
     for group, work in started[::-1]:
         if not torch.equal(work.wait(), torch.full((5,), float(group.world_size))):
@@ -314,7 +310,7 @@ def run_trials(transport: str, seeds: Sequence[int], folder: Path) -> None:
         def run(seed: int = seed) -> dict[str, Any] | None:
             with tempfile.TemporaryDirectory() as scratch:
                 trial = run_to_the_bound(transport, seed, Path(scratch))
-            return asdict(trial) if trial.began else None  # the machine was too busy: the next run tries again
+            return asdict(trial) if trial.began else None
 
         keep(folder, f"{transport.replace(' ', '-')}-{seed}", run)
 

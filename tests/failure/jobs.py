@@ -22,7 +22,6 @@ SLACK_S = 5.0
 PAUSE_S = 0.015
 """Pause between steps: tests beside it need the cores, too."""
 STEPS_AFTER = 30
-"""Steps that a job makes after the strangers came."""
 
 
 def compute(folder: str, own_init: bool) -> int:
@@ -59,7 +58,7 @@ def compute(folder: str, own_init: bool) -> int:
 
 @contextmanager
 def running_job(folder: Path, start: Callable[[], list[int]]) -> Iterator[int]:
-    """Yields the job's port. Afterwards all ranks must have finished the same correct steps."""
+    """Afterwards all ranks must have made the same correct steps."""
     results: list[Any] = []
 
     def run() -> None:
@@ -107,5 +106,5 @@ def until_closed(stranger: socket.socket, limit_s: float) -> bytes:
 
 
 def send_all(stranger: socket.socket, data: bytes) -> None:
-    with suppress(ConnectionError):  # closed before it had sent everything
+    with suppress(ConnectionError):
         stranger.sendall(data)

@@ -45,7 +45,6 @@ class Program:
         self.pid: int = self._process.pid
 
     def wait(self, timeout_s: float) -> int:
-        """Returns the exit code, or minus the signal that ended it. Raises TimeoutError."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             raise TimeoutError(f"the program runs after {timeout_s} s: {self.said}")
@@ -55,7 +54,6 @@ class Program:
         return code
 
     def lines(self, count: int, timeout_s: float) -> list[str]:
-        """Waits for the first `count` lines and returns them."""
         until = time.monotonic() + timeout_s
         while self.printed.count("\n") < count:
             assert time.monotonic() < until and self._process.is_alive(), f"{count} lines weren't printed: {self.said}"
@@ -111,8 +109,6 @@ def _run(
 
 
 def _started_by(spawn: Callable[..., int]) -> Callable[..., int]:
-    """Starts the fork server as a fork. Other helpers of multiprocessing start as usual."""
-
     def start(path: Any, args: list[Any], passed: list[int]) -> int:
         code = args[-1]
         if "forkserver" not in str(code):
@@ -123,7 +119,7 @@ def _started_by(spawn: Callable[..., int]) -> Callable[..., int]:
             try:
                 for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
                     if descriptor > 2 and descriptor not in kept:
-                        with suppress(OSError):  # the descriptor of the listing
+                        with suppress(OSError):
                             os.close(descriptor)
                 exec(code, {})
             except SystemExit:

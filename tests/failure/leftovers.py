@@ -64,12 +64,11 @@ def segments() -> set[str]:
 
 
 def names_of_others() -> set[str]:
-    """Returns the names in /dev/shm that unrelated processes use."""
     ours, found = {os.getpid(), *descendants()}, set()
     for pid, _, _ in _processes():
         if pid in ours:
             continue
-        with suppress(OSError):  # it has exited, or is another user's
+        with suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
             links = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
             found |= {line.rpartition("/dev/shm/")[2] for line in (*lines, *links) if "/dev/shm/" in line}
@@ -99,7 +98,7 @@ def _new(before: set[int]) -> set[int]:
 
 def _processes() -> Iterator[tuple[int, int, str]]:
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has exited
+        with suppress(OSError):
             state, parent = (process / "stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()[:2]
             yield int(process.name), int(parent), state
 

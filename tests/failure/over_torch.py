@@ -26,10 +26,8 @@ _WORLDS = itertools.count()
 def torch_world(
     port: int | None = None, timeout_s: float = 60.0, backend: str = "parallel_state"
 ) -> Iterator[OverTorch]:
-    """Yields the default group. Rank 0 serves the store if `port` is given, else the test's process does.
-
-    The pool's store has a part for each world. Rank 0 continues once all others have reached its store.
-    """
+    """If `port` is given, rank 0 serves the store and waits for all others, else the test's process does, with a
+    part for each world."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_own = port is not None or not os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if port is None else port

@@ -20,8 +20,6 @@ LATEST_S = 0.25
 
 
 class End(NamedTuple):
-    """How a rank's loop ended."""
-
     outcome: Outcome
     at_s: float
     calls: int
@@ -31,7 +29,7 @@ class End(NamedTuple):
 def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any]]) -> End:
     """Makes calls 0, 1, 2, ... until one fails.
 
-    Then it lives on until all survivors' calls have failed, or for `STAY_S`: exiting at once would inform its peers.
+    Then it lives on until all survivors' calls have failed, or for `STAY_S`: its exit would inform them.
     """
     calls(0)()
     Path(folder, f"begun-{rank}").touch()
@@ -47,7 +45,6 @@ def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any
 
 
 def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
-    """Kills one of the ranks in `until_killed`. Returns the rank and the time."""
     chance = random.Random(seed)
     victim, delay_s = chance.randrange(4), chance.uniform(0.0, LATEST_S)
     until = time.monotonic() + DEADLINE_S / 2

@@ -20,7 +20,6 @@ class Ranks(WorkerPool):
         return self.finish(timeout_s)
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Starts the function on all ranks without waiting."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -50,7 +49,6 @@ class Ranks(WorkerPool):
         return [process.pid for process in self._processes]
 
     def exit_code(self, rank: int, timeout_s: float = 2.0) -> int | None:
-        """Returns None if the rank still runs after the timeout."""
         self._processes[rank].join(timeout_s)
         return self._processes[rank].exitcode
 

@@ -80,7 +80,6 @@ def test_row_31_worlds_on_one_port(ranks: Ranks) -> None:
 
 
 def _again(port: int, world_size: int, rank: int) -> list[Any]:
-    """Makes a world of the remaining ranks."""
     began = time.monotonic()
     ps.init_distributed_environment(world_size, rank, f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S / 4)
     ps.initialize_model_parallel(world_size)

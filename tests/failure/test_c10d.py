@@ -62,7 +62,6 @@ def _compiled() -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """One pool for all tests in which no rank dies."""
     pool = Ranks(4)
     pool.run(int, timeout_s=DEADLINE_S)
     yield pool
@@ -180,7 +179,7 @@ def test_row_46_as_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, o
 
 
 def _after_a_failure() -> dict[str, float]:
-    """Returns the fastest of several calls of each kind, because the machine may be busy."""
+    """The fastest of several calls, because the machine may be busy."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         pair, other = OverTorch(dist.new_group([0, 1])), OverTorch(dist.new_group([2, 3]))
         world.all_reduce(torch.ones(1))

@@ -35,7 +35,6 @@ def _compiled() -> None:
 
 
 def _average_and_repeat(rank: int, size: int) -> None:
-    """Averages of integers that wrap, a repeated tensor, and several tensors per rank."""
     numbers = torch.tensor([127, -128, 3, -7, 100])
     for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
         xs = [(numbers + other).to(dtype) for other in range(size)]
@@ -130,7 +129,6 @@ def test_collectives_and_transfers_give_what_gloo_gives(placement: Sequence[int]
 
 
 def _receives_before_sends(folder: str) -> bool:
-    """Each rank starts a receive from the next, which sends once all ranks have done so."""
     with torch_world() as world:
         work = dist.irecv(x := torch.empty(3), (world.rank + 1) % world.world_size)
         Path(folder, str(world.rank)).touch()

@@ -37,7 +37,6 @@ class HostParty(Party):
 
 @contextlib.contextmanager
 def _party(placement: Sequence[int], *, agreed: bool = True, **options: float) -> Iterator[HostParty]:
-    """Yields ranks that have joined a world and, if `agreed`, agreed once."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")

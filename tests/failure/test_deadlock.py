@@ -37,7 +37,6 @@ class _Lines(logging.Handler):
 
 
 def _in_a_loop(route: str, folder: str, body: Callable[[], Outcome]) -> Told:
-    """Runs `body` in a world of TP2 x PP2. Stays until all ranks have reported."""
     lines = _Lines()
     logging.getLogger("parallel_state").addHandler(lines)
     with environment(PARALLEL_STATE_SLOW_S=str(SOFT_S), **settings_of(route)):
@@ -133,7 +132,7 @@ def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) 
     def trial(folder: Path) -> float:
         *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), timeout_s=DEADLINE_S)
         does = r"global rank 3 is in no call of a group, at test_deadlock\.py:\d+ in _evaluate, called by test_deadlock"
-        if _latest(told) >= WITHIN_S:  # too busy to gather the states
+        if _latest(told) >= WITHIN_S:
             return _latest(told)
         for rank, (outcome, log) in enumerate(told):
             assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)

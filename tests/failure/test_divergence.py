@@ -41,11 +41,8 @@ class Parts(NamedTuple):
 
 
 class Report(NamedTuple):
-    """`run` makes this rank's calls in its own groups."""
-
     run: Callable[[Group, Parts], Outcome | None]
     says: tuple[str, ...]
-    """In every error."""
     raising: tuple[int, ...] = (0, 1, 2, 3)
 
 
@@ -93,8 +90,6 @@ def unshard(group: Group) -> Outcome:
 
 
 def _away(rank: int, do: Callable[[], object]) -> Callable[[Group, Parts], Outcome | None]:
-    """Returns a loop that `rank` leaves for something else."""
-
     def run(world: Group, parts: Parts) -> Outcome | None:
         if world.rank != rank:
             return step(world)
@@ -105,7 +100,6 @@ def _away(rank: int, do: Callable[[], object]) -> Callable[[Group, Parts], Outco
 
 
 def _instead(rank: int, do: Callable[[Group], Outcome]) -> Callable[[Group, Parts], Outcome | None]:
-    """Returns a loop in which `rank` makes another call."""
     return lambda world, parts: (do if world.rank == rank else step)(world)
 
 
@@ -135,7 +129,7 @@ def _stopped(world: Group, parts: Parts) -> Outcome | None:
         return None
     told = step(world)
     if world.rank == 3:
-        time.sleep(1.0)  # until the others have failed, too
+        time.sleep(1.0)
         os.kill(pids[2], signal.SIGCONT)
     return told
 

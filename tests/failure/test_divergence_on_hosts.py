@@ -42,7 +42,6 @@ def test_every_error_says_who_is_where(ranks: HostRanks, tmp_path: Path) -> None
 
 
 def _asked_live() -> dict[str, str]:
-    """Rank 0 returns what `debug --live` prints once all others wait for it."""
     with world(4):
         group, states = ps.get_tp_group(), dict[str, str]()
         group.barrier()

@@ -53,7 +53,6 @@ def _new(folder: Path) -> Path:
 
 
 def _live_in(route: str, tp: int, pp: int, folder: str, victims: tuple[int, ...], options: dict[str, Any]) -> Any:
-    """Calls each group after the deaths."""
     with environment(**settings_of(route)):
         ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
         ps.initialize_model_parallel(tp, pp, **options)
@@ -62,7 +61,6 @@ def _live_in(route: str, tp: int, pp: int, folder: str, victims: tuple[int, ...]
 
 
 def _after_deaths(groups: dict[str, ps.GroupCoordinator], folder: str, victims: tuple[int, ...]) -> Any:
-    """Calls each group three times. Stays until all survivors have done so."""
     world = ps.get_world_group()
     time.sleep(0.5)  # all control connections are made
     world.barrier()
@@ -134,7 +132,6 @@ def test_other_roots_go_on(route: str, tmp_path: Path) -> None:
 
 
 def _make_a_group_without_rank_0() -> list[float] | None:
-    """The other replica makes a group after rank 0, which served the store, is killed."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(2, 1, failure_domain="replica")
     tp, world = ps.get_tp_group(), ps.get_world_group()
@@ -168,10 +165,8 @@ def _pool(size: int) -> Iterator[WorkerPool]:
 
 
 def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Outcome, float, list[int]]:
-    """Loops over TP4 on two hosts. All of `dying` are killed, with their link down if `silently`.
-
-    Returns the outcome, its time, and the ranks taken for dead after the heartbeat limit.
-    """
+    """All of `dying` are killed, with their link down if `silently`. Returns the outcome, its time, and the ranks taken
+    for dead."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(4)
     group = ps.get_tp_group()

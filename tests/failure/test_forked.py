@@ -65,7 +65,7 @@ def _use_in_child() -> dict[str, Any]:
         nonlocal large
         tried = _tries(group, pending)
         sums = large.sum().item()
-        del large  # the parent's memory
+        del large
         numbers = ps.get_tp_group().rank_in_group, ps.get_world_size(), ps.get_tensor_model_parallel_rank()
         grandchild = _in_child(lambda: attempt(group.barrier))
         return {"tried": tried, "sum": sums, "numbers": numbers, "grandchild": grandchild, "pid": os.getpid()}

@@ -149,7 +149,6 @@ def test_row_56_rank_0_of_two_hosts_is_killed_during_init(tmp_path: Path, stage:
 
 
 def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] | None:
-    """Rank 2 is killed in the rendezvous, before rank 3 comes."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if rank == 2:
 
@@ -165,7 +164,7 @@ def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] |
     with environment(PARALLEL_STATE_START_TIMEOUT_S="6"):
         told = attempt(ps.init_distributed_environment, size, rank, f"tcp://127.0.0.1:{port}")
         told_s = time.time() - float(Path(folder, "killed").read_text(encoding="utf-8"))
-        until = time.monotonic() + 8.0  # the others live on
+        until = time.monotonic() + 8.0
         Path(folder, f"told-{rank}").touch()
         while len(list(Path(folder).glob("told-*"))) < 3 and time.monotonic() < until:
             time.sleep(0.01)
@@ -190,7 +189,6 @@ CONNECT_S = 4.0
 
 
 def _linger(port: int) -> tuple[Outcome, Outcome]:
-    """Rank 2 connects gloo late. Then all start again."""
     rank = int(os.environ["RANK"])
     with environment(PARALLEL_STATE_START_TIMEOUT_S=str(CONNECT_S)), pytest.MonkeyPatch.context() as patch:
         if rank == 2:

@@ -51,7 +51,7 @@ def _world() -> ps.GroupCoordinator:
 
 
 def _hold_the_interpreter(who: tuple[int, ...]) -> Outcome:
-    """These ranks hold the interpreter lock, as a C extension does. Then all sum."""
+    """These ranks hold the interpreter lock, as a C extension does."""
     group = _world()
     if group.rank in who:
         ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
@@ -69,7 +69,6 @@ def test_row_51_all_ranks_of_a_host_hold_the_interpreter_lock() -> None:
 
 @pytest.mark.side_by_side
 def test_row_51_one_rank_of_a_host_holds_the_interpreter_lock() -> None:
-    """The other rank sends the beats."""
     with _hosts() as two, _ranks(two) as ranks:
         found = ranks.survivors(_hold_the_interpreter, (2,), timeout_s=DEADLINE_S)
     assert {rank: told.text for rank, told in found.items()} == dict.fromkeys(range(4), "[4.0, 4.0, 4.0]")
@@ -108,7 +107,6 @@ def test_row_52_all_ranks_of_a_host_are_stopped(tmp_path: Path) -> None:
 
 
 def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcome, float]:
-    """Sums until the victims' end makes that fail. Returns the error and its time after the kill."""
     group = _world()
     attempt(group.all_reduce, torch.ones(3))
     Path(folder, f"pid-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
@@ -207,7 +205,6 @@ def test_row_54_a_large_rank_is_killed(tmp_path: Path, over_hosts: bool) -> None
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("who", [(1,), (3,), (1, 3)], ids=str)
 def test_row_60_a_rank_that_was_stopped_judges_nobody(who: tuple[int, ...]) -> None:
-    """It was stopped beyond the limit."""
     with _hosts() as two, _ranks(two) as ranks:
         found = ranks.survivors(_stop_and_go_on, who, 2 * LIMIT_S, timeout_s=DEADLINE_S)
     assert sorted(found) == [0, 1, 2, 3]

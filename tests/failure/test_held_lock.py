@@ -68,7 +68,6 @@ def test_a_wait_ends_at_its_deadline(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _until_a_death(folder: str, how: str) -> tuple[Outcome, float] | None:
-    """Rank 2 is killed while rank 0 waits for all others."""
     with pytest.MonkeyPatch.context() as patch:
         if how == "told by neighbours" and os.environ["RANK"] == "0":
             patch.setattr(Watcher, "end_waits_of", lambda *_: None)

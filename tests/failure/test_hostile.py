@@ -134,7 +134,6 @@ class Tap:
         self.server = stack.enter_context(connected(port))
         self.sent: list[bytes] = []
         self.closed = threading.Event()
-        """The server has closed the connection."""
         thread = threading.Thread(target=self._forward, daemon=True)
         thread.start()
         stack.callback(thread.join, SLACK_S)
@@ -198,7 +197,6 @@ def test_row_37_bytes_into_an_open_connection(port: int, secret: bytes) -> None:
 
 
 def _drip(port: int) -> float:
-    """Sends byte by byte. Returns the seconds until it is rejected."""
     with connected(port) as stranger:
         began = time.monotonic()
         greeting = stranger.recv(GREETING_BYTES, socket.MSG_WAITALL)
@@ -320,7 +318,7 @@ def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path) -> None:
         pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(4)]
         for kind, sent in zip(came, (b"", b"abc", bytes(1000), JUNK["noise"]), strict=True):
             for port in [port for pid in pids for port in _listening(pid)] * 3:
-                with suppress(ConnectionRefusedError):  # of a group that has connected meanwhile
+                with suppress(ConnectionRefusedError):
                     stranger = stack.enter_context(connected(port))
                     send_all(stranger, sent)
                     came[kind] += 1

@@ -60,7 +60,6 @@ def killed_in(
 def latest(
     ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[int], folder: Path, group: str = "tp:0"
 ) -> float:
-    """Checks the survivors' errors. Returns the longest time of one."""
     latest_s = 0.0
     assert sorted(results) == [rank for rank in range(4) if rank not in victims]
     for victim in victims:
@@ -112,7 +111,6 @@ def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str,
 
 
 def wait_in_every_call(operations: tuple[str, ...], route: str, folder: str) -> dict[str, Outcome]:
-    """Waits for rank 1 in each operation at once until it is killed."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as world:
         groups = {name: world.make_sub_group(range(world.world_size)) for name in operations}
         for group in groups.values():
@@ -151,7 +149,6 @@ SPEC = ps.TensorDictSpec.of(DICT)
 
 
 def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, float] | None:
-    """Rank 0 waits for the live rank 1, and rank 3 is killed."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         rank = group.rank
         if "spec" in waits:  # opens the queues, so that C++ carries the next calls
@@ -250,7 +247,7 @@ def check_row_16(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> No
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:
-    """Returns the fastest of several calls of each kind, because the machine may be busy."""
+    """The fastest of several calls, because the machine may be busy."""
     with world_over(route) as group:
         other = ps.get_world_group().make_sub_group([0, 1])
         call = calls_of_all(group)["all_reduce"]
@@ -269,7 +266,7 @@ def _after_a_failure(route: str, path: str) -> dict[str, float]:
                 assert "has ended" in outcomes[0].text
         cause = cause_of(group)
         assert cause is group.route.first_failure
-        if other is not None:  # it has no dead rank
+        if other is not None:
             assert other.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
             Path(path, str(group.rank)).touch()
     return found

@@ -36,7 +36,6 @@ DEADLINE_S = 60.0
 
 
 def _start(shared_memory: str) -> float:
-    """Returns the seconds of an undisturbed start."""
     began = time.monotonic()
     with environment(PARALLEL_STATE_SHARED_MEMORY=shared_memory):
         ps.init_distributed_environment(timeout=TIMEOUT_S)
@@ -65,7 +64,6 @@ def _until_killed(folder: str, shared_memory: str) -> tuple[bool, Outcome, float
 
 
 def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memory: str) -> float:
-    """Kills a rank at a random time of a start. Returns the longest time to an error."""
     longest_s = max(pool.run(_start, shared_memory, timeout_s=DEADLINE_S))
     victim, delay_s = chance.randrange(4), chance.uniform(0.0, 1.1 * longest_s)
     pool._begin(_until_killed, (str(folder), shared_memory), None)

@@ -35,13 +35,11 @@ class Model:
         self.down = torch.randn(LAYERS, INNER, HIDDEN, generator=chance, dtype=torch.float64) / INNER**0.5
 
     def whole(self, x: Tensor) -> Tensor:
-        """Returns `x` [tokens, hidden] through all layers on one process."""
         for up, down in zip(self.up, self.down, strict=True):
             x = x + torch.relu(x @ up) @ down
         return x
 
     def stage(self, x: Tensor) -> Tensor:
-        """Returns `x` [tokens, hidden] through this rank's stage, with its tp group."""
         tp, pp = ps.get_tp_group(), ps.get_pp_group()
         layers = LAYERS // pp.world_size
         part = slice(tp.rank_in_group * INNER // tp.world_size, (tp.rank_in_group + 1) * INNER // tp.world_size)
@@ -58,7 +56,6 @@ class Engine:
         self.world, self.tp, self.pp = ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group()
 
     def step(self, number: int) -> None:
-        """Raises AssertionError for a wrong answer."""
         chance = torch.Generator().manual_seed(number)
         asked = torch.randn(TOKENS, HIDDEN, generator=chance, dtype=torch.float64)
         if self.pp.is_first_rank:

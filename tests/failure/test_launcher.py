@@ -72,8 +72,7 @@ def _fail_amid(how: str, noted: Path) -> None:
 
 
 def _timed_launch(function: Callable[..., None], *args: Any) -> tuple[ps.LaunchError, float]:
-    """Returns the error of a launch and its seconds after the failure. The failing rank writes its time to the last of
-    `args`."""
+    """The failing rank writes its time to the last of `args`."""
     with pytest.raises(ps.LaunchError) as caught:
         ps.launch(function, 4, args=args, tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S)
     return caught.value, time.monotonic() - float(args[-1].read_text())
@@ -116,7 +115,7 @@ def _refuse_to_end(noted: Path) -> None:
         raise ValueError("the reason")
     while True:
         if group.rank == 1:
-            time.sleep(DEADLINE_S)  # ignores errors of the others, too
+            time.sleep(DEADLINE_S)
         group.all_reduce(torch.ones(1000))
 
 

@@ -56,7 +56,6 @@ def test_who_leaves_on_purpose_is_no_death(ranks: Ranks, route: str) -> None:
 
 
 def _one_leaves_and_lives(route: str, folder: str) -> Outcome | None:
-    """Rank 1 leaves its group and lives on while the others wait for it."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         group.barrier()
         if group.rank == 1:
@@ -92,7 +91,7 @@ LATE_S = 2.0
 
 
 def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tuple[object, float]:
-    """While rank 0 waits, its signal handler destroys the world and exits, as SIGTERM handlers do."""
+    """Rank 0's signal handler destroys the world and exits, as SIGTERM handlers do."""
     wait, send = PAST_PYTHON[call] if past_python else (WAITING[call], lambda group: None)
 
     def end(*_: object) -> None:
@@ -100,7 +99,7 @@ def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tup
         sys.exit(3)
 
     told, started = object(), time.monotonic()
-    with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:  # torch's is destroyed already
+    with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         for _ in range(2 if past_python else 0):  # opens what calls in C++ need
             if group.rank == 1:
                 send(group)

@@ -108,7 +108,6 @@ def _body() -> tuple[float, str, object]:
 
 
 def _launch_two(*limited: tuple[int, int]) -> None:
-    """Prints the outcome of a launch with each of these limits in turn, or with none."""
     for which, value in limited or [(resource.RLIMIT_CORE, 0)]:
         soft, hard = resource.getrlimit(which)
         resource.setrlimit(which, (value, hard))
@@ -125,12 +124,11 @@ def _launch_two_in_own_mounts(script: str) -> None:
     if library.unshare(CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["sh", "-c", f"mount --make-rprivate / && {script}"], check=True)
-    tempfile.tempdir = None  # forget the folder that the tests found
+    tempfile.tempdir = None
     _launch_two()
 
 
 def _told_by(function: Callable[..., None], *args: Any, **env: str) -> tuple[str, str]:
-    """Returns stdout and stderr of a program and its ranks."""
     with program(function, *args, env={"PARALLEL_STATE_START_TIMEOUT_S": "30", **env}) as launcher:
         assert launcher.wait(DEADLINE_S) == 0, launcher.said
         assert "Traceback" not in launcher.said, launcher.said
@@ -190,7 +188,6 @@ for name, start in starts.items():
 
 @pytest.fixture(scope="module")
 def imports() -> list[str]:
-    """Returns the lines that `IMPORTS` prints."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=DEADLINE_S,
@@ -200,7 +197,7 @@ def imports() -> list[str]:
 
 
 def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
-    """A start imports more than the package does. A module that can't be opened is a named shortage, too."""
+    """A start imports more than the package. A module that can't be opened is a named shortage."""
     lines = imports[1:]
     assert all("this process may have 3 descriptors" in line for line in lines), lines
     kinds = [line.partition(" may have")[0].partition(": ")[2].split()[0] for line in lines]
@@ -259,7 +256,6 @@ def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
 @needs_mounts
 @pytest.mark.parametrize("cache", ["full", "read-only", "missing"])
 def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
-    """The error of the compile names the cache's folder and variable."""
     folder = tmp_path / "cache"
     folder.mkdir()
     mount = f"mount -t tmpfs -o size=16k{',ro' if cache == 'read-only' else ''} tmpfs {folder}"
@@ -282,9 +278,6 @@ def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
     assert "runs without shared memory" in said and "set XDG_CACHE_HOME to a writable folder" in said, said
     if cache == "full":
         assert f"space ran out: {folder} has 0 of 16 KiB free" in said, said
-
-
-# Which limit an error met.
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ def _shell(command: str) -> None:
 
 
 def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
-    """Makes good calls, cuts one host, and calls until an error. Also returns how long destruction takes."""
     ps.init_distributed_environment()
     group = ps.get_world_group()
     time.sleep(3 * BEAT_S)  # all hosts have sent beats
@@ -81,7 +80,6 @@ def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
 
 
 def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int, ...]) -> float:
-    """Returns the last rank's seconds to its error."""
     assert sorted(results) == list(range(len(placement)))
     for rank, (outcomes, _) in results.items():
         *good, bad, again = outcomes
@@ -120,10 +118,9 @@ def test_row_18_the_link_goes_down(tmp_path: Path, placement: tuple[int, ...], k
 
 
 def _one_interface_goes_down(command: str) -> tuple[Outcome, Outcome]:
-    """Large sums over two interfaces a host, one of which fails."""
     ps.init_distributed_environment()
     group = ps.get_world_group()
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     x = torch.ones(1 << 20)
     good = attempt(lambda: group.all_reduce(x).sum().item())
     if group.rank == 2:
@@ -138,7 +135,7 @@ def _one_interface_goes_down(command: str) -> tuple[Outcome, Outcome]:
 
 
 def test_one_of_two_interfaces_goes_down(tmp_path: Path) -> None:
-    """The store uses the other interface, so heartbeats continue. TCP's acknowledgments of the data stop."""
+    """Heartbeats continue on the other interface, the store's. TCP's acknowledgments of the data stop."""
     names = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "PARALLEL_STATE_CONNECTIONS": "2"}
 
     def trial(_: Path) -> float:
@@ -178,18 +175,16 @@ def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...]
 
 
 def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool) -> tuple[Outcome, float]:
-    """A start in which one rank runs `command` after its group exchanged addresses. Returns the error and its time."""
+    """One rank runs `command` after its group exchanged addresses. Returns the error and its time."""
 
     def vanish() -> None:
         if int(os.environ["RANK"]) == who:
-            Path(folder, "vanished").write_text(
-                str(time.time()), encoding="utf-8"
-            )  # hosts have their own monotonic clocks
+            Path(folder, "vanished").write_text(str(time.time()), encoding="utf-8")
             _shell(command.format(pid=os.getpid()))
 
     if not of_world:
         ps.init_distributed_environment()
-        time.sleep(3 * BEAT_S)  # all hosts have sent beats
+        time.sleep(3 * BEAT_S)
     try:
         with when_connecting(vanish):
             told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
@@ -331,7 +326,7 @@ def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
 
 
 def _in_a_joined_group(folder: str, victim: int) -> tuple[Outcome, float]:
-    """The program makes the default group, and this library joins it. Returns the error and its time after the kill."""
+    """The program makes the default group, and this library joins it."""
     dist.init_process_group("gloo")
     ps.init_distributed_environment(timeout=DEADLINE_S)
     group = ps.get_world_group()

@@ -134,7 +134,6 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ou
 
 @contextmanager
 def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
-    """Host 0 accepts connections and sends nothing."""
     program = f"import socket; s = socket.create_server(('', {port})); print(flush=True); s.accept(); input()"
     enter = ["nsenter", "-t", str(made.pid(0)), "--net"]
     with subprocess.Popen(
@@ -149,7 +148,7 @@ def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
 
 @pytest.mark.side_by_side
 def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
-    """Rank 0 says so, names the variable, and exits by its exception, in each of five starts."""
+    """In each of five starts rank 0 says so, names the variable, and exits."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -212,7 +211,7 @@ def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
 
 @pytest.mark.side_by_side
 def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
-    """Rank 0 retries until the start's deadline, because the port may be released. Then all ranks get the error."""
+    """Rank 0 retries until the start's deadline. Then all ranks get the error."""
     with held_port(listen=True) as port:
 
         def trial(_: Path) -> float:
@@ -310,7 +309,7 @@ def _firewall(port: str) -> str:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "refused", "firewall"])
 def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
-    """All ranks' errors name the unreachable host, the address and the setting, before gloo tries until its timeout."""
+    """All ranks' errors name the unreachable host, the address and the setting, before gloo's timeout."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -318,7 +317,7 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
         interface, addresses = None, ["172.17.0.1", "172.17.0.1"]
         if obstacle == "unconnected networks":
             addresses = ["192.168.0.1", "192.168.1.1"]
-        if obstacle == "refused":  # each host also has the other one's address
+        if obstacle == "refused":
             addresses = ["172.17.0.1", "172.17.0.2"]
         if obstacle == "firewall":
             interface, addresses = hosts.INTERFACE, made.addresses

@@ -36,7 +36,6 @@ Call = Callable[[ps.GroupCoordinator, Tensor], object]
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """One pool for all tests: no rank dies in them."""
     pool = Ranks(4)
     pool.run(int, timeout_s=DEADLINE_S)
     yield pool
@@ -88,7 +87,7 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
 
 @contextmanager
 def _groups(route: str) -> Iterator[Callable[[], Any]]:
-    """Yields a function that makes a new group of all ranks, because a failed one is unusable."""
+    """A failed group is unusable, so each call gets a new one."""
     with world_over(route) as world:
         if route == OVER_TORCH:
             yield lambda: OverTorch(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
@@ -157,7 +156,6 @@ PAIRS: dict[str, tuple[int, int, torch.dtype]] = {
 
 
 def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
-    """Returns the outcomes of rank 0, which sends, and of rank 1, and whether rank 1's buffer is unchanged."""
     found = {}
     with _groups(route) as new_group:
         for name, (sent, expected, dtype) in PAIRS.items():
@@ -223,7 +221,6 @@ def test_row_12_calls_in_another_order_in_debug_mode(four: Ranks, route: str) ->
 
 
 def _many_transfers(route: str) -> list[Any]:
-    """Starts transfers of all sizes before waiting for any, with collectives in between."""
     with world_over(route) as group:
         sizes = [1, 1000, 1025, 5000, 3, 100_000, 0, 70_000]
         after, before = (group.rank + 1) % 4, (group.rank - 1) % 4

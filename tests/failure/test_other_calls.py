@@ -93,7 +93,6 @@ ALIKE = (
     {"broadcast", "broadcast_", "broadcast_async"},
     {"all_gather_object", "all_sum"},
 )
-"""Methods that match each other."""
 
 
 def _match(one: str, other: str) -> bool:
@@ -205,7 +204,6 @@ ARGUMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """One pool for all tests: no rank dies in them."""
     pool = Ranks(SIZE)
     pool.run(int, timeout_s=DEADLINE_S)
     yield pool
@@ -224,7 +222,6 @@ def _all_pairs(route: str, pairs: list[tuple[str, str]]) -> list[Outcome]:
 
 
 def in_a_group(route: str, world: ps.GroupCoordinator, call: Call, pause_s: float = 0.0) -> Outcome:
-    """Makes a group, and calls it `pause_s` later."""
     with environment(**settings_of(route)):
         group = world.make_sub_group(range(SIZE))
     assert group is not None
@@ -254,7 +251,6 @@ def names(pair: tuple[str, str]) -> tuple[str, str]:
 
 
 def apart_by(steps: int) -> list[tuple[str, str]]:
-    """Pairs each method with the one `steps` on: each is once the usual and once the odd rank's."""
     methods = list(METHODS)
     pairs = zip(methods, methods[steps:] + methods[:steps], strict=True)
     return [pair for pair in pairs if not _match(*pair)]

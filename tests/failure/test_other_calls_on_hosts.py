@@ -33,7 +33,6 @@ def _gathered(first: int, group: ps.GroupCoordinator) -> object:
 
 
 def _pool(placement: tuple[int, ...]) -> Iterator[HostRanks]:
-    """One pool for all tests: no rank dies in them."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -65,7 +64,6 @@ ARGUMENTS = {
 
 
 def _of(case: str | tuple[str, str]) -> tuple[Call, Call, tuple[str, str]]:
-    """Returns the usual call, the odd ranks' call, and words of both."""
     return ARGUMENTS[case] if isinstance(case, str) else (METHODS[case[0]], METHODS[case[1]], names(case))
 
 

@@ -20,7 +20,6 @@ PAUSE_S = 2 * LIMIT_S
 
 
 def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
-    """Calls before the pause, during it, and after the limit."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(2, 2)
     world = ps.get_world_group()

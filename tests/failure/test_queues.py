@@ -95,7 +95,6 @@ def test_row_34_the_writer_dies_in_the_middle_of_a_message(ranks: Ranks, tmp_pat
 
 
 def _writer_of_tensors_dies(folder: str) -> tuple[list[Outcome], int]:
-    """Rank 1 waits in C++ for a tensor of rank 0, which is killed."""
     with world_over("shared memory") as group:
         receive = ((4,), torch.float32, 0)
         for _ in range(2):
@@ -172,7 +171,6 @@ def _too_slow() -> list[Outcome]:
 
 
 def _view_holder_dies(sender_dies: bool, folder: str) -> tuple[Outcome, float, bool]:
-    """Rank 1 holds views of rank 0's tensors; one of the two is killed."""
     with world_over("shared memory") as group:
         x, held = torch.arange(1 << 20), []
         for _ in range(4):

@@ -38,7 +38,6 @@ def _start(port: int | None) -> None:
 
 
 def _lose(victim: int) -> tuple[str, float]:
-    """Kills a rank of the current world. Returns the others' error and its time."""
     world, tp = ps.get_world_group(), ps.get_tp_group()
     call = calls_of_all(world)["all_reduce"]
     call()
@@ -73,7 +72,6 @@ def _go_on(victim: int, tp: int) -> dict[str, Any]:
 
 
 def _losing(victims: list[int], route: str, port: int | None, pending: bool) -> list[Any]:
-    """Each victim is a rank of the then current world."""
     with environment(**settings_of(route)):
         _start(port)
         told: list[Any] = []

@@ -18,7 +18,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def _look(pids: list[int]) -> dict[str, str]:
-    """As another user, opens everything that could hold the secret, and returns the outcomes."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

@@ -55,10 +55,9 @@ OF_ONE_RANK = {
 
 
 def _settings_of_one_rank(joins: bool) -> dict[str, Outcome]:
-    """Starts with each setting on rank 2 alone, in its own world or in torch's default group."""
     told, rank = {}, int(os.environ["RANK"])
     for name, value in OF_ONE_RANK.items():
-        if joins and name == "PARALLEL_STATE_BACKEND":  # torch's group already has one
+        if joins and name == "PARALLEL_STATE_BACKEND":
             continue
         with torch_world(backend="gloo") if joins else nullcontext():
             with environment(**({name: value} if rank == 2 else {})):

@@ -75,7 +75,7 @@ def _die_while_named(at: int) -> None:
         # A rank that is connecting when another one dies gets the error at its deadline.
         with environment(PARALLEL_STATE_TIMEOUT_S="15", PARALLEL_STATE_START_TIMEOUT_S="15"):
             _start(2, 2)
-    except ps.CommunicationError:  # another rank was already dead
+    except ps.CommunicationError:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -97,7 +97,6 @@ def _launch() -> None:
 
 
 def test_row_28_the_whole_tree_of_a_launch() -> None:
-    """Launcher, fork server, resource tracker and ranks."""
     before, others = _names(), set()
     begin = time.monotonic()
     with program(_launch) as launcher:
@@ -118,7 +117,6 @@ def _names() -> set[str]:
 
 @contextmanager
 def _child(act: Any) -> Iterator[int]:
-    """Forks a process that calls `act`, reports it, and stays until it is killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -291,7 +289,6 @@ def test_row_29_memory_ends_in_the_middle(small_host: hosts.Hosts) -> None:
 
 
 def _as_nobody(name: str) -> list[Any]:
-    """Returns what another user can open."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

@@ -43,7 +43,6 @@ MAKING: dict[str, tuple[str, Callable[[], object]]] = {
 
 
 def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None:
-    """Makes a group while rank 0, which serves the store, is stopped."""
     route, make = MAKING[what]
     with world_over(route, port, T_S) as group:
         group.barrier()
@@ -61,7 +60,6 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
 
 
 def _stop_rank_0(folder: Path) -> None:
-    """Stops rank 0 until the others have their errors."""
     until = time.monotonic() + DEADLINE_S
     while len(list(folder.glob("ready-*"))) < 4 and time.monotonic() < until:
         time.sleep(0.01)
@@ -107,8 +105,7 @@ def test_row_55_the_store_s_process_is_stopped(ranks: Ranks, tmp_path: Path, wha
 
 
 def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, float]:
-    """Makes groups until that fails, while a host's link goes down. Returns the error and how long destruction
-    takes."""
+    """Makes groups until that fails, while a host's link goes down."""
     over_torch = MAKING[what][0] == OVER_TORCH
     if over_torch:
         world = torch_world(None, T_S)

@@ -70,7 +70,6 @@ def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None 
 
 
 def _ended_well(agents: Sequence[Program], folder: Path, carrier: str, size: int = 4) -> list[str]:
-    """Checks that all ranks ended well soon after the kill. Returns the restart counts."""
     try:
         outputs = ["".join(agent.communicate(DEADLINE_S)) for agent in agents]
     except TimeoutError as error:
@@ -101,7 +100,7 @@ def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     ],
 )
 def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: str, counts: list[str] | None) -> None:
-    """The job restarts whether or not the agents' counts agree.
+    """The job restarts even if the agents' counts differ.
 
     Over c10d, if workers of both hosts fail, it is chance which agent sees a change of members.
     """

@@ -52,7 +52,7 @@ ROUTES_AND_HOSTS = (*ROUTES, "two hosts")
 
 
 def _cases(route: str) -> list[tuple[str, str]]:
-    """Returns (rank 0's call, the others' call): a selection per route, or all with FAILURE_TESTS=long."""
+    """A selection per route, or all with FAILURE_TESTS=long."""
     if LONG:
         return [(one, other) for one in TRANSFERS for other in METHODS]
     skip, others = ROUTES_AND_HOSTS.index(route), list(METHODS)
@@ -108,7 +108,7 @@ def _others_come_later() -> Outcome:
             return TRANSFERS["recv"](group) if group.rank == 0 else METHODS["all_gather"](group)
 
         told = in_a_group("connections", world, call, LONG_WAIT_S if world.rank else 0.0)
-        time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)  # others use rank 0's store
+        time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)
         return told
 
 
@@ -131,7 +131,6 @@ def _later(call: Callable[[], object]) -> threading.Thread:
 
 
 def _legitimate(route: str) -> list[Outcome]:
-    """Makes waits that look alike, but end."""
     with world_over("connections" if route == "connections" else "shared memory", timeout_s=LONG_TIMEOUT_S) as world:
         rank, x, found = world.rank, torch.ones(4), []
         pair = world.make_sub_group([1, 2])

@@ -46,7 +46,6 @@ def program(code: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, float]:
-    """Returns the exit code, the output, and the seconds of init."""
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -98,7 +97,6 @@ def test_row_58_rank_0_names_what_has_its_port() -> None:
 
 
 def _programs_of_a_rank() -> dict[str, tuple[int, str]]:
-    """Returns the outcomes of programs that this rank starts, and the group's sum afterwards."""
     group = ps.get_tp_group()
     found = {}
     if group.rank == 0:

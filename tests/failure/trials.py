@@ -20,12 +20,10 @@ REPETITIONS = 5
 
 
 def median_of(run: Callable[[], float], first_s: float, within_s: float = WITHIN_S) -> list[float]:
-    """Returns `first_s`, and the results of repetitions if it exceeds the bound."""
     return [first_s] if first_s < within_s else [first_s, *(run() for _ in range(REPETITIONS - 1))]
 
 
 def late(found: Iterable[tuple[int, list[float]]], within_s: float = WITHIN_S) -> list[tuple[int, list[float]]]:
-    """Returns the trials, by seed, whose median exceeds the bound."""
     return [(seed, latest_s) for seed, latest_s in found if statistics.median(latest_s) >= within_s]
 
 
@@ -35,10 +33,7 @@ def assert_in_time(
     within_s: float = WITHIN_S,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Asserts the bound of `trial`, which returns the last rank's lateness. After a late trial the median counts.
-
-    Each repetition has its own empty folder and calls `before`, which may kill the earlier ranks.
-    """
+    """A late trial is repeated, each time in an empty folder after `before`, and the median counts."""
     numbers = itertools.count()
 
     def run() -> float:
@@ -83,5 +78,4 @@ def _claim(path: Path) -> Iterator[bool]:
 
 
 def kept(folder: Path, stem: str) -> list[dict[str, Any]]:
-    """Returns all results whose names begin with `stem`."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{stem}-*.json"))]

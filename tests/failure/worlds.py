@@ -28,7 +28,6 @@ LONG_TIMEOUT_S = 30.0
 
 
 def some(of_all: Sequence[T], count: int) -> Sequence[T]:
-    """Returns the first `count`; all with FAILURE_TESTS=long."""
     return of_all if LONG else of_all[:count]
 
 
@@ -50,8 +49,7 @@ def settings_of(route: str) -> dict[str, str | None]:
 
 @contextmanager
 def world_over(route: str, port: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[ps.GroupCoordinator]:
-    """Yields the tp group of all ranks, or torch's default group for `OVER_TORCH`. Rank 0 serves the store if `port` is
-    given, else the test's process does."""
+    """Yields the tp group of all ranks, or torch's default group. Rank 0 serves the store if `port` is given."""
     if route == OVER_TORCH:
         with torch_world(port, timeout_s) as group:
             yield group  # type: ignore[misc]
@@ -72,7 +70,6 @@ def kill_me() -> None:
 
 
 def later(seconds: float, act: Callable[[], object]) -> None:
-    """Calls it on a thread, whatever this rank does then."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
@@ -162,13 +159,9 @@ OPERATIONS = (
 
 
 class Told(NamedTuple):
-    """A rank's report of a failed call."""
-
     outcome: Outcome
     at_s: float
-    """Monotonic clock of this machine."""
     again: Outcome
-    """The group's next call."""
     facts: dict[str, Any]
 
 
@@ -178,7 +171,6 @@ def facts_of(error: BaseException | None) -> dict[str, Any]:
 
 
 def until_it_fails(group: ps.GroupCoordinator, call: Callable[[], Any], limit_s: float = DEADLINE_S / 2) -> Told:
-    """Repeats the call until it fails. Returns that outcome and the next call's."""
     until = time.monotonic() + limit_s
     outcome = attempt(call)
     while outcome.kind == "ok" and time.monotonic() < until:

@@ -38,7 +38,6 @@ class Ended:
         return list(self.report.get("findings", ()))
 
     def find(self, code: str) -> dict[str, Any] | None:
-        """Returns the finding with this code from the report, else from the errors of a rank without a report."""
         found = next((each for each in self.findings if each["code"] == code), None)
         if found is None:
             for text in self.errors:

@@ -68,7 +68,6 @@ class Party:
         self.pool._connections[rank].send_bytes(pickle.dumps((function, args, None)))
 
     def end(self, rank: int) -> Any:
-        """Returns the result of the rank's `begin`."""
         connection = self.pool._connections[rank]
         if not connection.poll(DEADLINE_S):
             raise WorkersFailedError({rank: f"no answer within {DEADLINE_S} s"})
@@ -78,7 +77,6 @@ class Party:
         return value
 
     def each(self, ranks: Iterable[int], function: Callable[..., Any], *args: Any) -> dict[int, Any]:
-        """Runs a function on these ranks at the same time."""
         chosen = list(ranks)
         for rank in chosen:
             self.begin(rank, function, *args)
@@ -106,7 +104,6 @@ class Party:
         return [(seen.change.kind, seen.change.rank) for seen in self.each([rank], seen_so_far)[rank]]
 
     def restart(self) -> None:
-        """Kills all ranks, stopped ones too. The next world starts new processes."""
         for process in self.pool._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGCONT)
@@ -176,6 +173,5 @@ def threads() -> dict[int, str]:
 
 
 def _has_stopped(pid: int) -> bool:
-    """Returns True if every thread of a process has state T (stopped), or the process exited."""
     stats = [each.read_text(errors="replace") for each in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat.rpartition(") ")[2][:1] in "TZX" for stat in stats)

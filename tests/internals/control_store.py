@@ -33,7 +33,6 @@ def _frame(greeting: bytes, kind: int, body: bytes) -> bytes:
 
 
 def opening(greeting: bytes, nonce: bytes | None = None) -> bytes:
-    """Returns the first bytes that a client sends after this greeting."""
     return greeting[:HELLO_BYTES] + _frame(greeting, _NONCE, nonce or os.urandom(NONCE_BYTES))
 
 

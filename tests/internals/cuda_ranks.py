@@ -37,7 +37,6 @@ class CpuRanks:
         return call
 
     def run(self, body: Callable[[int], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """Returns each rank's result or exception. All ranks run at once."""
         results: dict[int, Any] = {}
 
         def keep(rank: int) -> None:

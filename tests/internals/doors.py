@@ -28,7 +28,6 @@ def token_of(group: GroupCoordinator) -> Tensor:
 
 
 def op_arguments(group: GroupCoordinator) -> tuple[Tensor, str]:
-    """Returns the token and the group's name."""
     return group._token, group._key
 
 
@@ -39,13 +38,11 @@ def call_op(group: GroupCoordinator, name: str, x: Tensor | Sequence[Tensor] | N
 
 
 def written_by(name: str, space: str = "parallel_state") -> list[str]:
-    """Returns the arguments that an op writes, except the token."""
     schema = getattr(getattr(torch.ops, space), name).default._schema
     return [each.name for each in schema.arguments if ops._is_written(each) and each.name != "token"]
 
 
 def forget_tokens(monkeypatch: Any) -> None:
-    """Makes this process create its tokens anew."""
     monkeypatch.setattr(ops, "_TOKENS", {})
 
 

@@ -60,7 +60,6 @@ OF_A_WATCHER = "Watcher.close"
 
 
 def after_entering(then: Callable[[], object]) -> None:
-    """Calls `then` in this process right after it has entered the rendezvous of a start."""
     enter = _Meeting._enter
 
     def enter_and_then(*args: Any) -> bool:

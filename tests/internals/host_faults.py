@@ -27,7 +27,6 @@ def _memory(group: GroupCoordinator) -> HostMemory:
 
 
 def connections_of(group: GroupCoordinator) -> dict[int, list[Any]]:
-    """Returns this rank's sockets for collectives, by peer rank."""
     collectives = _memory(group).collectives
     assert collectives is not None
     return {rank: list(each) for rank, each in collectives.connections.sockets.items()}
@@ -80,7 +79,6 @@ def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], ob
 
 @contextmanager
 def when_connecting(then: Callable[[], object]) -> Iterator[None]:
-    """Calls `then` once the ranks have exchanged their listening addresses."""
     connect = host_memory.connect
 
     def connect_and_then(meeting: Any, *args: Any) -> Any:

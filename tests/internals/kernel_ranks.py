@@ -54,7 +54,6 @@ class KernelRank:
             return mmap.mmap(file.fileno(), size_bytes)
 
     def _mapped(self, path: str, size_bytes: int, file_bytes: int = 0) -> int:
-        """Returns the address of a map that the library owns and unmaps."""
         with open(path, "a+b") as file:
             if os.fstat(file.fileno()).st_size < max(size_bytes, file_bytes):
                 file.truncate(max(size_bytes, file_bytes))
@@ -77,7 +76,6 @@ class KernelRank:
         return getattr(self._library, f"ps_{name}")(self.group, 0, 0, *given)
 
     def failure(self) -> list[int]:
-        """Returns the suspect, and the first word of this rank's call record and of the suspect's."""
         told = (ctypes.c_int64 * 200)()
         self._library.ps_group_failure(self.group, told)
         return [told[0], told[7], told[7 + 67]]

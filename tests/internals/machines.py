@@ -22,7 +22,7 @@ _SOURCES = Path(__file__).parents[1] / "native"
 
 
 def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recorded machine. `changes` replace answers: `record("dgx-h100", link_is_active={"3 0": False})`."""
+    """`changes` replace answers: `record("dgx-h100", link_is_active={"3 0": False})`."""
     told: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     for question, answers in copy.deepcopy(changes).items():
         told.setdefault(question, {}).update(answers)
@@ -34,7 +34,6 @@ def machine(name: str, **changes: dict[str, Any]) -> Topology:
 
 
 def stand_in(source: str, folder: Path, name: str, *flags: str) -> Path:
-    """Returns a compiled stand-in for a library of NVIDIA from `native/<source>`. Skips the test without a compiler."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

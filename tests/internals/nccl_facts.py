@@ -43,13 +43,11 @@ def facts_of(header: Path, library: Path, folder: Path) -> dict[str, Any]:
 
 
 def symbols_of(library: Path) -> list[str]:
-    """Returns the functions of ours that the library has."""
     loaded = ctypes.CDLL(str(library))
     return [name for name in FUNCTIONS if hasattr(loaded, name)]
 
 
 def header_facts(header: Path, folder: Path) -> dict[str, Any]:
-    """Returns the header's facts. `folder` is for a temporary C program."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(encoding="utf-8"), flags=re.DOTALL)
     fields = _config_fields(text)
     numbers = {key: _enumerators(text, name) for key, name in _ENUMS.items()}
@@ -97,7 +95,6 @@ def _enumerators(text: str, name: str) -> list[str]:
 
 
 def _printed(header: Path, names: list[str], folder: Path) -> list[int]:
-    """Returns the values that a compiler gives these names. CUDA's headers are empty stubs here."""
     for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):
         (folder / name).write_text("")
     (folder / "cuda_runtime.h").write_text("#define CUDART_VERSION 13000\ntypedef void *cudaStream_t, *cudaEvent_t;\n")

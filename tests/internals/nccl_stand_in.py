@@ -34,7 +34,6 @@ def compiler() -> str | None:
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """Returns the library under a new name in the folder."""
     command = [str(compiler()), "-O1", "-shared", "-fPIC", *flags]
 
     def make(target: Path) -> None:
@@ -119,7 +118,6 @@ class Marker:
 
 class Library(NcclLibrary):
     def log(self) -> list[str]:
-        """Returns the calls since the last `clear`, one per line."""
         self._library.stand_in_log.restype = ctypes.c_char_p
         return self._library.stand_in_log().decode().splitlines()
 

@@ -86,8 +86,6 @@ class Streams(nccl_stand_in.Streams):
 
 
 class Kernels(CpuKernels):
-    """Records the names of the kernels that it launches."""
-
     def __init__(self, deaf: bool = False, max_blocks: int = 2) -> None:
         super().__init__(max_blocks, library=Path(os.environ[LIBRARY]))
         self.launched: list[str] = []
@@ -112,13 +110,11 @@ class Device(PeerDevice):
         self.streams: Any = Streams()
         self.ways = (FileWay(),)
         self.problem: str | None = None
-        """The error of loading the kernels."""
         self.deaf = False
         """If True, kernels read zeros instead of their input."""
         self.max_blocks = 2
         """Most blocks that run at the same time."""
         self.fails_at: str | None = None
-        """Name of the kernel whose launch fails."""
         self.shared: tuple[tuple[int, ...], ...] = ()
         """Tuples of ranks that share a GPU."""
         self.without_words = False

@@ -16,19 +16,16 @@ WAYS: dict[str, SharingMethod] = {"symmetric": SymmetricSharing, "ipc": IpcShari
 
 
 def peers_of(group: GroupCoordinator) -> PeerMemoryCommunicator:
-    """Fails if the group has none."""
     found = [each for each in group.route.communicators if isinstance(each, PeerMemoryCommunicator)]
     assert found, group.explain()
     return found[0]
 
 
 def share_by(way: str) -> None:
-    """Makes this process share memory by one method only."""
     PeerDevice.ways = (WAYS[way],)
 
 
 def row_over(group: GroupCoordinator, way: str) -> Row:
-    """Returns a row of the catalog that shares memory by one method only."""
     gpu = PeerDevice(group.device)
     gpu.ways = (WAYS[way],)
 

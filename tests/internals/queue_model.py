@@ -36,7 +36,6 @@ class Variant:
     """A sleeper reads the value again after its announcement, and the kernel compares it."""
     wakes_all: bool = True
     awaits_all: bool = True
-    """The writer waits for every reader."""
     slots: int = 2
     believed_slots: int = 2
     """Number of slots that the writer assumes."""
@@ -94,7 +93,6 @@ class Model:
         return tuple(index in useful for index in range(self.width))
 
     def _peers(self, me: int) -> range:
-        """Returns the processes that wait for this one, and for which it waits."""
         return range(1, self.readers + 1) if me == 0 else range(1)
 
     def first(self) -> State:
@@ -104,7 +102,7 @@ class Model:
         return State((writer, *readers), (((0, zero),),) * self.atomics, zero, zero)
 
     def explore(self) -> int:
-        """Returns the number of states. Raises Violation if one of them is wrong."""
+        """Returns the number of states. Raises Violation."""
         start = self._normal(self.first())
         known, waiting = {start}, deque([start])
         while waiting:
@@ -150,8 +148,6 @@ class Model:
             if process.at not in ("done", "asleep"):
                 yield from getattr(self, f"_{process.at}")(state, me, process)
 
-    # Steps of a wait for a counter.
-
     def _target(self, me: int, process: Process) -> int:
         return process.chunk - self.variant.believed_slots if me == 0 else process.chunk
 
@@ -184,7 +180,7 @@ class Model:
         yield _put(state, me, process._replace(at=following))
 
     def _barrier(self, state: State, me: int, process: Process) -> Iterator[State]:
-        if self.variant.barriers:  # on every core, between two instructions
+        if self.variant.barriers:
             everything = self._of_atomics(_join(*(other.view for other in state.processes)))
             processes = tuple(other._replace(view=_join(other.view, everything)) for other in state.processes)
             yield _put(state._replace(processes=processes), me, processes[me]._replace(at="recheck"))
@@ -223,7 +219,7 @@ class Model:
     # A chunk is accessed and its counter published in one step. Overlaps are found by comparing views.
 
     def _touched(self, me: int, process: Process, state: State) -> Process:
-        """Records the access to a chunk. Raises Violation if it may overlap with another one."""
+        """Raises Violation if the access may overlap with another one."""
         slots, view = self.variant.slots, process.view
         slot = (process.chunk - 1) % slots
         written = self.atomics + slot

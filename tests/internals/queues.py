@@ -37,7 +37,6 @@ def is_busy(group: GroupCoordinator) -> bool:
 
 
 def is_past_python(group: GroupCoordinator) -> bool:
-    """Returns True in a signal handler that interrupts a receive in C++."""
     ends = group.context.host_memory.channels._receivers.values()
     return any(end.is_held_here and not end.lock._is_owned() for end in ends)
 
@@ -68,7 +67,6 @@ def stop_writing(group: GroupCoordinator, seconds: float) -> None:
 
 
 def encode_slowly(monkeypatch: Any, seconds: float) -> None:
-    """Delays the encoding of each message in Python."""
     encode = Messenger.encode
     monkeypatch.setattr(Messenger, "encode", lambda *args: (time.sleep(seconds), encode(*args))[1])
 

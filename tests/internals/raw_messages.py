@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from device_communicators.calls.user_call import UserCall
+from device_communicators.cpu.channels import Channels
 from parallel_state import GroupCoordinator, TensorDictSpec
 from parallel_state.messages import tensor_dicts, wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack
-from parallel_state.messages.media import QueueMedium
+from parallel_state.messages.media import LibraryMedium
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
 from parallel_state.messages.wire import FRAME_BYTES, Outgoing
@@ -27,7 +28,8 @@ __all__ = [
 
 
 def is_over_queue(group: GroupCoordinator) -> bool:
-    return isinstance(group._messenger.medium, QueueMedium)
+    medium = group._messenger.medium
+    return isinstance(medium, LibraryMedium) and isinstance(medium.channels, Channels)
 
 
 def metadata_bytes(value: object) -> int:
@@ -43,7 +45,6 @@ def encode(value: object) -> Outgoing:
 
 
 def garbage() -> dict[str, bytes]:
-    """Returns invalid heads of messages by what is wrong with them."""
     head = encode(["value", torch.ones(3)]).head
     changed = {"noise": random.Random(0).randbytes(FRAME_BYTES), "zeros": bytes(FRAME_BYTES)}
     for what, offset, value in (
@@ -59,7 +60,6 @@ def garbage() -> dict[str, bytes]:
 
 
 def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
-    """Sends exactly these bytes."""
     medium = group._messenger.medium
     if way == "broadcast":
         medium.broadcast(outgoing, UserCall("broadcast_object", root=group.rank_in_group))
@@ -68,7 +68,6 @@ def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
 
 
 def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
-    """Replaces every message that this process encodes with this one."""
     monkeypatch.setattr(wire, "encode", lambda *_, **__: outgoing)
 
 
@@ -88,7 +87,6 @@ def false_reference() -> Outgoing:
 
 
 def head_of_tensor(numel: int) -> Outgoing:
-    """Returns the head of a message with a tensor, without the tensor."""
     table = to_msgpack([["float32", (numel,), "cpu"]])
     body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
     return Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 * numel), body), [])
@@ -97,7 +95,7 @@ def head_of_tensor(numel: int) -> Outgoing:
 def without_queue_calls(monkeypatch: Any) -> None:
     """Removes the queue calls that are recorded in Python."""
     for name in ("isend", "broadcast", "_receive_recorded"):
-        monkeypatch.setattr(QueueMedium, name, None)
+        monkeypatch.setattr(LibraryMedium, name, None)
 
 
 def without_list_calls(monkeypatch: Any) -> None:

@@ -39,8 +39,6 @@ class World:
             watcher.close()
 
     def each(self, call: Callable[[Agreement, int], object], ranks: Sequence[int] = EVERYONE) -> list[object]:
-        """Runs `call` on `ranks` at once. Returns results or errors."""
-
         def attempt(rank: int) -> object:
             try:
                 return call(self.ranks[rank], rank)
@@ -95,7 +93,7 @@ def test_the_first_verdict_counts(world: World) -> None:
 
 
 def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> None:
-    """A rank that is late for one attempt continues with the next, in which the others try again."""
+    """A rank that is late for one attempt joins the next."""
 
     def come(agreement: Agreement, rank: int) -> str:
         if rank == 3:
@@ -334,7 +332,7 @@ def test_ranks_without_an_answer_of_rank_0_agree_without_it(world: World, monkey
             with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come or answer") as told:
                 watcher.gather("settings", EVERYONE, b"", TIMEOUT_S)
         assert told.value.suspect_ranks == (0,)
-    time.sleep(0.2)  # time for reports to arrive, if there are any
+    time.sleep(0.2)
     verdicts = world.each(
         lambda agreement, rank: world.watchers[rank].agree("reinitialize", 1, survivors, b"", 5.0, survivors), survivors
     )

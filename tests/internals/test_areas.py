@@ -114,7 +114,6 @@ def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dty
 
 
 def _without(folder: str, absent: int) -> tuple[int, int]:
-    """Returns the status of a chained call and its suspect."""
     with kernel_rank(folder, timeout_s=1.0) as rank:
         LIBRARY.ps_group_areas(rank.group, 2, 0)
         x = torch.ones(1000)
@@ -130,7 +129,6 @@ def test_the_rank_that_does_not_come_is_named(pools: Pools, folder: str, absent:
 
 
 def _on_imagined_nodes(order: str, by: str) -> tuple[int, int, bool]:
-    """Returns the area size, the crossed bytes, and whether the sum is right."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with pytest.MonkeyPatch.context() as patch:
         node = rank // 2 if order == "side by side" else rank % 2
@@ -150,7 +148,7 @@ def test_a_group_goes_by_the_nodes_that_its_ranks_name(pools: Pools) -> None:
     """The op uses areas only if each node's ranks are contiguous."""
     found = pools(4).run(_on_imagined_nodes, "side by side", "nodes", timeout_s=DEADLINE_S)
     assert [(area_ranks, right) for area_ranks, _, right in found] == [(2, True)] * 4
-    small = 2 * 1000 * 4 * 4  # the small call: four ranks read the tensors of two others
+    small = 2 * 1000 * 4 * 4
     assert sum(crossed for _, crossed, _ in found) == 2 * (1 << 19) * 4 + small
     for order, by in (("in turns", "nodes"), ("side by side", "off")):
         assert pools(4).run(_on_imagined_nodes, order, by, timeout_s=DEADLINE_S) == [(0, 0, True)] * 4

@@ -197,7 +197,7 @@ def test_what_cannot_work_is_told_in_one_line(
     assert said in last
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
 def test_a_commit_that_isnt_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--against", "no-such-commit", "--device", "cpu"]) == 2
     assert "--against must name a commit that is here, but 'no-such-commit' isn't" in capsys.readouterr().err

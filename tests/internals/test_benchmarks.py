@@ -44,7 +44,6 @@ def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, A
 
 
 def names(content: dict[str, Any], **case: Any) -> set[str]:
-    """Returns the candidates of the only row of this case."""
     (row,) = [row for row in content["rows"] if case.items() <= row["case"].items()]
     return set(row["us"])
 

@@ -93,8 +93,6 @@ Change = Callable[[list[Facts]], object]
 
 
 def _set(path: str, value: Any, *ranks: int) -> Change:
-    """Sets an attribute of some ranks' facts; by default, of all."""
-
     def change(arrivals: list[Facts]) -> None:
         for facts in arrivals:
             if facts.place.rank in ranks or not ranks:

@@ -282,7 +282,6 @@ def test_metadata_has_a_limit(monkeypatch):
 
 @pytest.mark.parametrize("value", [bytes(200), ("rich", 2**70, {3, 4})], ids=["plain", "rich"])
 def test_the_last_byte_within_the_limit(monkeypatch, value):
-    """The limit itself is allowed, one byte more isn't."""
     data = codec.encode(value).metadata
     monkeypatch.setenv("PARALLEL_STATE_MAX_METADATA_BYTES", str(len(data)))
     assert codec.encode(value).metadata == data

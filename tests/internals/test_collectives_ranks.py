@@ -30,7 +30,6 @@ def environment() -> dict[str, str]:
 
 
 def in_ranks(path: Path, *arguments: str) -> tuple[int | None, str, dict[str, Any]]:
-    """Returns rank 0's exit code, its output, and its JSON."""
     written = path.with_name("found.json")
     code = script(path, [*arguments, *FEW, "--json", str(written)])
     (exit_code, output), _ = run_in_ranks(code, environment(), 2, DEADLINE_S)

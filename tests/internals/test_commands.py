@@ -37,7 +37,6 @@ WITHOUT_TORCH = (
 
 
 def run(command: list[str], program: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command as `python -m parallel_state` or the console script does."""
     by_module = program == "-m"
     code = MODULES.format(
         argv=["-m" if by_module else f"/usr/bin/{program}", *command],
@@ -145,7 +144,7 @@ def test_ctrl_c_ends_check_and_its_ranks() -> None:
     )  # fmt: skip
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until = time.monotonic() + DEADLINE_S
-    while not children.read_text(encoding="utf-8").strip() and time.monotonic() < until:  # it starts ranks by then
+    while not children.read_text(encoding="utf-8").strip() and time.monotonic() < until:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)

@@ -16,7 +16,7 @@ import pytest
 from device_communicators.liveness import stacks
 from device_communicators.liveness.condition import condition_of
 
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 
 
 def _process(folder: Path, state: str, swap_kib: int = 0, memory_kib: int = 1000) -> str:

@@ -326,7 +326,6 @@ def test_a_member_that_is_missing_at_the_deadline(pool: Ranks) -> None:
 
 
 def test_the_decider_is_killed_at_any_moment(pool: Ranks) -> None:
-    """All survivors have the same verdict."""
     generator = random.Random(3)
     for _ in range(40 if LONG else 8):
         party = _joined(pool, TWO)
@@ -608,7 +607,6 @@ def test_the_callback_thread_does_not_wait_for_replies(pool: Ranks) -> None:
 
 
 def _fork(seconds: float) -> tuple[int, list[str], list[str]]:
-    """Returns the child's pid, descriptors and threads."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -687,7 +685,6 @@ def test_a_forked_child_may_have_a_world_of_its_own(pool: Ranks) -> None:
 
 
 _DESCRIPTORS: set[str] = set()
-"""This rank's descriptors before it opens a world."""
 
 
 def _numbers() -> set[str]:

@@ -23,7 +23,6 @@ class Calls(list[Any]):
     """Records calls of torch instead of making them."""
 
     named: Any = None
-    """The group whose ranks were named for NCCL."""
 
     def split(self, *, split_ranks: list[list[int]], **options: Any) -> object:
         self.append(("split", split_ranks))

@@ -220,7 +220,6 @@ def test_kernels_and_sizes_follow_each_other_in_any_order(size: int) -> None:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_thousand_replays(how: str) -> None:
-    """Graphs replay one call."""
     run_steps(CpuRanks(3), [(f"all_reduce_{how}_float32", 21, 1)] * 1000, 1)
 
 

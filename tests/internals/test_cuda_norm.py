@@ -77,7 +77,6 @@ def _launch(
     *,
     in_place: bool = False,
 ) -> list[tuple[Tensor, ...]]:
-    """Returns each rank's results: normed or quantized, y, scales."""
     rows, hidden = residual.shape
     calls, results, kept = [], [], []
     scale = torch.tensor([SCALE])
@@ -199,7 +198,6 @@ def test_delays_and_other_numbers_of_threads() -> None:
 
 
 def test_float8_of_every_number(kernels: CpuKernels) -> None:
-    """Every number of bfloat16, ties included, by a norm that only multiplies by the weight."""
     ranks = Ranks(2, kernels)
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     every = torch.cat([every[every.isfinite() | every.isnan()], torch.zeros(2, dtype=torch.bfloat16)])
@@ -218,7 +216,6 @@ def test_float8_of_every_number(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_awkward_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    """Zeros, infinities and NaNs affect only their rows of odd length."""
     ranks = Ranks(2, kernels)
     zeros, residual = torch.zeros(5, 9, dtype=dtype), torch.ones(5, 9, dtype=dtype)
     residual[0], residual[1, 3], residual[2, 8] = 0, float("nan"), float("inf")

@@ -37,7 +37,7 @@ def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> t
 
     sources = [path for path in (*folder.iterdir(), *CUDA_SOURCES.iterdir()) if path.is_file()]
     program = kept("races", (*compiler, *FLAGS, *flags), sources, build)
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # report the first race only
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")

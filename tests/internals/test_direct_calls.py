@@ -62,7 +62,6 @@ CALLS: dict[str, Callable[[Group, Tensor], Any]] = {
 
 @contextmanager
 def _watched() -> Iterator[list[bool]]:
-    """Yields, for each call, whether it bypassed the dispatcher."""
     went: list[bool] = []
 
     def watch(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +107,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def _counted(group: Group, call: Callable[[], Any]) -> tuple[Any, list[tuple[str, int, int]]]:
-    """Returns a call's result and its changes of the group's traffic."""
     before = group.route.traffic()
     result = call()
     zero = Traffic()

@@ -23,7 +23,6 @@ except native.NativeUnavailableError as error:
 
 
 def _domains(most: int) -> tuple[Any, str, list[float]]:
-    """Returns the ranks by segment, the reason, and results, if at most `most` ranks share one."""
     allowed, host_memory.MAX_RANKS = host_memory.MAX_RANKS, most
     try:
         with world(4):

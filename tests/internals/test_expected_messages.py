@@ -73,7 +73,6 @@ def same(one: Any, two: Any) -> bool:
 
 @pytest.mark.parametrize("what", VALUES)
 def test_whatever_comes_arrives(tmp_path: Path, what: str) -> None:
-    """Received dicts share no memory."""
     with messengers(tmp_path / "queue") as (sender, receiver):
         received = []
         for value in VALUES[what]:

@@ -63,7 +63,7 @@ def frames(seed: int, count: int, whole: list[bytes]) -> Iterator[bytes]:
         elif kind == 1:
             for _ in range(rng.randrange(1, 5)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
-        elif kind == 2:  # a wrong length
+        elif kind == 2:
             length = rng.choice(LENGTHS)
             size = rng.choice([size for size in (1, 2, 4, 8) if length < 1 << 8 * size] or [8])
             at = rng.randrange(len(data))
@@ -86,7 +86,6 @@ def frames(seed: int, count: int, whole: list[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def bounded_memory(most_bytes: int = MOST_BYTES) -> Iterator[None]:
-    """Fails if more memory was held at any time, or if some remains."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -183,7 +182,6 @@ class Ring:
 
 
 def test_row_36_headers_in_a_message_queue() -> None:
-    """Damages chunk headers in shared memory."""
     rng = random.Random(5)
     fields = struct.Struct("<6Q")  # magic, chunk, message, total bytes, head bytes, fingerprint
     outcomes: collections.Counter[str] = collections.Counter()

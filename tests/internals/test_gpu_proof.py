@@ -23,7 +23,6 @@ SCRIPT = Path(gpu_proof.__file__)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds the steps' programs, and the evidence in `out`."""
     monkeypatch.setattr(gpu_proof, "BENCHMARKS", tmp_path)
     monkeypatch.setattr(gpu_proof, "CARRIED", tmp_path / ".gpu")
     monkeypatch.setattr(gpu_proof, "missing_packages", list)
@@ -224,7 +223,6 @@ def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
 def test_tests_under_mps_have_a_daemon_of_their_own(
     tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The daemon is a stand-in. It exits with the step."""
     (tmp_path / "gpu_proof.py").write_text(SCRIPT.read_text(encoding="utf-8"))
     control, said = tmp_path / "bin" / gpu_machine.MPS, tmp_path / "said"
     control.parent.mkdir()

@@ -22,7 +22,6 @@ Place = tuple[Topology, str | None]
 
 
 def agree(places: Sequence[Place]) -> list[GroupTopology]:
-    """Returns each rank's result, asking the ranks one after the other."""
     size = len(places)
     devices = [group_topology._own_gpu(*place) for place in places]
     gpus = [RankGpu(**each) for each in devices]
@@ -44,7 +43,6 @@ def agree(places: Sequence[Place]) -> list[GroupTopology]:
 
 
 def one(places: Sequence[Place]) -> GroupTopology:
-    """Returns the result if all ranks agree."""
     found = agree(places)
     assert all(each == found[0] for each in found)
     return found[0]

@@ -103,7 +103,6 @@ def _mixed(folder: str, seed: int, calls: int) -> None:
         for number in range(calls):
             body = draw.choice((_all_reduce, _all_reduce, _all_gather, _reduce_scatter, _broadcast))
             count, dtype = draw.choice(COUNTS), draw.choice(list(DTYPES))
-            # Ranks may place their tensors differently.
             which = draw if draw.random() < 0.5 else own
             way = which.choice(WAYS)
             if own.random() < 0.1:
@@ -183,7 +182,6 @@ def test_all_reduce_add_rms_norm(
 
 
 def _idle(folder: str) -> float:
-    """Returns the share of a core that a waiting rank uses after its first 100 ms."""
     with kernel_rank(folder, spin_us=150, yields=0) as rank:
         if rank.rank == 0:
             time.sleep(1.3)

@@ -33,7 +33,6 @@ def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], 
 
 @pytest.fixture(autouse=True)
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's table, empty at first."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv(settings.PEER_MEMORY_TABLE.name, raising=False)
     peer_thresholds.warn_once.cache_clear()

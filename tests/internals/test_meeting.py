@@ -36,8 +36,6 @@ AMPLE_S = 30.0
 
 
 class Job:
-    """A launcher's store, and a thread for each process."""
-
     def __init__(self) -> None:
         self.launcher = dist.HashStore()
         self._threads = ThreadPoolExecutor(8)
@@ -55,7 +53,6 @@ class Job:
         return self._threads.submit(meeting.enter_world if meeting.place.rank else meeting.open_world)
 
     def kill(self, meeting: _Meeting) -> None:
-        """Closes the process's control plane."""
         self._watchers[meeting.own_place.pid].close()
 
     def close(self) -> None:
@@ -129,7 +126,7 @@ def test_rank_0_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
-    """Rank 2 is missing. Rank 1, which started first, gives up before rank 0's timeout."""
+    """Rank 2 is missing. Rank 1 gives up before rank 0's timeout."""
     opened = job.start(job.meeting(0, 3))
     with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
         job.meeting(1, 3, 1.0).enter_world()
@@ -295,7 +292,6 @@ def test_a_late_rank_reads_the_verdict_at_the_launcher_s_store(job: Job, monkeyp
 
 
 def test_a_complaint_of_a_rank_that_enters_then_is_withdrawn(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a pause of rank 0, or a network outage."""
     first, other = job.meeting(0, 3), job.meeting(1, 3)
     name, launcher = first.own_place.endpoint, dist.PrefixStore("start", job.launcher)
     opened = job.start(first)

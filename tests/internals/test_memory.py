@@ -125,11 +125,11 @@ def test_objects_past_the_group(carry: Callable[[Any], Any]) -> None:
 
 def test_a_tensor_without_elements_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs its head: the shortcut for objects without tensors must not apply."""
-    monkeypatch.setattr(codec_values, "_library", codec_values._Library())  # other tests run without it
+    monkeypatch.setattr(codec_values, "_library", codec_values._Library())
     try:
         codec_values.use_library()
     except native.NativeUnavailableError as error:
-        pytest.skip(f"no shared-memory library, whose shortcut it is: {error}")
+        pytest.skip(f"the shortcut needs the shared-memory library: {error}")
     empty = torch.empty(0, 197, dtype=torch.int16)
     for obj in (empty, [empty, 1], {"e": empty, "i": 1}):
         outgoing = wire.encode(obj, allow_pickle=False)

@@ -39,7 +39,6 @@ except native.NativeUnavailableError as error:
 
 
 def _message(seed: int, number: int, limit: int) -> tuple[bytes, list[Tensor]]:
-    """Returns a head and tensors that every rank can compute."""
     draw = random.Random(seed * 1_000_003 + number)
     sizes = [
         draw.choice((0, 1, 63, 4096, 65_471, 65_472, 65_473, draw.randrange(limit))) for _ in range(draw.randrange(4))
@@ -68,7 +67,6 @@ def _same(got: tuple[bytes, list[Tensor], int], message: tuple[bytes, list[Tenso
 
 
 def _broadcasts(path: str, rank: int, size: int, seed: int, count: int) -> None:
-    """Every rank broadcasts in turn, after pauses of its own."""
     own = random.Random(seed * 64 + rank)
     with channels(Path(path), rank, size) as ends:
         for number in range(count):
@@ -96,7 +94,6 @@ def _leave_together(ends: Channels, size: int) -> None:
 
 
 def _run(pools: Pools, size: int, body: Callable[..., object], tmp_path: Path, *args: object) -> list[object]:
-    """Runs the body on each rank with the file, its rank and the size."""
     path = tmp_path / f"queue-{time.monotonic_ns()}"
     return pools(size).run(_call, body, str(path), size, args, timeout_s=DEADLINE_S)
 
@@ -138,7 +135,6 @@ def test_everyone_sends_to_everyone(pools: Pools, tmp_path: Path, size: int) -> 
 
 
 def _huge_both_ways(path: str, rank: int, size: int, blocking: bool) -> None:
-    """Sends without waiting, then receives; or starts a receive, then sends and waits."""
     with channels(Path(path), rank, size) as ends:
         x, out = torch.full((LARGE_BYTES,), rank, dtype=torch.uint8), torch.empty(LARGE_BYTES, dtype=torch.uint8)
         if blocking:
@@ -233,7 +229,7 @@ def _dies(path: str, rank: int, size: int, outcomes: str, who: str) -> None:
         if rank == killed:
             if rank == 0:
                 ends.sender(None, MESSAGES).isend(Message(b"head", (large,)))
-                ends.transfers.irecv_(torch.empty(1), 1).wait()  # a reader is in the middle of it
+                ends.transfers.irecv_(torch.empty(1), 1).wait()
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             sender = ends.sender(None, MESSAGES)

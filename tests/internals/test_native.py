@@ -77,7 +77,7 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
 def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, one for another build of the same torch, or another Python."""
+    """For example, one for another torch or Python."""
     (tmp_path / "module.so").write_text("no library")
     monkeypatch.setattr(native, "find_or_compile", lambda recipe: (tmp_path / "module.so", ""))
     monkeypatch.setattr(extension, "_recipe", lambda *_: None)
@@ -103,7 +103,6 @@ def linked() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(linked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the library without torch, compiled under a umask that allows group writes."""
     cache = tmp_path_factory.mktemp("compiled")
     output = _run(cache, 0o002, **_quick(linked, cache))
     assert VERSION in output, output
@@ -116,7 +115,6 @@ def quick(linked: Path, tmp_path: Path) -> dict[str, str]:
 
 
 def _quick(library: Path, folder: Path) -> dict[str, str]:
-    """Returns an instant compiler, which "links" this library."""
     script = f"""
 shared=
 for word; do
@@ -129,7 +127,6 @@ if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
 
 
 def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Path) -> None:
-    """Concurrent processes wait for the one that compiles."""
     counter = tmp_path / "calls"
     how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 0.1\nexec {quick["CXX"]} "$@"')
     outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
@@ -143,7 +140,7 @@ def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Pat
 
 
 def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], tmp_path: Path) -> None:
-    """Without torch's headers, or with too old a compiler, the ops go through Python."""
+    """Without torch's headers or a new compiler the ops go through Python."""
     script = f'case "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec {quick["CXX"]} "$@"'
     output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
     assert "no ops: " in output and "too old" in output
@@ -243,7 +240,7 @@ ps.destroy_distributed_environment()
 
 @pytest.mark.slow
 def test_a_compile_is_over_before_the_start_has_a_deadline(quick: dict[str, str], tmp_path: Path) -> None:
-    """Ranks wait for their host's compiler. Other hosts, whose clocks run, give it minutes."""
+    """Ranks wait for their host's compiler; other hosts give it minutes."""
     compile_s, start_s = 8, 5
     how = _compiler(tmp_path, f'[ "$1" = -shared ] && sleep {compile_s}\nexec {quick["CXX"]} "$@"')
     with socket.socket() as probe:

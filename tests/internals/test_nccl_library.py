@@ -37,7 +37,6 @@ def test_versions_from_2_27_to_2_32_are_recorded() -> None:
 
 
 def _kind_of(told: str) -> Any:
-    """Returns the ctypes type of a C type, without its pointee."""
     if told.endswith("*") or told in ("ncclComm_t", "cudaStream_t", "ncclWindow_t"):
         return "char*" if told == "const char*" else "pointer"
     return {"size_t": ctypes.c_size_t, "ncclUniqueId": UniqueId}.get(told, ctypes.c_int)
@@ -128,7 +127,6 @@ def _wanted() -> list[str]:
 
 @pytest.mark.parametrize("version", _wanted() or [pytest.param("", marks=pytest.mark.skip("NCCL_WHEELS isn't set"))])
 def test_the_real_library(version: str, tmp_path: Path) -> None:
-    """The wheel's header matches the record. The library loads and binds without a GPU."""
     try:
         header, path = nccl_facts.fetch(version, tmp_path)
     except (OSError, subprocess.CalledProcessError) as error:

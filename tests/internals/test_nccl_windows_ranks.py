@@ -38,7 +38,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def _group(library: str, **changes: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the tp group and its communicator over the stand-in. `changes` apply to its context."""
+    """`changes` apply to the group's context."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group: Any = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, **changes), (_ROW, CATALOG[-1]))
@@ -56,7 +56,6 @@ def _lines(nccl: Any, *names: str) -> list[str]:
 
 
 def _sum(group: Any, x: torch.Tensor) -> list[str]:
-    """Sums ones in place. Returns NCCL's log."""
     (nccl, *_) = group.route.communicators
     nccl.library.clear()
     x.fill_(1)
@@ -147,7 +146,7 @@ def test_a_setting_limits_the_memory(pools: Pools, stand_in: str) -> None:
 
 def _close_body(library: str) -> list[Any]:
     found: list[Any] = []
-    windows.free_closed()  # earlier bodies' tensors outlived their groups
+    windows.free_closed()
     with _group(library) as (group, nccl):
         x = group.empty([4])
         group.empty([20 * MIB], torch.uint8)
@@ -258,7 +257,7 @@ def test_a_rank_that_never_comes_ends_the_wait(stand_in: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_the_registration_ends_the_others_wait(stand_in: str) -> None:
-    """It waits for the others' results, which are in NCCL until their watch aborts it."""
+    """It waits for the others, which are in NCCL until their watch aborts it."""
     pool = WorkerPool(2)
     try:
         answers = pool.run(_late_body, stand_in, "register", tp=2)
@@ -293,7 +292,6 @@ def test_a_window_is_proven_by_its_first_sum(stand_in: str) -> None:
 
 
 def _ordinary_body(library: str) -> tuple[list[str], str, str]:
-    """Cases that don't ask the other ranks."""
     with _group(library) as (group, nccl):
         nccl.set_up()
         nccl.library.clear()

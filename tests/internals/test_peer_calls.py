@@ -57,7 +57,6 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
-    """The ranks' environment, with a table of small sizes."""
     folder = tmp_path_factory.mktemp("peers")
     row = Thresholds(arch="9.0", world_size=8, measured=True, source="a test", **BOUNDS)
     peer_thresholds.dump([row], folder.parent / f"{folder.name}.json", "a test")
@@ -70,7 +69,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
 
 
 def _group(env: Env, change: Callable[[Device], None] | None = None, **changes: Any) -> tuple[GroupCoordinator, Device]:
-    """Returns a twin of the tp group over the kernels. `change` applies to the device, `changes` to the context."""
+    """`change` applies to the device, `changes` to the context."""
     os.environ.update(env)
     device = Device()
     if change is not None:
@@ -145,7 +144,7 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
 
 def _without_room(group: GroupCoordinator, x: Tensor) -> None:
     """Calls the norm of a row that is too long for the device: with no blocks, any row is."""
-    group.all_reduce(x)  # prepares the call for later ones
+    group.all_reduce(x)
     made = group.route.communicators[0].group  # type: ignore[attr-defined]
     made.max_blocks, kept = 0, made.max_blocks
     group.all_reduce_add_rms_norm(x, x, x)
@@ -182,7 +181,6 @@ def test_sizes_choose_the_kernel_and_what_is_not_carried_goes_on(pools: Pools, e
 
 
 def _pinned_body(env: Env) -> tuple[list[str], list[bytes], bool]:
-    """Compares a sum alone with the same numbers inside a tensor above all thresholds."""
     group, device = _group(env)
     whole = real_numbers(Form((20_003,)), torch.bfloat16, group.rank_in_group)
     found: list[Tensor] = []
@@ -260,7 +258,6 @@ def test_norms_have_the_numerics_of_all_communicators(pools: Pools, env: Env) ->
 
 
 def _pinned_norm_body(env: Env) -> bool:
-    """Compares the norm of a row alone with the same row in a batch above the threshold."""
     group, device = _group(env)
     rows = real_numbers(Form((99, 64)), torch.bfloat16, group.rank_in_group)
     weight, found = torch.full((64,), 0.7, dtype=torch.bfloat16), []
@@ -284,7 +281,6 @@ CALLS = 1000 if LONG else 200
 
 
 def _many_body(env: Env, seed: int) -> int:
-    """Makes random calls with delays, and gloo's collectives between them."""
     group, device = _group(env)
     rank, size = group.rank_in_group, group.world_size
     assert device.made is not None
@@ -357,7 +353,7 @@ def _threads_body(env: Env) -> int:
         for _ in range(50):
             x = torch.full((64,), value)
             found = communicator.all_reduce(x, "sum").tolist()
-            wrong.append(found not in ([value + 1] * 64, [value + 1000] * 64))  # of either thread of the other rank
+            wrong.append(found not in ([value + 1] * 64, [value + 1000] * 64))
 
     threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 1000.0)]
     for thread in threads:
@@ -623,7 +619,6 @@ def test_a_rank_that_ends_frees_those_that_wait_for_it(env: Env) -> None:
 
 
 def _stuck_body(env: Env) -> int:
-    """The device never completes its work, so its memory must be kept."""
     group, device = _group(env)
     group.all_reduce(torch.ones(8))
     device.streams.stuck = True

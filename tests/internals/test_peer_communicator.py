@@ -54,7 +54,6 @@ class StandInCarrier(Carrier):
 
 
 def member_of(settings: dict[str, str]) -> Member:
-    """This rank's tp group over the kernels."""
     os.environ.update(settings)
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (ROW, CATALOG[-1]))

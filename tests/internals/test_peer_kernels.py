@@ -31,7 +31,7 @@ FEW = ("--emulate", "--rounds", "1", "--round-ms", "0.1")
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    build()  # skips without a compiler
+    build()
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_crash_of_the_others_loses_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NCCL and torch's symmetric memory may crash, so they start after the kernels' rows are written."""
+    """NCCL and torch's symmetric memory may crash, so they start last."""
     file, picture = tmp_path / "k.json", tmp_path / "k.svg"
 
     def crash(device: torch.device) -> Others:
@@ -121,8 +121,6 @@ def test_its_check_alone(dtype: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 class Faulty(CpuKernels):
-    """On rank 0, replaces `kernel` by a copy of its input or by nothing."""
-
     kernel, copies = "", False
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int = 0) -> None:

@@ -409,7 +409,6 @@ def test_a_file_on_stdout_comes_alone(option: str, capsys: pytest.CaptureFixture
 
 
 def kinds_by_their_lists(request_: Request) -> dict[str, tuple[object, ...]]:
-    """Returns `make_plan`'s facts of each kind, computed from all rank lists."""
     layout = request_.resolve()
     lists = {axis.name: layout.groups(axis.name) for axis in AXES if axis.name in layout.names}
     found = {}
@@ -497,7 +496,6 @@ def test_as_a_process(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_one_is_its_own_first_and_last() -> None:
-    """Also in a world of 100,000 ranks."""
     plan = plan_of(99_999, tp=9)
     for name in ("embedding", "position_embedding"):
         (kind,) = [each for each in plan.kinds if each.axis.name == name]

@@ -57,8 +57,6 @@ def drawing(plan: Plan, name: str) -> str:
 
 
 class Page(HTMLParser):
-    """Collects elements with their attributes, and their texts."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -204,7 +202,6 @@ def test_default_kind() -> None:
 
 
 def locate(rank: int, kind: dict[str, Any], data: dict[str, Any]) -> tuple[int, int]:
-    """Returns (group, position), as the page's script computes them."""
     group = place = 0
     groups = places = 1
     for name, size in data["grids"][kind["grid"]]:

@@ -20,7 +20,6 @@ MOST_SWITCHES = 3
 
 
 def _switches() -> int:
-    """Counts how often this process's progress threads were scheduled."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "ps-transfers":
@@ -53,7 +52,6 @@ def test_an_outstanding_receive_between_hosts_is_idle() -> None:
 
 
 def _receive_idly() -> tuple[int, float]:
-    """Returns the switches of rank 1's idle receive, and its seconds after rank 0 sends."""
     ps.init_distributed_environment(timeout=DEADLINE_S)
     ps.initialize_model_parallel(2)
     group, out, switches = ps.get_tp_group(), torch.zeros(4), 0
@@ -83,7 +81,6 @@ def test_an_outstanding_receive_within_a_host_is_idle(pools: Callable[[int], Wor
 
 
 def _wait_for_one_that_leaves() -> str:
-    """Returns the error of rank 1's idle receive."""
     ps.init_distributed_environment(timeout=DEADLINE_S)
     ps.initialize_model_parallel(2)
     group = ps.get_tp_group().make_sub_group(range(2))

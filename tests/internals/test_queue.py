@@ -35,7 +35,7 @@ def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
     x = torch.zeros(8 << 20, dtype=torch.uint8)
     with channels(tmp_path / "queue", 0, 6, timeout_s=TIMEOUT_S, meet=False) as ends:
         for other in range(1, 6):
-            sender = ends.sender(other, MESSAGES)  # allocation takes time, too
+            sender = ends.sender(other, MESSAGES)
             for waits, call in (
                 (readers, ends.receiver(other, MESSAGES).next),
                 (writers, functools.partial(sender.send, Message(b"", (x,)))),
@@ -51,7 +51,6 @@ def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
 
 
 def _word(ends: Channels, chunk: int, word: int) -> ctypes.c_uint64:
-    """Returns a header's word in the ring from rank 0 to rank 1."""
     place = ends.sender(1, MESSAGES)._place
     return ctypes.c_uint64.from_address(place.data + chunk * place.shape.chunk_bytes + 8 * word)
 

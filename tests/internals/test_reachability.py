@@ -26,7 +26,6 @@ def world() -> Iterator[World]:
 
 
 def _found(endpoint: Endpoint, limit_s: float = 5.0) -> dict[int, str]:
-    """Returns rank 0's findings about rank 1 at this endpoint."""
     places = {0: OWN, 1: Address("2", "127.0.0.2", endpoint=str(endpoint))}
     return reachability._unreached(places, 0, [0, 1], limit_s)
 

@@ -32,7 +32,6 @@ COUNT = 1031  # whole vectors, and a rest
 
 
 def _fingerprints(compiler: Sequence[str], *runner: str) -> dict[str, set[str]]:
-    """Returns all instruction sets' fingerprints by dtype, reduction and number of sources."""
     files = [ROOT / "tests" / "native" / "reduce_bits.cpp", SOURCES / "reduce.cpp"]
     flags = ["-O3", "-std=c++17", "-fno-math-errno", "-static", f"-I{SOURCES}"]
 
@@ -61,7 +60,7 @@ def _drawn(dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.randint(0, 256, (COUNT * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
     numbers = torch.randn(COUNT, dtype=torch.float64, generator=draw)
-    numbers[::8] *= 0  # of either sign
+    numbers[::8] *= 0
     numbers[1::8] *= torch.finfo(dtype).tiny
     return (numbers * torch.randint(1, 6, (COUNT,), generator=draw)).to(dtype)
 

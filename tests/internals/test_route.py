@@ -62,8 +62,6 @@ class Server:
 
 
 class Failing(Communicator):
-    """Carries a call, then raises `error` if it is set."""
-
     name = "failing"
     tells_sending = True
 
@@ -96,7 +94,7 @@ class Failing(Communicator):
         self.closed = True
 
 
-Failing.__abstractmethods__ = frozenset()  # the others aren't called
+Failing.__abstractmethods__ = frozenset()
 
 
 @pytest.fixture
@@ -117,7 +115,6 @@ def route(failing: Failing) -> Route:
 
 @pytest.fixture
 def told() -> Iterator[list[int]]:
-    """Gets an entry for each first failure of a group."""
     calls: list[int] = []
 
     def hear(_: FailureEvent) -> None:

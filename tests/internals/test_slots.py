@@ -28,7 +28,6 @@ def segment() -> Iterator[Segment]:
 
 
 def _backed(segment: Segment, start: int, end: int) -> int:
-    """Returns how many bytes in between are allocated."""
     found, at = 0, start
     while at < end:
         try:

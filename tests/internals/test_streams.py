@@ -26,14 +26,17 @@ from device_communicators.base.errors import (
     GroupDestroyedError,
     InvalidArgumentError,
     MessageDecodeError,
+    UsageError,
 )
 from device_communicators.calls.user_call import DTYPE_NUMBERS
 from device_communicators.calls.work import TransferError, Work
 from device_communicators.cpu import connections, native
 from device_communicators.cpu.connections import Connections
+from device_communicators.cpu.message_queue import Message, pieces_of
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.streams import open_streams
 from device_communicators.cpu.transfers import MOST_TAG, Transfers
+from parallel_state.messages.codec.values import use_library
 
 try:
     native.load()
@@ -46,12 +49,18 @@ ANSWERED_BYTES = 64 << 10
 SMALL, LARGE = 1000, 20 * ANSWERED_BYTES
 STRIPED_BYTES = 100
 EARLY_BYTES = 64 << 20
-HEAD = struct.Struct("<4sIi4xQQ")
-"""`Head` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body."""
+HEAD = struct.Struct("<4sIi4xQQQ")
+"""`Frame` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body, of these the head's."""
 AT_ONCE, ANNOUNCED, ASKED_FOR, ANSWER = b"PSM\1", b"PSMA", b"PSMB", b"PSMC"
 KEPT_BYTES = 256
 """Overhead of a kept message."""
 BYTE = DTYPE_NUMBERS[torch.uint8]
+MESSAGE = 1 << 20
+"""`kMessageDtype` of csrc/transfer_call.h."""
+MESSAGES = 5
+"""The tag of messages here."""
+MOST_HEAD_BYTES = 1 << 20
+Taker = Callable[[bytes, int, int], bytes]
 
 
 class Rank:
@@ -85,6 +94,30 @@ class Rank:
 
     def irecv(self, out: torch.Tensor, src: int, tag: int = 0) -> Work:
         return self.transfers.irecv_(out, src, tag)
+
+    def isend_message(self, dst: int, head: bytes, *tensors: torch.Tensor) -> Work:
+        return self.transfers.isend_message(Message(head, tensors), dst, MESSAGES)
+
+    def receive_message(
+        self, src: int, take: Callable[[bytes, int, int], bytes], most: int = MOST_HEAD_BYTES
+    ) -> object:
+        """Has `take`, given the head and the sizes of head and tensors, say where the tensors go."""
+        past, report = use_library().past_python, native.QueueReport()
+        wanted = (most, 0, None, None, False, None, 0)
+        return self.transfers.receive_message(past, src, MESSAGES, 0, report, *wanted, take)
+
+    def receive_pieces(self, src: int, sizes: Sequence[int] = ()) -> tuple[bytes, list[torch.Tensor]]:
+        """Returns the head of a message and its tensors, which have these sizes; one of all bytes without sizes."""
+        heads, tensors = list[bytes](), list[torch.Tensor]()
+
+        def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
+            assert len(head) == head_bytes
+            heads.append(head)
+            tensors.extend(_room(size) for size in sizes or (tensor_bytes,))
+            return pieces_of(tensors)[0] or b""
+
+        assert self.receive_message(src, take) is take
+        return heads[0], tensors
 
     def facts(self, peer: int) -> tuple[int, int, int, int]:
         """Returns the bytes stored for later receives, sent at once, received of these, and taken by this rank."""
@@ -129,7 +162,6 @@ def ranks(early_bytes: int) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _both(*calls: Callable[[], Any]) -> list[Any]:
-    """Returns each rank's result or error."""
     found: list[Any] = [None] * len(calls)
 
     def run(rank: int) -> None:
@@ -159,8 +191,8 @@ def _data(x: torch.Tensor) -> bytes:
     return x.numpy().tobytes()
 
 
-def _head(kind: bytes, size: int, tag: int = 0, dtype: int = BYTE) -> bytes:
-    return HEAD.pack(kind, tag, dtype, 0, size)
+def _head(kind: bytes, size: int, tag: int = 0, dtype: int = BYTE, *, head_size: int = 0) -> bytes:
+    return HEAD.pack(kind, tag, dtype, 0, size, head_size)
 
 
 def _socket(end: Rank, peer: int, number: int = 0) -> socket.socket:
@@ -171,7 +203,6 @@ SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 
 
 def _call(end: Rank, seed: int, own: int) -> None:
-    """Sends messages of two tags, and receives the tags in another order."""
     draw, other = random.Random(seed), 1 - own
     sizes = [draw.choice(SIZES) for _ in range(5)]
     sends = [
@@ -269,6 +300,8 @@ HEADS = {
     "the largest body": _head(AT_ONCE, (1 << 64) - 1, 7),
     "more than was granted": _head(AT_ONCE, EARLY_BYTES, 7),
     "what nobody asked for": _head(ASKED_FOR, 4),
+    "a head of a tensor": _head(AT_ONCE, 4, 7, head_size=1),
+    "a head longer than its message": _head(AT_ONCE, 4, 7, MESSAGE, head_size=5),
     "an answer to nothing": _head(ANSWER, 4),
 }
 
@@ -335,7 +368,6 @@ def test_strangers_hold_nobody_up() -> None:
 
 @pytest.fixture
 def three() -> Iterator[tuple[Rank, dict[int, Rank]]]:
-    """Rank 0, and ranks 1 and 2, connected only to it."""
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
     here = Rank(0, {rank: pair[:1] for rank, pair in pairs.items()})
     theirs = {rank: Rank(rank, {0: pair[1:]}) for rank, pair in pairs.items()}
@@ -408,7 +440,7 @@ def test_a_connection_with_an_error_lets_go_of_memory(ends: tuple[Rank, Rank], e
     there.irecv(memory[1], 1)
     memory.clear()
     end(there)
-    time.sleep(0.05)  # the progress thread may be exiting
+    time.sleep(0.05)
     _next_call(there)
     assert [each() for each in alive] == [None] * 2
     with pytest.raises((TransferError, GroupDestroyedError)):
@@ -437,7 +469,7 @@ def test_a_wait_ends_as_another_thread_closes_or_fails(
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
-    """Closing a connection with unread bytes resets it. Then writes fail, but reads still work."""
+    """Closing a connection with unread bytes resets it: writes fail, but reads still work."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -496,8 +528,6 @@ def test_a_forked_child_ends_nothing(ends: tuple[Rank, Rank]) -> None:
 
 
 class _Model:
-    """Messages by tag in receive order, and their bytes."""
-
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         self.sent: dict[int, list[bytes]] = {}
@@ -671,3 +701,137 @@ def test_tags_are_those_that_messages_have_room_for(ranks: tuple[Rank, Rank]) ->
     for tag in (-8, MOST_TAG + 1, 1 << 62):
         with pytest.raises(InvalidArgumentError, match=f"must be from 0 to {MOST_TAG}, but is {tag}"):
             ranks[0].isend(out, 1, tag)
+
+
+# Messages of a head and tensors, whose receiver knows no size.
+
+
+def _messages(seed: int, count: int) -> list[tuple[bytes, list[bytes]]]:
+    draw = random.Random(seed)
+    sizes = (0, 1, 31, 99, 100, 101, 5000, 65_000, 200_000)
+    return [
+        (
+            draw.randbytes(draw.choice((1, 32, 33, 4000, 70_000))),
+            [draw.randbytes(draw.choice(sizes)) for _ in range(draw.choice((0, 1, 2, 70)))],
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("early", [EARLY_BYTES, 20_000, 0])
+@pytest.mark.parametrize("count", [1, 3], ids=["one connection", "three connections"])
+def test_messages_of_unknown_size_come_whole_and_in_order(count: int, early: int) -> None:
+    ends = _two(count, striped_bytes=STRIPED_BYTES, early_bytes=early)
+
+    def run(own: int) -> None:
+        end, peer, began = ends[own], 1 - own, list[Work]()
+        plain = _bytes(b"tensor")
+        for head, tensors in _messages(own, 12):
+            began.append(end.isend_message(peer, head, *map(_bytes, tensors)))
+            began.append(end.isend(plain, peer, 3))
+        time.sleep(0.05 * own)  # some arrive before their receives
+        for number, (head, tensors) in enumerate(_messages(peer, 12)):
+            sizes = [len(data) for data in tensors]
+            found, received = end.receive_pieces(peer, sizes if number % 3 else [sum(sizes)])
+            assert found == head
+            assert b"".join(map(_data, received)) == b"".join(tensors)
+            out = _room(6)
+            end.recv(out, peer, 3)
+            assert torch.equal(out, plain)
+        for each in began:
+            each.wait()
+
+    assert _both(lambda: run(0), lambda: run(1)) == [None, None]
+    for end in ends:
+        end.close()
+
+
+def test_a_started_message_is_kept_until_it_is_sent() -> None:
+    """No thread of Python sends it, and nobody waits."""
+    near, far = _two()
+    tensor = torch.arange(1 << 20)
+    kept, expected = weakref.ref(tensor), _data(tensor)
+    near.isend_message(1, b"head", tensor)
+    del tensor
+    assert kept() is not None
+    (head, (received,)) = far.receive_pieces(0)
+    assert head == b"head" and _data(received) == expected
+    until = time.monotonic() + LIMIT_S
+    while kept() is not None and time.monotonic() < until:
+        near.transfers.isend(_room(0), 1, 4)  # the next call lets go of it
+    assert kept() is None
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("early", [EARLY_BYTES, 0], ids=["at once", "announced"])
+@pytest.mark.parametrize("first", ["send", "receive"])
+def test_a_long_head_is_refused_by_its_beginning(early: int, first: str) -> None:
+    near, far = _two(early_bytes=early)
+    seen: list[tuple[int, int, int]] = []
+
+    def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
+        seen.append((len(head), head_bytes, tensor_bytes))
+        raise MessageDecodeError("too long")
+
+    def send() -> None:
+        time.sleep(0.1 if first == "receive" else 0)
+        near.isend_message(1, b"x" * 5000, _room(10))
+
+    def receive() -> None:
+        time.sleep(0.1 if first == "send" else 0)
+        far.receive_message(0, take, most=100)
+
+    _, error = _both(send, receive)
+    assert isinstance(error, MessageDecodeError) and seen == [(32, 5000, 10)]
+    near.close()
+    far.close()
+
+
+def test_a_refused_message_without_tensors_is_passed_over(ends: tuple[Rank, Rank]) -> None:
+    def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
+        raise ValueError(head)
+
+    ends[0].isend_message(1, b"an error")
+    ends[0].isend_message(1, b"next", _bytes(b"tensor"))
+    with pytest.raises(ValueError, match="an error"):
+        ends[1].receive_message(0, take)
+    head, (received,) = ends[1].receive_pieces(0)
+    assert (head, _data(received)) == (b"next", b"tensor")
+
+
+@pytest.mark.parametrize("kind", ["tensor for message", "message for tensor"])
+def test_a_message_and_a_tensor_do_not_match(ends: tuple[Rank, Rank], kind: str) -> None:
+    if kind == "tensor for message":
+        ends[0].isend(_room(4), 1, MESSAGES)
+        with contextlib.suppress(AssertionError):
+            ends[1].receive_pieces(0)
+    else:
+        ends[0].isend_message(1, b"head")
+        with pytest.raises(CollectiveMismatchError, match="a message"):
+            ends[1].recv(_room(4), 0, MESSAGES)
+    with pytest.raises(CollectiveMismatchError, match="a message"):
+        ends[1].transfers.check()
+
+
+def test_a_receive_of_a_message_has_a_deadline() -> None:
+    near, far = _two(timeout_s=0.3)
+    began = time.monotonic()
+    assert far.receive_message(0, lambda *_: b"") is NotImplemented
+    assert 0.2 < time.monotonic() - began < 3.0
+    with pytest.raises(CollectiveTimeoutError, match="global rank 0"):
+        far.transfers.check()
+    near.close()
+    far.close()
+
+
+def test_a_call_of_a_taker_is_refused(ends: tuple[Rank, Rank]) -> None:
+    """Nothing is read from the source while the taker runs: a receive in it would wait for itself."""
+
+    def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
+        ends[1].recv(_room(1), 0)
+        return b""
+
+    ends[0].isend_message(1, b"head")
+    with pytest.raises(UsageError):
+        ends[1].receive_message(0, take)

@@ -27,12 +27,11 @@ def _compiled() -> None:
 
 
 def _tasks() -> dict[int, str]:
-    """Returns the kernel's names of this process's threads."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             found[int(task.name)] = (task / "comm").read_text().strip()
-        except OSError:  # it has exited
+        except OSError:
             continue
     return found
 
@@ -114,7 +113,6 @@ def _names_over_torch() -> tuple[list[str], dict[str, str]]:
 
 
 def _told(before: dict[int, str]) -> tuple[list[str], dict[str, str]]:
-    """Returns the kernel names of threads since `before`, and those of our threads by Python name."""
     ours = {each.name: each.native_id for each in threading.enumerate() if each.name.startswith(exits.THREADS)}
     _until(lambda: all(_tasks().get(number or 0, "ps-").startswith("ps-") for number in ours.values()))
     now = _tasks()

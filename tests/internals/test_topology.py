@@ -225,7 +225,6 @@ def test_a_recorder_keeps_refusals() -> None:
 
 
 def run_command(library: Path, *commands: list[str], **environment: str) -> str:
-    """Returns the commands' output. Loading the library first makes pynvml use it."""
     code = (
         f"import ctypes, sys; ctypes.CDLL({str(library / NVML)!r})\n"
         "from parallel_state.__main__ import main\n"
@@ -297,7 +296,6 @@ def test_pci_ids_as_the_kernel_writes_them(told: str, short: str) -> None:
 
 
 def test_this_machine() -> None:
-    """The driver's facts are plausible and match torch's CUDA."""
     import torch
 
     found = read_topology()

@@ -23,8 +23,6 @@ from device_communicators.routing.waiting import Watched, WatchedByThread
 
 
 class Collective:
-    """A torch work that completes or fails after `done_s`, or never if None."""
-
     def __init__(self, done_s: float | None, error: str = "") -> None:
         self._ends = time.monotonic() + done_s if done_s is not None else float("inf")
         self._error = error
@@ -104,7 +102,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
         watcher.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfds here")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this Python or kernel has no pidfds")
 def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         watcher = Watcher()

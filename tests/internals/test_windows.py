@@ -22,8 +22,6 @@ FIRST = 1 * MIB
 
 
 class Mapped:
-    """Windows over a sparse memfd, whose descriptor is closed."""
-
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.library: Any = native.load()
         descriptor = os.memfd_create("windows")

@@ -33,8 +33,6 @@ VALUE, ERROR = 0, 1
 
 
 class FakeGroup(NamedTuple):
-    """What `encode` needs of an all-gather group."""
-
     world_size: int
     rank_in_group: int
 
@@ -52,14 +50,12 @@ def frame_of(
     body_bytes: int | None = None,
     tensor_bytes: int = 0,
 ) -> Tensor:
-    """Returns a frame with any header and the beginning of any body."""
     told = len(body) if body_bytes is None else body_bytes
     data = HEADER.pack(magic, kind, 0, slices, tensors, 0, told, tensor_bytes) + body[:INLINE_BYTES]
     return torch.frombuffer(bytearray(data.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def read(frame: Tensor, rest: Tensor | None = None, allow_pickle: bool = False) -> tuple[codec.Message, list[bool]]:
-    """Reads a message as a receiver does, without its tensors."""
     header = wire.parse_frame(frame, CONTEXT, SRC)
     buffer = wire.rest_buffer(header)
     assert buffer is None or buffer.numel() <= settings.MAX_METADATA_BYTES.get()
@@ -395,7 +391,6 @@ SAMPLES: list[Any] = [
 
 
 def mutate(data: bytearray, chance: random.Random) -> None:
-    """Changes some bytes: to random or extreme values, by one bit, or by moving a range."""
     for _ in range(chance.choice([1, 1, 2, 5])):
         at = chance.randrange(len(data)) if chance.random() < 0.3 else chance.randrange(min(140, len(data)))
         kind = chance.randrange(4)

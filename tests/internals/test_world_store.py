@@ -50,7 +50,6 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(params=["world", "world, for torch", "TCPStore"])
 def make_store(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
-    """Returns connections to one store of either kind."""
     if request.param.startswith("world"):
         world, wrap = request.getfixturevalue("world"), for_torch if "torch" in request.param else lambda store: store
         yield lambda: wrap(store_of(world))
@@ -156,7 +155,7 @@ def sockets() -> set[str]:
 def _target_of(number: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # the listing's own descriptor
+    except OSError:
         return ""
 
 
@@ -218,8 +217,6 @@ class _HandledError(Exception):
 
 @contextlib.contextmanager
 def _ended_by_a_handler() -> Iterator[None]:
-    """Checks that an error raised by a signal handler ends a wait at once."""
-
     def handle(number: int, frame: object) -> None:
         raise _HandledError
 
@@ -376,7 +373,7 @@ def test_a_server_that_is_silent() -> None:
 
 
 def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: World) -> None:
-    """It is detected before a request is sent, even if it replays a real listener's greeting."""
+    """It is detected before a request is sent, even if it replays a greeting."""
     with socket.create_connection(("127.0.0.1", world.endpoint.port)) as stranger:
         greeting = stranger.recv(20 + 40 + 16, socket.MSG_WAITALL)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,8 +1,8 @@
-// Single cases of the control core: a core under test, and peers made of frames.
+// Single cases of the control core: a real core, and peers made of frames.
 //
 //   control_cases [NAME]
 //
-// Each case prints its name and what doesn't hold.
+// Each case prints its name and its failures.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -37,7 +37,7 @@ Event event_of(Event::Kind kind, int connection = -1, Proc proc = 0) {
 
 Proc proc_of(int rank) { return static_cast<Proc>(rank) + 11; }
 
-// The core of rank `me`, and the bytes that a peer of it would send.
+// The core of rank `me`, and a peer's bytes.
 struct World {
   explicit World(const std::vector<int>& hosts, int me = 0, bool meets = true, Config config = Config())
       : core(proc_of(me), "token" + std::to_string(me), config) {
@@ -68,7 +68,7 @@ struct World {
     for (; asked > 0; --asked) core.step(now, event_of(Event::kBeats), &actions);
   }
 
-  // Lets time pass in ticks; `beats` of the own domain move.
+  // Advances the time in ticks. The boards of `beats`, in the same domain, keep beating.
   void pass(Nanos time, const std::vector<Proc>& beats = {}) {
     std::vector<Action> all;
     for (const Nanos end = now + time; now < end;) {
@@ -87,7 +87,7 @@ struct World {
     return encode(Frame{kind, 7, epoch, 0, proc_of(from), std::move(body)});
   }
 
-  Bytes proof(int from, bool dialer) {  // of rank `from`, which dialed this core or was dialed by it
+  Bytes proof(int from, bool dialer) {  // rank `from` dialed this core if `dialer`, else was dialed
     const int dialed = dialer ? self : from;
     Writer writer;
     writer.number(static_cast<std::uint8_t>(dialer)).text(Bytes(kNonceBytes, dialer ? 'p' : 'n'));
@@ -154,7 +154,7 @@ struct World {
     return nullptr;
   }
 
-  // The body of the last frame of this kind that was sent on the connection; null if there is none.
+  // The last frame of this kind sent on the connection, or null.
   const Action* sent(int connection, FrameKind kind) const {
     for (const Action& action : actions) {
       const bool is_frame = action.kind == Action::kSend && action.sent().size() >= kHeadBytes;
@@ -243,7 +243,7 @@ void a_state_is_not_starved_by_other_frames() {
   board.bytes = Writer().number(1U).number(proc_of(1)).number(std::uint8_t{kLeft}).number(proc_of(1)).text("").take();
   world.step(board);
   bool told = false;
-  for (int i = 0; i < 30 && !told; ++i) {  // a question each 100 ms is answered
+  for (int i = 0; i < 30 && !told; ++i) {  // a question is answered every 100 ms
     world.bytes(3, world.frame(FrameKind::kQuestion, 2, Writer().number(std::uint64_t{1}).text("q").take()));
     Event reply = event_of(Event::kReply, -1, proc_of(2));
     reply.id = 1;
@@ -311,7 +311,7 @@ void a_refused_call_names_its_key() {
 
 void a_call_without_a_deadline() {
   World world({1, 1});
-  world.now -= 10 * kSecond;  // so that the core adds to the time
+  world.now -= 10 * kSecond;  // the core adds to the time
   world.call({0, 1}, "p", kNever);
   world.pass(5 * kSecond);
   CHECK(world.find(Action::kVerdict) == nullptr);
@@ -355,13 +355,13 @@ void agreements_of_others_take_bounded_memory() {
 }
 
 void a_value_of_a_round_that_expired() {
-  World world({1, 1, 1}, 1);  // rank 2 takes this one for the decider, which it isn't
+  World world({1, 1, 1}, 1);  // rank 2 wrongly takes this one for the decider
   world.accept(3, 2);
   world.bytes(3, world.value(2, {0, 1, 2}, "p", "x", 2));
   CHECK(world.core.rounds() == 1);
   world.pass(3 * kSecond);
   world.bytes(3, world.value(2, {0, 1, 2}, "p", "y", 2, FrameKind::kValue, false));
-  CHECK(world.core.rounds() == 0);  // nothing says any more who its members are
+  CHECK(world.core.rounds() == 0);  // its members are unknown now
   world.bytes(3, world.value(2, {0, 1, 2}, "p", "y", 2));
   CHECK(world.core.rounds() == 1 && world.find(Action::kClose, 3) == nullptr);
 }
@@ -410,7 +410,7 @@ void a_verdict_of_wrong_size_is_malformed() {
 }
 
 void undecided_names_whom_the_decider_waits_for() {
-  // Rank 0 has ended; rank 1 decides, and waits for rank 2: rank 3 is to name rank 2.
+  // Rank 0 exited. Rank 1 decides and waits for rank 2, so rank 3 must name rank 2.
   World decider({1, 1, 1, 1}, 1);
   decider.accept(3, 3);
   decider.state(3, 3, proc_of(0), kExited);
@@ -464,7 +464,7 @@ void an_empty_question_is_answered_without_the_program() {
   CHECK(world.find(Action::kQuestion) != nullptr);
 }
 
-// A lead with a connection to the only process of another domain, which is stopped.
+// A lead connected to a stopped process, the only one of another domain.
 World with_stopped_peer() {
   World world({1, 1});
   world.accept(3, 1);
@@ -484,14 +484,14 @@ void a_stopped_process_whose_kernel_answers_is_stopped() {
     acked.age = 50 * kMillisecond;
     world.step(acked);
   }
-  CHECK(stopped && dialed_in_time);  // while its kernel acknowledges, its connection is kept
+  CHECK(stopped && dialed_in_time);  // kept while the kernel acknowledges
 }
 
 void a_full_window_is_replaced_by_a_dial() {
   World world = with_stopped_peer();
   bool ended = false;
   int connection = 3, dials = 0;
-  for (int i = 0; i < 300 && !ended; ++i) {  // nothing is acknowledged any more; its kernel accepts connections
+  for (int i = 0; i < 300 && !ended; ++i) {  // acknowledgments end, but its kernel accepts connections
     world.pass(100 * kMillisecond);
     ended = !world.core.ends().empty();
     if (ended || world.find(Action::kDial) == nullptr) continue;
@@ -505,7 +505,7 @@ void a_pause_of_this_process_ends_no_call_at_once() {
   World world({1, 1});
   world.accept(3, 1);
   world.call({0, 1}, "p", 2 * kSecond);
-  world.now += 10 * kSecond;  // it was paused, and the value waits in its receive buffer
+  world.now += 10 * kSecond;  // paused, with the value in its receive buffer
   world.step(Event());
   CHECK(world.find(Action::kVerdict) == nullptr);
   world.bytes(3, world.value(1, {0, 1}, "p", "x", 1));
@@ -533,7 +533,7 @@ void a_pause_of_any_length_judges_nobody_at_once() {
     world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
     world.pass(19'800 * kMillisecond);
     CHECK(world.core.ends().empty());
-    world.now += pause;  // its beats wait in the receive buffer
+    world.now += pause;  // beats wait in the receive buffer
     world.step(Event());
     world.pass(250 * kMillisecond);
     CHECK(world.core.ends().empty());
@@ -564,7 +564,7 @@ void a_clock_that_goes_back_ends_nothing() {
 }
 
 void a_death_before_the_farewell_of_the_lead() {
-  // Rank 2 died, then rank 0's farewell arrives: rank 1, the next lead, dials without the pause after a farewell.
+  // Rank 2 died, then rank 0's farewell arrives. Rank 1, the next lead, dials without the pause after a farewell.
   World world({3, 1}, 1);
   world.step(event_of(Event::kEnded, -1, proc_of(2)));
   Event board = event_of(Event::kBoard);
@@ -576,13 +576,13 @@ void a_death_before_the_farewell_of_the_lead() {
 
 void a_stranger_that_holds_the_token_is_closed() {
   World world({1, 1});
-  world.accept(3, 8);  // of no epoch that is known
+  world.accept(3, 8);  // of an unknown epoch
   world.pass(6 * kSecond);
   CHECK(world.find(Action::kClose, 3) != nullptr);
 }
 
 void a_leaver_whose_farewell_comes_over_another() {
-  // Rank 1 left: its connection broke and its port refuses before rank 2's state says so.
+  // Rank 1 left. Its connection breaks and its port refuses before rank 2's state arrives.
   World world({1, 1, 1});
   for (int peer : {1, 2}) {
     world.accept(2 + peer, peer);
@@ -600,7 +600,7 @@ void a_leaver_whose_farewell_comes_over_another() {
 
 void dials_that_are_refused_once_the_connection_broke_are_exits() {
   World world = with_stopped_peer();
-  world.pass(15 * kSecond);  // without a sign this process closes the connection
+  world.pass(15 * kSecond);  // this process closes a silent connection
   CHECK(world.core.ends().empty());
   world.answer(4, 1);
   world.step(event_of(Event::kClosed, 4));
@@ -610,8 +610,8 @@ void dials_that_are_refused_once_the_connection_broke_are_exits() {
   CHECK(world.knows(1, kExited));
 }
 
-// A call's connection has no sign while it is idle. If this process closed it for that at the beginning of a hunt, the
-// exit of its process would be known 0.6 s later than that of its neighbour.
+// An idle call's connection is silent. If it were closed when a hunt begins, the exit of its process would be known 0.6
+// s later than its neighbor's.
 void a_hunt_keeps_a_connection_that_was_idle() {
   World world({1, 2});
   world.accept(3, 1);
@@ -635,7 +635,7 @@ void a_hunt_keeps_a_connection_that_was_idle() {
   CHECK(world.knows(1, kExited) && world.knows(2, kExited));
 }
 
-// Guests of one store, which seal what they send.
+// Guests of one store, who seal their calls.
 struct Visits {
   struct Guest {
     Seal out, in;
@@ -670,7 +670,7 @@ struct Visits {
   static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
     return encode_store(static_cast<std::uint8_t>(call), parts);
   }
-  // Returns the reply of the last step, its parts joined by commas; "-" if there is none.
+  // Returns the last step's reply with its parts joined by commas, or "-".
   std::string reply(int id) {
     if (guests[id].reply.empty()) return "-";
     Bytes body = guests[id].reply.substr(kHeadBytes);
@@ -829,14 +829,14 @@ void the_oldest_stranger_makes_room() {
   int logs = 0;
   for (int i = 0; i < 300; ++i) {
     world.now += kMillisecond;
-    world.step(event_of(Event::kAccepted, 1000 - i));  // not in the order of the numbers
+    world.step(event_of(Event::kAccepted, 1000 - i));  // descending numbers
     logs += world.find(Action::kLog) != nullptr ? 1 : 0;
     const bool is_full = i >= 258;  // 256 and two members
     CHECK((world.find(Action::kClose) != nullptr) == is_full);
     if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
   }
   CHECK(logs == 2);               // the first and the tenth
-  World early({1, 1}, 0, false);  // all ranks may dial a process that doesn't know them yet
+  World early({1, 1}, 0, false);  // all ranks may dial a process before it knows them
   for (int i = 0; i < 1025; ++i) {
     early.now += kMillisecond;
     early.step(event_of(Event::kAccepted, i));

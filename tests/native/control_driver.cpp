@@ -1,12 +1,12 @@
-// The driver without Python, for sanitizers: worlds of several stays in this process, and a step that throws.
+// The driver without Python, for sanitizers: several stays in one process, and a step that throws.
 //
-//   control_driver worlds ROUNDS      stays of one process agree, fork meanwhile, and leave
+//   control_driver worlds ROUNDS      stays of one process agree, fork, and leave
 //   control_driver throws             memory runs out in the thread: its worlds end, and another one can be opened
-//   control_driver neighbours         a process that can't be watched at first, and one whose pid another has now
-//   control_driver ports              the port of a stay that was left is used again at once
-//   control_driver guests             threads use a stay's store, with large values; a key is held; the stay is left
+//   control_driver neighbours         a process that can't be watched at first, and one with a reused pid
+//   control_driver ports              the port of a stay that left is reused at once
+//   control_driver guests             threads use a stay's store, with large values; a key is held; the stay leaves
 //
-// Prints "all holds", or what doesn't, and returns 1.
+// Prints "all holds", or the failures and returns 1.
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
@@ -72,7 +72,7 @@ bool is_over(const Opened& one) {
   return one.stay->over;
 }
 
-// Returns all news up to the first of this kind.
+// All news up to the first of this kind.
 std::vector<std::string> news_until(const Opened& one, Inbox::Kind kind) {
   std::vector<std::string> news;
   std::vector<char> buffer(1 << 20);
@@ -91,7 +91,6 @@ std::vector<std::string> news_until(const Opened& one, Inbox::Kind kind) {
   return {};
 }
 
-// Returns the first news of this kind; others are taken and dropped.
 std::string await(const Opened& one, Inbox::Kind kind) { return news_until(one, kind).back(); }
 
 long count_warnings(const std::vector<std::string>& news) {
@@ -153,12 +152,12 @@ void await_verdicts(const std::vector<Opened>& all, std::uint32_t attempt) {
 }
 
 #ifdef __SANITIZE_ADDRESS__
-constexpr bool kForks = false;  // its allocator's locks stay locked in a child if another thread held them
+constexpr bool kForks = false;  // in a child, its allocator's locks can stay locked
 #else
 constexpr bool kForks = true;
 #endif
 
-// Like a child of a program: it has none of its parent's stays, and may have one of its own.
+// A child has none of its parent's stays, and can have its own.
 int run_child(std::int64_t handle) {
   if (find_stay(handle) != nullptr) return 1;
   const Opened own = open_one();
@@ -221,7 +220,7 @@ pid_t start_process() {
   while (true) pause();
 }
 
-// The only neighbour of the stay is a process without a board.
+// Meets a process without a board as the stay's only neighbor.
 void meet_process(const Opened& one, pid_t pid, std::uint64_t began) {
   Event event;
   event.kind = Event::kMeet;
@@ -237,7 +236,6 @@ void leave(const Opened& one) {
   close_stay(one.handle);
 }
 
-// The first number that no descriptor has.
 int next_descriptor() {
   const int number = dup(0);
   close(number);
@@ -264,7 +262,7 @@ void run_neighbours() {
   meet_process(one, reused, 1);
   await(one, Inbox::kDied);
   kill(reused, SIGKILL);
-  usleep(1'500'000);  // the beats after a death are over then
+  usleep(1'500'000);  // the beats after a death are over
   const clock_t before = clock();
   usleep(500'000);
   check(clock() - before < CLOCKS_PER_SEC / 5, "the thread spins on a process that exited");
@@ -272,7 +270,7 @@ void run_neighbours() {
   leave(one);
 }
 
-// A listening stay closes first here, so the kernel keeps its port in TIME_WAIT. Another stay can still listen there.
+// The listening stay closes first, so its port is in TIME_WAIT. Another stay can reuse it.
 void run_ports() {
   const Opened first = open_one();
   sockaddr_in address{};
@@ -298,7 +296,7 @@ void run_ports() {
   leave({handle, again});
 }
 
-// Returns the reply of a new guest's request, or an empty text and the errno.
+// A new guest's reply, or an empty text and the errno.
 Bytes asked(Guest* guest, StoreCall call, const std::vector<Bytes>& parts, int* code) {
   *code = guest->ask(encode_store(static_cast<std::uint8_t>(call), parts));
   const Nanos until = monotonic_now() + 20 * kSecond;

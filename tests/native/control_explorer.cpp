@@ -1,10 +1,10 @@
-// All orders of an agreement among a few control cores: every delivery, dial, call, crash and break of a connection.
+// All orders of an agreement among a few control cores: every delivery, dial, call, crash and broken connection.
 //
 //   control_explorer --hosts 1,1,1 --crashes C --drops D --first R
 //
-// All are connected first; then each process from rank R on calls, and whatever is in flight may happen next. A state
-// that was seen before, by the digest of all cores and of all that is in flight, is not entered again. Time passes only
-// when nothing else can happen. Prints how many states there are, or the steps to one in which something doesn't hold.
+// All cores connect first. Then each process from rank R on calls, and anything in flight may happen next. A state is
+// not entered twice; its digest covers all cores and everything in flight. Time passes only if nothing else can happen.
+// Prints the number of states, or the steps to a failure.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -37,7 +37,7 @@ struct State {
   std::vector<std::shared_ptr<const Verdict>> verdicts;
   std::vector<Connection> connections;
   std::vector<std::pair<int, int>> dials;
-  std::vector<std::deque<Event>> local;  // of the own host, in order
+  std::vector<std::deque<Event>> local;  // of the same host, in order
   Nanos now = 1000 * kSecond;
   int crashes = 0, drops = 0;
 };
@@ -78,7 +78,7 @@ class Explorer {
     }
     settle(&state);  // the connections between the hosts
     for (int rank = 0; rank < ranks_; ++rank) {
-      for (int other = rank + 1; other < ranks_; ++other) {  // and all others: an earlier call may have made them
+      for (int other = rank + 1; other < ranks_; ++other) {  // and all others, as after an earlier call
         Event event;
         event.kind = Event::kAsk;
         event.proc = proc_of(other);
@@ -90,7 +90,7 @@ class Explorer {
     return visit(state);
   }
 
-  // Delivers all that is in flight, in one order.
+  // Delivers all in flight, in one order.
   void settle(State* state) {
     while (is_busy(*state)) {
       std::vector<State> next;
@@ -111,7 +111,7 @@ class Explorer {
     std::vector<Action> actions;
     state->cores[rank].step(state->now, event, &actions);
     bool beats = false;
-    std::vector<std::pair<int, int>> joined;  // bytes of one step on one connection arrive together
+    std::vector<std::pair<int, int>> joined;  // a step's bytes on a connection arrive together
     for (const Action& action : actions) {
       const int id = action.connection;
       if (action.kind == Action::kDial) state->dials.emplace_back(rank, rank_of(action.proc));
@@ -157,7 +157,7 @@ class Explorer {
     if (beats) step(state, rank, answer);
   }
 
-  // A connection whose end is already on the way to one side carries nothing more.
+  // Whether the connection's end is in flight: it carries nothing more.
   static bool is_broken(const Connection& connection) {
     return (!connection.to[0].empty() && connection.to[0].back().empty()) ||
            (!connection.to[1].empty() && connection.to[1].back().empty());
@@ -354,7 +354,7 @@ class Explorer {
     return true;
   }
 
-  // Lets time pass to the next timer while a call goes on or an end isn't known everywhere.
+  // Advances to the next timer while a call runs or an exit isn't known everywhere.
   bool wait(const State& state, std::vector<State>* next) {
     if (is_settled(state)) return false;
     Nanos wake = kNever;
@@ -387,7 +387,7 @@ class Explorer {
     return std::any_of(ends.begin(), ends.end(), [&](const auto& entry) { return entry.first == proc_of(dead); });
   }
 
-  // What must hold where nothing is in flight.
+  // Checks a state with nothing in flight.
   bool check(const State& state) {
     const Verdict* first = nullptr;
     for (int rank = 0; rank < ranks_; ++rank) {

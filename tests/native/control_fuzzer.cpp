@@ -2,9 +2,9 @@
 //
 //   control_fuzzer --seconds S [--seed N]
 //
-// Four cores on two hosts exchange what they send; frames are mutated on their way, with lengths that fit again, and
-// events come in orders that a driver may bring. The peers hold each other's tokens, so that mutants get far. No
-// corpus: each round begins with new cores. Whatever happens, what a core keeps and sends must stay bounded.
+// Four cores on two hosts exchange frames, which are mutated with consistent lengths. Events come in any order that a
+// driver may produce. The peers know each other's tokens, so that mutants get far. Each round begins with new cores,
+// without a corpus. The state and output of a core must stay bounded.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -51,7 +51,7 @@ Bytes mutated(Bytes bytes, Random* random) {
       case 1: bytes.erase(at, size); break;
       case 2: bytes.insert(at, bytes.substr(random->below(bytes.size() + 1), size)); break;
       case 3: bytes.resize(at); break;
-      default: {  // a number that is near a bound
+      default: {  // a number near a bound
         static constexpr char kNumbers[] = "\x00\x01\x02\x03\x7f\x80\xff";
         if (at < bytes.size()) bytes[at] = random->chance(50) ? kNumbers[random->below(7)] : random->next() & 0xff;
       }
@@ -60,7 +60,7 @@ Bytes mutated(Bytes bytes, Random* random) {
   return bytes;
 }
 
-struct Pipe {  // one connection; `to` holds what is on the way to each side, empty bytes for its end
+struct Pipe {  // `to` is in flight to each side; empty bytes are the end
   std::size_t rank[2];
   std::deque<Bytes> to[2];
   bool open[2] = {true, true};
@@ -97,7 +97,7 @@ class Fuzzer {
   void step(std::size_t rank, const Event& event) {
     ++steps_;
     std::vector<Action> actions;
-    Core copy = cores_[rank];  // a copy goes on alike
+    Core copy = cores_[rank];  // must step identically
     cores_[rank].step(now_, event, &actions);
     if (random_.chance(2)) {
       std::vector<Action> again;
@@ -183,7 +183,7 @@ class Fuzzer {
     if (random_.chance(20)) head[6] = static_cast<char>(1 + random_.below(14));
     const Bytes body = random_.chance(85) ? mutant(bytes.substr(kHeadBytes)) : Bytes();
     if (random_.chance(95)) head.replace(0, 4, Writer().number(static_cast<std::uint32_t>(body.size())).take());
-    return random_.chance(20) ? bytes + head + body : head + body;  // the true one first
+    return random_.chance(20) ? bytes + head + body : head + body;  // the original first
   }
 
   void meet(std::size_t rank) {
@@ -233,7 +233,7 @@ class Fuzzer {
   std::deque<std::pair<std::size_t, Event>> local_;
 };
 
-// Guests of one store, whose calls are mutated before they are sealed: the table's parser and waits.
+// Guests of one store. Their calls are mutated before sealing: tests the table's parser and waits.
 class Guests {
  public:
   explicit Guests(std::uint64_t seed) : random_{seed} {
@@ -302,7 +302,7 @@ class Guests {
   std::vector<Store::Output> out_;
 };
 
-// Bytes alone, in pieces of any size.
+// Only bytes, in pieces of any size.
 void fuzz_parser(Random* random) {
   Bytes stream = encode(Hello{});
   for (int i = 0; i < 5; ++i) {

@@ -1,10 +1,10 @@
-// A whole cluster of control cores in one process, under virtual time: what must hold is checked after each step.
+// A cluster of control cores in one process, under virtual time. Invariants are checked after each step.
 //
 //   control_simulator --replay FILE
 //   control_simulator [--record FILE] --seed N --seeds COUNT --ranks R --hosts H [--fault NAME] [--trace]
 //
-// A seed decides the faults, their times, all delays and all orders between connections. Without --hosts it also
-// decides the number of hosts. A seed that fails prints its schedule, and the same arguments replay it.
+// A seed determines faults, times, delays, orders between connections and, without --hosts, the number of hosts. A
+// failing seed prints its schedule, and the same arguments replay it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -48,23 +48,23 @@ struct Process {
 
   Core core;
   int host = 0;
-  bool alive = true;     // its kernel answers for it
+  bool alive = true;     // its kernel answers
   bool runs = true;      // not stopped
   bool exiting = false;  // killed, its descriptors still open
   bool large = false;    // was exiting for some time
   bool joined = false;
   bool left = false;
-  bool left_early = false;  // it knew that all had heard of it
+  bool left_early = false;  // all had received its farewell
   Nanos leaves_by = -1;
   bool calls = false;     // is a member of an agreement
   bool declared = false;  // some core took it for dead
   Nanos ran_since = 0;    // without a stop
   Nanos died = -1;
   Nanos woken_at = kNever;
-  Nanos local_at = 0;  // events of the own host arrive in order
+  Nanos local_at = 0;  // its host's events arrive in order
   std::deque<Event> backlog;
   std::unique_ptr<Record> record;
-  std::vector<std::uint64_t> seen;  // the board beats of its host's ranks when it last read them
+  std::vector<std::uint64_t> seen;  // last read board beats of its host's ranks
   long frames = 0, dials = 0, connections = 0;
 };
 
@@ -72,15 +72,15 @@ struct Connection {
   int side[2];
   bool open[2] = {true, false};
   bool broken = false;
-  Nanos arrival[2] = {0, 0};  // of the last bytes at each side's kernel
+  Nanos arrival[2] = {0, 0};  // of the last bytes, at each side's kernel
   Nanos closes[2] = {-1, -1};
-  Nanos acknowledged[2] = {0, 0};  // when the peer's kernel last acknowledged something to each side
+  Nanos acknowledged[2] = {0, 0};  // last acknowledgment to each side by the peer's kernel
 };
 
 struct Agreement {
   std::vector<int> members;
   std::map<int, Nanos> called;    // when
-  std::map<int, Nanos> deadline;  // by the process' clock
+  std::map<int, Nanos> deadline;  // by the process's clock
   struct Given {
     std::uint64_t epoch;  // calls of two epochs are two agreements
     std::shared_ptr<const Verdict> verdict;
@@ -110,7 +110,7 @@ class Simulator {
     for (int i = 0; i < count; ++i) {
       std::string name = kFaults[random_.below(kFaultCount)];
       if (!fault.empty()) name = fault;
-      if (name == "storm" && count > 1) name = "drop";  // ends everything else
+      if (name == "storm" && count > 1) name = "drop";  // a storm ends everything else
       faults_.insert(name);
       plan(name);
     }
@@ -121,7 +121,6 @@ class Simulator {
     }
   }
 
-  // Returns an empty text, or what doesn't hold.
   std::string run() {
     const Nanos end = 3 * kSecond + config_.limit + 3 * kSecond;
     while (failure_.empty() && !queue_.empty() && queue_.top().time <= end) {
@@ -200,8 +199,6 @@ class Simulator {
     deliver(rank, std::move(event));
   }
 
-  // Faults.
-
   void plan(const std::string& name) {
     const Nanos when = 300 * kMillisecond + random_.below(1500 * kMillisecond);
     const int rank = static_cast<int>(random_.below(ranks_));
@@ -211,7 +208,7 @@ class Simulator {
     if (name == "none") return;
     if (name == "kill") at(when, [=] { kill(rank); });
     if (name == "kill_lead") at(when, [=] { kill(lead); });
-    if (name == "relay") {  // a death, and the lead killed while it tells of it
+    if (name == "relay") {  // a death, and the lead killed while it reports it
       const int other = on_host_[host].back();
       at(when, [=] { kill(other); });
       at(when + random_.below(3 * kMillisecond), [=] { kill(lead); });
@@ -261,7 +258,7 @@ class Simulator {
       at(when, [=] { stop(lead, pause); });
       if (other != lead) at(when + random_.below(kSecond), [=] { kill(other); });
     }
-    if (name == "pause_two") {  // the lead stops, then the one that would act for it, and a third is killed
+    if (name == "pause_two") {  // the lead stops, then the next lead, and a third is killed
       const auto& mates = on_host_[host];
       at(when, [=] { stop(lead, 3 * kSecond); });
       if (mates.size() > 3) {
@@ -278,7 +275,7 @@ class Simulator {
     if (name == "leave") {
       at(when, [=] { leave(rank); });
       if (random_.chance(50)) at(when + random_.below(10 * kMillisecond), [=] { leave(lead); });
-      if (random_.chance(30)) {  // the whole host goes, and others stay
+      if (random_.chance(30)) {  // the whole host leaves
         for (const int each : on_host_[host]) at(when + random_.below(kSecond), [=] { leave(each); });
       }
       const int other = on_host_[host].back();
@@ -302,7 +299,7 @@ class Simulator {
       Nanos step = random_.below(60 * kSecond) - 30 * kSecond;
       at(when, [=] {
         clock_[host] += step;
-        for (const int each : on_host_[host]) deliver(each, Event());  // a driver looks at its clock each second
+        for (const int each : on_host_[host]) deliver(each, Event());  // a driver reads its clock each second
       });
       text += " by " + std::to_string(step / 1e9) + " s";
     }
@@ -311,7 +308,7 @@ class Simulator {
         joins_at_[static_cast<std::size_t>(random_.below(ranks_))] = random_.below(3 * kSecond);
       }
     }
-    if (name == "epoch") {  // the same members, in a new epoch, which not all meet at once
+    if (name == "epoch") {  // the same members meet in a new epoch, at different times
       for (int each = 0; each < ranks_; ++each) at(when + random_.below(50 * kMillisecond), [=] { join(each, 2); });
     }
     if (name == "status") {
@@ -381,7 +378,7 @@ class Simulator {
     deliver(rank, std::move(event));
   }
 
-  // Each question has one reply, by its deadline.
+  // Each question gets one reply in time.
   void ask(int asker, int asked) {
     const Process& process = processes_[asker];
     if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
@@ -443,7 +440,7 @@ class Simulator {
       stopped.ran_since = now_;
       std::deque<Event> backlog = std::move(stopped.backlog);
       stopped.backlog.clear();
-      if (random_.chance(50)) wake(rank);  // its timer comes before or after the bytes that wait for it
+      if (random_.chance(50)) wake(rank);  // before or after the waiting bytes
       for (Event& event : backlog) deliver(rank, std::move(event));
       stopped.woken_at = kNever;
       wake(rank);
@@ -510,7 +507,7 @@ class Simulator {
     event.bytes = junk;
     step(rank, event);
     if (process.core.ends().size() != ends || process.core.rounds() != rounds) note_garbage();
-    // And on a connection that is in use: it may close that one, nothing else.
+    // Garbage on a used connection may only close it.
     for (int tries = 0; tries < 20; ++tries) {
       const int used = static_cast<int>(random_.below(static_cast<Nanos>(connections_.size())));
       Connection& connection = connections_[used];
@@ -529,15 +526,13 @@ class Simulator {
     }
   }
 
-  void note_garbage() {  // a closed connection makes a lead look, which may find a host that is off or stopped
+  void note_garbage() {  // a lead investigates a closed connection, and may find a stopped or dead host
     const bool is_well = std::all_of(processes_.begin(), processes_.end(),
                                      [&](const Process& each) { return each.runs && !each.exiting && up_[each.host]; });
     if (is_well && cuts_.empty()) fail("garbage changed a state");
   }
 
-  // The network.
-
-  // When bytes that leave `from` now arrive at `to`; kForEver if they don't.
+  // Returns when bytes that leave `from` now arrive at `to`; kForEver for never.
   Nanos arrival(int from, int to) {
     Nanos time = now_ + (from == to ? 10'000 : 50'000) + random_.below(500'000);
     if (slow_percent_ > 0 && random_.chance(slow_percent_)) time += random_.below(30 * kMillisecond);
@@ -626,8 +621,6 @@ class Simulator {
   }
 
   Bytes nonce() { return Writer().number(++nonces_).number(std::uint64_t{7}).take(); }
-
-  // Steps.
 
   void deliver(int rank, Event event) {
     Process& process = processes_[rank];
@@ -769,8 +762,6 @@ class Simulator {
     }
   }
 
-  // Invariants.
-
   void fail(const std::string& text) {
     if (failure_.empty()) failure_ = "at " + std::to_string(now_ / 1e9) + " s: " + text;
   }
@@ -820,7 +811,7 @@ class Simulator {
     });
   }
 
-  // All that can must know of the death of `rank` in time.
+  // All ranks that can detect the death must know it in time.
   void expect_death(int rank, Nanos when) {
     if (processes_[rank].left) return;
     const bool alone = !has_witness(rank);
@@ -829,7 +820,7 @@ class Simulator {
       return mate != rank && processes_[mate].alive && !processes_[mate].left;
     });
     Nanos bound = kSecond;
-    // Its domain lives, but nobody there runs: found when the connection to it has been silent.
+    // Nothing runs in its live domain: the death is found by a silent connection.
     if (alone && stopped) bound += config_.beat * 5 / 2 + config_.tick;
     if (!up_[processes_[rank].host]) bound += config_.limit;
     at(when + bound, [=] { check_known(rank, bound, when); });
@@ -838,9 +829,10 @@ class Simulator {
   void check_known(int dead, Nanos bound, Nanos when) {
     const Process& victim = processes_[dead];
     if (cut_hosts_.count(victim.host) != 0 || faults_.count("clock") != 0) return;
-    if (!up_[victim.host] && bound < config_.limit) return;  // the whole host went afterwards
-    if (victim.alive && !has_witness(dead)) return;          // exiting, and who saw it is gone
-    if (up_[victim.host]) {  // a witness that stopped or ended in between isn't one: `check_end` finds what is missed
+    if (!up_[victim.host] && bound < config_.limit) return;  // the whole host died afterwards
+    if (victim.alive && !has_witness(dead)) return;          // exiting, and its witnesses are gone
+    if (up_[victim.host]) {  // a witness that stopped or exited in between doesn't count; `check_end` finds what it
+                             // misses
       const auto& mates = on_host_[victim.host];
       const bool steady = std::all_of(mates.begin(), mates.end(), [&](int mate) {
         const Process& each = processes_[mate];
@@ -855,8 +847,8 @@ class Simulator {
           joins_at_[rank] > when - kSecond || cut_hosts_.count(process.host) != 0) {
         continue;
       }
-      // Its host received nothing while two leads stopped after each other, or one failed. The exit of a large process
-      // is detected late, so there one such lead is enough.
+      // Its host received nothing while two leads stopped in turn, or one failed. After a large process's late exit,
+      // one such lead is enough.
       const auto& mates = on_host_[process.host];
       const auto deaf = std::count_if(mates.begin(), mates.end(), [&](int mate) {
         const Process& each = processes_[mate];
@@ -914,7 +906,7 @@ class Simulator {
     }
   }
 
-  // Survivors have equal verdicts at any time.
+  // Survivors always have equal verdicts.
   void check_equal(Agreement* agreement, int rank, const Action& action) {
     if (action.verdict->kind == Verdict::kUndecided) return;
     auto same = std::find_if(agreement->given.begin(), agreement->given.end(), [&](const Agreement::Given& each) {
@@ -948,14 +940,14 @@ class Simulator {
     }
   }
 
-  // Without faults, and in a storm, a lead has one connection to each other host, and other ranks have none.
+  // Without faults, and in a storm, only leads have connections: one to each other host.
   void check_count(int rank) {
     const Process& process = processes_[rank];
     if (!is_counted_ || process.calls) return;
     const bool lead = on_host_[process.host].front() == rank;
     const double beats =
         static_cast<double>(storm_ >= 0 ? std::min(storm_, now_) : now_) / static_cast<double>(config_.beat);
-    // A greeting of four frames, the beats, and in a storm the farewell.
+    // Four frames of greeting, the beats, and in a storm the farewell.
     const bool few = process.connections < hosts_ && static_cast<double>(process.frames) <= (hosts_ - 1) * (beats + 7);
     if (lead ? few : process.connections == 0 && process.frames == 0) return;
     fail("rank " + std::to_string(rank) + (lead ? ", a lead, has " : ", which is no lead, has ") +

@@ -1,11 +1,11 @@
-// Ranks over the C++ of the CPU path, for sanitizers: prints how many calls were made, and what went wrong.
+// Ranks over the C++ of the CPU path, for sanitizers. Prints the number of checks and of failures.
 //
-//   cpu_ranks processes   each rank is a process, as in a job: for AddressSanitizer and UndefinedBehaviorSanitizer
-//   cpu_ranks threads     each rank is a thread, over one mapping: ThreadSanitizer sees all of their accesses
+//   cpu_ranks processes   each rank is a process: for AddressSanitizer and UndefinedBehaviorSanitizer
+//   cpu_ranks threads     each rank is a thread over one mapping: ThreadSanitizer sees all accesses
 //
-// Every collective in several sizes and dtypes, with and without arenas, messages through queues, groups that are
-// closed, looked at and doomed by another thread, and calls that fail: by a mismatch, at the deadline, by a death. And
-// bytes of a peer that are no message.
+// Runs every collective in several sizes and dtypes, with and without arenas, and messages through queues. Other
+// threads close, inspect and doom groups. Calls fail by mismatch, deadline and death. A peer sends bytes that are no
+// message.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -81,7 +81,7 @@ std::atomic<long> calls{0}, wrong{0};
     }                                                                                   \
   } while (false)
 
-// Memory that all ranks have mapped, and the mapping of this process.
+// Memory of all ranks, and this process's mapping.
 struct File {
   int descriptor;
   std::size_t bytes;
@@ -96,7 +96,7 @@ struct File {
     if (memory == MAP_FAILED) std::abort();
     return memory;
   }
-  // A group takes its mapping over; threads must share one, or the sanitizer takes it for several memories.
+  // A group owns its mapping. Threads share one, or the sanitizer sees several memories.
   void* mapping() const { return as_threads ? shared : map(); }
 };
 
@@ -114,7 +114,7 @@ std::uint64_t open_group(const World& world, const File& segment, double timeout
 }
 
 void close_group(std::uint64_t number) {
-  if (!as_threads) forget(number);  // whose memory goes with it
+  if (!as_threads) forget(number);  // its memory goes with it
 }
 
 template <typename Call>
@@ -222,7 +222,7 @@ void movements(const World& world, std::uint64_t group, std::size_t bytes, char*
     uneven[rank].resize(parts[rank]);
     outs.push_back(uneven[rank].data());
   }
-  const int other = world.rank == 0 ? 2 : 0;  // one's own part is the caller's affair
+  const int other = world.rank == 0 ? 2 : 0;  // the caller checks its own part
   CHECK(run(group, told(40, 1),
             [&](Group& self, double limit) { return self.gatherv(outs.data(), parts, in.data(), -1, limit); }) ==
             Status::kDone &&
@@ -289,7 +289,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   const std::string key = "group@" + std::to_string(world.rank);
   ps_serve(key.c_str(), group);
   std::atomic<bool> done{false};
-  std::thread looks([&] {  // as an error of another thread, or a watchdog, looks at a group that is in use
+  std::thread looks([&] {  // another thread's error or watchdog inspects a busy group
     std::vector<std::int64_t> records(2 * 14 * Served::kRecords);
     while (!done.load()) {
       handle->failure();
@@ -328,7 +328,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   close_group(group);
 }
 
-// A list of one tensor, as a call that comes past Python has it.
+// A list of one tensor, as calls in C++ pass it.
 struct List {
   std::string head;
   std::vector<char> body;
@@ -367,7 +367,7 @@ bool take(void* reader, std::uint64_t number, Body body) {
   return receive_value(*static_cast<OpenReader*>(reader), number, kTimeoutS, body) == Outcome::kDone;
 }
 
-// Rank 0 writes to all others; then each of them to rank 0.
+// Rank 0 writes to all others, then each of them to rank 0.
 void messages(const World& world, const File& segment, const File& queues, const File& arenas) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   use_arenas(world, group, arenas);
@@ -393,7 +393,7 @@ void messages(const World& world, const File& segment, const File& queues, const
     char head[8];
     std::vector<char> body(bytes);
     const Piece piece{body.data(), body.size()};
-    if (bytes % 2 != 0) {  // all of it by one call
+    if (bytes % 2 != 0) {  // by one call
       if (!take(reader, bytes, Body("head", &body))) return false;
       return body.front() == static_cast<char>(bytes % 101) && body.back() == body.front();
     }
@@ -413,7 +413,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       else CHECK(receive(broadcast, bytes));
     }
   }
-  // Lists, past Python and through what it calls, in turns.
+  // Lists, alternately in C++ and by the functions that Python calls.
   Served served(find(group));
   std::uint64_t broadcasts = 0;
   const Told to_all = told(144, 0, 0);
@@ -433,7 +433,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       return outcome == Outcome::kDone;
     };
     bool done = carry();
-    for (; world.rank == 0 && !done; done = carry()) usleep(20);  // there is no room
+    for (; world.rank == 0 && !done; done = carry()) usleep(20);  // no space yet
     CHECK(done == (world.rank == 0 || !other) && report[8] == (done ? 0 : 1));
     if (!done) {
       ++broadcasts;
@@ -441,7 +441,7 @@ void messages(const World& world, const File& segment, const File& queues, const
     }
     CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
   }
-  // Lent to all: borrowed and given back by another thread, or read, or, while most are held, sent.
+  // Lists lent to all: borrowed and returned by another thread, read, or, while most loans are held, sent.
   const auto meet = [&] {
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
   };
@@ -519,7 +519,7 @@ void messages(const World& world, const File& segment, const File& queues, const
   close_group(group);
 }
 
-// Each way in which a call fails, in a group of its own.
+// Each kind of failure, in its own group.
 void failures(const World& world, const std::vector<const File*>& segments) {
   std::vector<float> x(100, 1.0f);
   const auto reduce = [&](std::uint64_t group, std::size_t count) {
@@ -551,8 +551,8 @@ void failures(const World& world, const std::vector<const File*>& segments) {
   for (const std::uint64_t group : {differs, late, doomed}) close_group(group);
 }
 
-// The last rank ends without a word, in the middle of a loop. The first is told by the control plane, here a thread,
-// and the second by what the first then writes to their memory.
+// The last rank exits in a loop. The control plane, here a thread, informs the first. The second reads what the first
+// then writes to their memory.
 void death(const World& world, const File& segment) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   std::thread tells;
@@ -588,7 +588,7 @@ struct Draw {
   }
 };
 
-// What looks through bytes of a peer reads none past their end: each message in memory of its own size.
+// Readers never read past the end of a peer's bytes: each message has its own allocation.
 void hostile_bytes() {
   const std::uint8_t heads[] = {0x81, 0x91, 0x9f, 0x8f, 0xa5, 0xc1, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
                                 0xcf, 0xd4, 0xd8, 0xd9, 0xda, 0xdb, 0xdc, 0xdd, 0xde, 0xdf, 0xe0, 0x00, 0x01, 0xff};
@@ -606,7 +606,7 @@ void hostile_bytes() {
   }
 }
 
-// Takes any message in memory of its own size, or refuses it.
+// Takes or refuses any message, in its own allocation.
 struct Copy : Taker {
   explicit Copy(bool refuses, std::uint64_t most_head_bytes = 70) : refuses(refuses), most_bytes(most_head_bytes) {}
   const bool refuses;
@@ -628,7 +628,7 @@ struct Copy : Taker {
   }
 };
 
-// Both ends of a queue, whose writer is hostile: what lies in the ring is changed before it is read.
+// Both ends of a queue. A hostile writer changes the ring before it is read.
 void hostile_messages() {
   constexpr std::uint64_t kSmallChunk = 256, kFewChunks = 4;
   const World world{0, {}};
@@ -671,7 +671,7 @@ void hostile_messages() {
       std::vector<char> room(draw(3) == 0 ? draw(500) : body.size());
       const std::uint64_t first = draw(room.size() + 1);
       const Piece pieces[] = {{room.data(), first}, {room.data() + first, room.size() - first}};
-      if (draw(4) == 0) {  // by one who takes whatever comes
+      if (draw(4) == 0) {  // by a taker of any message
         Copy copy(draw(3) == 0);
         const std::uint64_t number = draw(3) == 0 ? 0 : fingerprint;
         const Outcome outcome = draw(2) == 0 && number == 0
@@ -684,7 +684,7 @@ void hostile_messages() {
         if (report[9] != 0 || outcome == Outcome::kRaised) break;
         if (done) continue;
       }
-      if (!expected.empty() && draw(2) == 0) {  // past Python, by one who expects a dict
+      if (!expected.empty() && draw(2) == 0) {  // in C++, by a receiver that expects a dict
         const Outcome outcome =
             receive_message(served, {0, 1}, {{expected.data(), expected.size()}, pieces[0], pieces[1]});
         const bool done = outcome == Outcome::kDone;
@@ -710,24 +710,23 @@ void hostile_messages() {
   ps_liveness_delete(liveness);
 }
 
-// Objects that a packer takes for Python's.
+// Fakes of Python's objects.
 struct Fake {
   const void* type;
-  std::vector<Fake*> items;  // of a dict: keys and values in turns
+  std::vector<Fake*> items;  // of a dict: alternating keys and values
   std::string bytes;
   long long number = 0;
   void* tensor = nullptr;
 };
 
-std::multiset<void*> held;  // references to objects that the packer keeps alive, or the unpacker
-std::set<void*> owned;      // objects that the unpacker has made
+std::multiset<void*> held;  // references that the packer or unpacker holds
+std::set<void*> owned;      // objects made by the unpacker
 
 const char kTypes[9] = {};  // list, dict, str, int, float, None, bool, bytes, Tensor
 enum { kList, kDict, kStr, kInt, kFloat, kNone, kBool, kBytes, kTensor };
 
 Fake* fake(void* object) { return static_cast<Fake*>(object); }
 
-// An object that the library makes: one reference to it is held.
 void* made(int kind, std::string bytes = "") {
   void* const object = new Fake{kTypes + kind, {}, std::move(bytes)};
   owned.insert(object);
@@ -735,10 +734,10 @@ void* made(int kind, std::string bytes = "") {
   return object;
 }
 
-// Lets one reference go; an object that was made ends with the last.
+// Releases a reference. The last one deletes an object from `made`.
 void let_go(void* object) {
   const auto found = held.find(object);
-  if (found == held.end()) return;  // a type, which nobody holds
+  if (found == held.end()) return;  // a type, which has no references
   held.erase(found);
   if (held.count(object) != 0 || owned.erase(object) == 0) return;
   for (Fake* const item : fake(object)->items) let_go(item);
@@ -825,7 +824,7 @@ Python fake_python() {
   return python;
 }
 
-// A queue in memory of its own, of which both ends are here.
+// A queue in its own memory, with both ends.
 struct Ends {
   const std::int64_t pids[2] = {getpid(), getpid()};
   const int ranks[2] = {0, 1};
@@ -846,7 +845,7 @@ struct Ends {
   }
 };
 
-// Random dicts of tensors and random forms: what fits is told of where the tensors lie, and nothing else is.
+// Random dicts of tensors and random forms. Fitting ones give the tensors' addresses; others are refused.
 void known_dicts() {
   const World world{0, {}};
   Python python = fake_python();
@@ -871,7 +870,7 @@ void known_dicts() {
       item->tensor = &form;
       if (draw(30) == 0) item->type = kTypes + kInt;
       dict.items.insert(dict.items.end(), {key, item});
-      if (draw(30) == 0) continue;  // a tensor that the form doesn't have
+      if (draw(30) == 0) continue;  // not in the form
       keys.items.push_back(draw(30) == 0 ? &objects.emplace_back(Fake{kTypes + kStr, {}, "other"}) : key);
       fits = fits && keys.items.back() == key && item->type == kTypes + kTensor && form.dtype != 1;
       layout.insert(layout.end(), {form.dtype, form.dims});
@@ -894,7 +893,7 @@ void known_dicts() {
   }
 }
 
-// Has a head that was packed unpacked, then others that nearly are it. Nothing of what is made is left.
+// Unpacks a packed head, then slightly changed ones. Everything made must be freed.
 void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_t tensor_bytes, std::uint64_t slices) {
   const World world{0, {}};
   struct Made : Tensors {
@@ -912,7 +911,7 @@ void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_
     std::vector<void*> all;
   };
   for (int change = 0; change < 4; ++change) {
-    const std::vector<char> exact(head);  // in memory of its own size
+    const std::vector<char> exact(head);  // its own allocation
     {
       Unpacker unpacker;
       const bool read = unpacker.read(python, exact.data(), exact.size(), tensor_bytes, slices);
@@ -930,7 +929,7 @@ void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_
   }
 }
 
-// Random objects, whose messages come as they were packed.
+// Random objects whose packed messages are unpacked.
 void packed_objects() {
   const World world{0, {}};
   Python python = fake_python();
@@ -964,14 +963,14 @@ void packed_objects() {
     Fake* const object = make(make, static_cast<int>(draw(4)));
     python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
     const std::uint64_t limit = draw(3) == 0 ? draw(2000) : 1 << 20;
-    ps_packed(nullptr, 0, nullptr, nullptr);  // what is held of the last one
+    ps_packed(nullptr, 0, nullptr, nullptr);  // frees what the last one holds
     const int depth = static_cast<int>(draw(5));
     python.depth = depth;
     const std::uint64_t slices = draw(4);
     if (ps_pack(object, &python, depth, limit, slices, slices == 0 ? 0 : draw(slices), nullptr) == 0) continue;
     Piece pieces[200];
     int counts[2] = {};
-    if (draw(5) == 0) continue;  // what it holds then is let go by the next
+    if (draw(5) == 0) continue;  // the next call frees what it holds
     void* kept[128] = {};
     const int count = ps_packed(pieces, 200, counts, kept), heads = counts[0];
     for (int each = 0; each < counts[1]; ++each) python.let_go(kept[each]);
@@ -1010,10 +1009,10 @@ int main(int, char** arguments) {
   const File collective(segment_bytes), message(segment_bytes), dying(segment_bytes);
   const File a(segment_bytes), b(segment_bytes), c(segment_bytes);
   const File arenas(kRanks * kArenaBytes), queues(kRanks * (kChunkBytes * kChunks + 8192));
-  std::vector<File> own;  // a closed group takes its mapping along
+  std::vector<File> own;  // closing a group unmaps its mapping
   for (int rank = 0; rank < kRanks; ++rank) own.emplace_back(segment_bytes);
   const File closing(segment_bytes);
-  // The pids that all ranks must know: written by each, read by all.
+  // All ranks' pids, which each rank writes.
   File pids(4096);
   auto* const shared = static_cast<std::atomic<std::int64_t>*>(pids.shared);
   const auto body = [&](int rank) {
@@ -1050,7 +1049,7 @@ int main(int, char** arguments) {
       wrong += status != 0;
     }
   }
-  hostile_messages();  // behind the forks, which give up what watches processes
+  hostile_messages();  // after the forks, which give up watching processes
   packed_objects();
   known_dicts();
   std::printf("%ld checks, %ld wrong\n", calls.load(), wrong.load());

@@ -1,4 +1,4 @@
-// The kernels of peer/csrc as a library for the CPU, and how a test launches one.
+// The kernels of peer/csrc as a library for the CPU, and their launch.
 #include "cuda_on_cpu.h"
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@ namespace {
 
 enum class End { GOOD = 0, TRAPPED = 1, NO_SUCH_KERNEL = 2, TOO_LARGE = 3 };
 
-// In this library, or program, only: another one may have kernels of the same names.
+// Searches only this library or program: others may have kernels of the same names.
 void (*find_kernel(const char* name))(Call) {
   Dl_info here;
   if (dladdr(reinterpret_cast<void*>(&find_kernel), &here) == 0) return nullptr;
@@ -32,7 +32,7 @@ void run_thread(void (*kernel)(Call), const Call& call, on_cpu::ThreadBlock& blo
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Runs a kernel to its end, with a thread for each CUDA thread.
+// Runs a kernel with a thread for each CUDA thread.
 EXPORTED int on_cpu_launch(const char* name, unsigned blocks, unsigned threads, const Call* call) {
   auto* const kernel = find_kernel(name);
   if (kernel == nullptr) return int(End::NO_SUCH_KERNEL);
@@ -55,14 +55,14 @@ EXPORTED int on_cpu_launch(const char* name, unsigned blocks, unsigned threads, 
   return int(trapped ? End::TRAPPED : End::GOOD);
 }
 
-// Of 1,000 accesses, about that many are delayed, some by up to that long.
+// Delays about `per_mille` of 1,000 accesses, some by up to `longest_us`.
 EXPORTED void on_cpu_disturb(unsigned per_mille, unsigned longest_us, std::uint64_t seed) {
   on_cpu::pauses_per_mille = per_mille;
   on_cpu::pause_us = longest_us;
   on_cpu::seed = seed;
 }
 
-// Offsets of the fields of Call, then the constants that Python repeats.
+// Returns offsets of Call's fields, then constants that Python repeats.
 EXPORTED const std::uint64_t* on_cpu_layout() {
   using namespace parallel_state;
 #define AT(FIELD) offsetof(Call, FIELD)

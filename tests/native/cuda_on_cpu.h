@@ -1,8 +1,7 @@
-// Enough of CUDA to run the kernels of peer/csrc on a CPU; cuda_on_cpu.cpp puts the two together.
+// Enough of CUDA to run the kernels of peer/csrc on a CPU, with cuda_on_cpu.cpp. Tests only.
 //
-// A CUDA thread is a thread; a launch makes them, waits for them, and says how they ended. Ranks are threads of one
-// process, each with a launch of its own, or processes over shared memory. Tests only; grids and blocks should be
-// small.
+// Each CUDA thread is a thread. A launch starts them, waits, and returns how they ended. Ranks are threads of one
+// process, each with its own launch, or processes over shared memory. Grids and blocks should be small.
 #pragma once
 
 #include <atomic>
@@ -36,7 +35,7 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
-// A barrier of some threads that also reduces a value; once broken, everyone who comes or waits throws Trapped.
+// A barrier that also reduces a value. Once broken, all its threads throw Trapped.
 class Meeting {
  public:
   explicit Meeting(unsigned members) : members_(members) {}
@@ -90,7 +89,7 @@ struct ThreadBlock {
 
   Meeting everyone;
   std::vector<std::unique_ptr<Meeting>> warps;
-  std::vector<std::uint64_t> lanes;  // what each thread offers in a shuffle
+  std::vector<std::uint64_t> lanes;  // each thread's value in a shuffle
   std::mutex mutex;
   std::map<const void*, std::vector<std::max_align_t>> arrays;
 };
@@ -105,7 +104,7 @@ inline thread_local Thread self;
 inline std::atomic<unsigned> pauses_per_mille{0}, pause_us{0};
 inline std::atomic<std::uint64_t> seed{1};
 
-// Sometimes lets others run, or sleeps; a random number.
+// Sometimes yields or sleeps. Returns a random number.
 inline unsigned pause() {
   self.dice = self.dice * 6364136223846793005u + 1442695040888963407u;
   const unsigned number = self.dice >> 33;
@@ -122,12 +121,12 @@ inline unsigned pause() {
 }
 
 inline void fence() {
-#ifndef __SANITIZE_THREAD__  // which doesn't know fences
+#ifndef __SANITIZE_THREAD__  // ThreadSanitizer doesn't know fences
   std::atomic_thread_fence(std::memory_order_seq_cst);
 #endif
 }
 
-// Only those who wait look at the clock, so they give way to others here.
+// Only waits read the clock, so yield here.
 inline std::uint64_t clock_ns() {
   sched_yield();
   timespec now;

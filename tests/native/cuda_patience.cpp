@@ -1,4 +1,4 @@
-// The deadline of a wait that has looked 2^32 times: prints "kept", or "begun anew".
+// Tests the deadline of a wait after 2^32 polls. Prints "kept", or "begun anew".
 #include "cuda_on_cpu.h"
 
 #define private public
@@ -16,7 +16,7 @@ int main() {
   parallel_state::Patience patience;
   for (unsigned i = 0; i < parallel_state::LOOKS_PER_CLOCK; ++i) patience.is_over(call, 0, 1);
   const std::uint64_t began = patience.start_ns_;
-  patience.looks_ = static_cast<decltype(patience.looks_)>(0) + 0xffffff00u;  // after so many
+  patience.looks_ = static_cast<decltype(patience.looks_)>(0) + 0xffffff00u;  // after that many polls
   for (unsigned i = 0; i < 4 * parallel_state::LOOKS_PER_CLOCK; ++i) {
     if (patience.is_over(call, 0, 1)) return 1;
   }

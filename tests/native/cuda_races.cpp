@@ -1,8 +1,8 @@
-// Ranks as threads that call kernels of peer/csrc one after the other, for ThreadSanitizer: prints what went wrong.
+// Ranks as threads that call kernels of peer/csrc in sequence, for ThreadSanitizer. Prints failures.
 //
-// With PLAIN_DATA, staged data is ordinary memory, so a flag that doesn't order it shows as a race. The kernels that
-// stage are in a sequence of their own then: between two pushes nothing but time orders a stage's reads and writes (see
-// epochs.cuh), which the sanitizer can't know.
+// With PLAIN_DATA, staged data is ordinary memory, so a flag that doesn't order it is a race. Kernels with stages then
+// run in their own sequence: between two pushes only time orders a stage's reads and writes (see epochs.cuh), which the
+// sanitizer can't know.
 #include "cuda_on_cpu.cpp"
 
 #include <cstdio>
@@ -50,7 +50,7 @@ int main() {
   std::uint64_t abort_word = 0;
   on_cpu_disturb(20, 50, 3);
   int wrong = 0;
-  std::vector<std::vector<Rank>> all;  // of each call, as ranks run ahead of each other
+  std::vector<std::vector<Rank>> all;  // per call, because ranks run ahead of each other
   std::vector<Step> steps;
   for (int round = 0; round < 12; ++round) steps.insert(steps.end(), std::begin(STEPS), std::end(STEPS));
   for (const Step& step : steps) {

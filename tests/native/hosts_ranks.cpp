@@ -1,10 +1,9 @@
-// Ranks of several hosts on one machine, over the C++ of the CPU path: a segment a host, socket pairs between them.
+// Ranks of several hosts on one machine, over the C++ of the CPU path: a segment per host, and socket pairs.
 //
 //   hosts_ranks threads|processes SEED ROUNDS
 //
-// Every call with sizes, dtypes, roots and layouts of ranks on hosts drawn by SEED, against results that are computed
-// here; calls that differ, ranks that come late, fail or are gone. And the parser of what is received, for every way to
-// cut its bytes.
+// SEED determines sizes, dtypes, roots and layouts. Results are compared with ones computed here. Other tests: calls
+// that differ; ranks that are late, fail or exit; and the parser of received bytes for every cut.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -55,7 +54,6 @@ class Draw {
   std::uint64_t state_;
 };
 
-// The ranks of a group, which run a program: each in a process of its own, or in a thread.
 struct Team {
   std::vector<int> host_of_rank;
   int connections = 1;
@@ -116,7 +114,7 @@ struct Team {
       if (!as_threads || memory == nullptr) {
         delete handle;
       } else {
-        handle->hosts()->connections().close();  // the mapping is that of the other threads, too
+        handle->hosts()->connections().close();  // the other threads use the mapping, too
       }
     };
     if (as_threads) {
@@ -184,7 +182,7 @@ bool are_same(const void* found, const std::vector<char>& expected) {
   return expected.empty() || std::memcmp(found, expected.data(), expected.size()) == 0;
 }
 
-// In order over the ranks of a host, then over the hosts; small numbers, so that every order gives this.
+// Reduces over a host's ranks, then over the hosts. Small whole numbers, so every order gives the same.
 void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_place) {
   const int size = handle.size(), rank = handle.rank();
   std::vector<float> in(count), out(count);
@@ -215,7 +213,7 @@ void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_pl
     right = right && whole_out[at] == most;
   }
   CHECK(right);
-  // bfloat16: whole numbers up to 13 times the number of ranks are exact.
+  // In bfloat16, whole numbers up to 13 times the number of ranks are exact.
   std::vector<std::uint16_t> half(count), half_out(count);
   const auto rounded = [](float number) {
     std::uint32_t bits;
@@ -280,14 +278,14 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
         Status::kDone);
   CHECK(run(handle, told(Method::kBroadcast, 3, root),
             [&](Group& group, double limit) { return group.announce(root, limit, 1000); }) == Status::kDone);
-  if (!meshed) {  // refused before anything is sent, and the group can be used further
+  if (!meshed) {  // refused before sending; the group stays usable
     const Status status = run(handle, told(Method::kScatter, bytes, root), [&](Group& group, double limit) {
       return group.scatter(data.data(), nullptr, bytes, root, limit);
     });
     CHECK(status == Status::kUnsupported);
     return;
   }
-  // Ragged sizes, of which some are nothing.
+  // Ragged sizes, some zero.
   std::vector<std::size_t> parts;
   std::vector<std::vector<char>> found;
   std::vector<void*> outs;
@@ -324,7 +322,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
   for (int kind = 0; kind < 3; ++kind) {  // even, ragged, even on some ranks
     const auto sent = [&](int from, int to) -> std::size_t {
       if (kind == 1) return bytes / (1 + static_cast<std::size_t>(from + 2 * to) % 4);
-      const bool differs = kind == 2 && from == 0 && to == size - 1;  // so all other ranks but these two are even
+      const bool differs = kind == 2 && from == 0 && to == size - 1;  // even for all ranks except these two
       return differs ? bytes / ranks / 2 : bytes / ranks;
     };
     std::vector<std::size_t> gives, takes;
@@ -385,7 +383,7 @@ void programs(std::uint64_t seed) {
   });
 }
 
-// All ways to cut two messages and a failure into three parts, and any message by single bytes.
+// All cuts of two messages and a failure into three parts, and single bytes.
 void parser() {
   CallRecord own;
   own.history = 77;
@@ -469,7 +467,7 @@ void parser() {
   feed(single, true);
 }
 
-// Calls that differ are found by all, with words of both.
+// All ranks detect and name different calls.
 void mismatches() {
   for (const auto& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 2}}) {
     Team team;
@@ -506,7 +504,7 @@ void mismatches() {
       }
     });
   }
-  // The root of a broadcast is wrong on one rank: found with the next call.
+  // One rank has the wrong root of a broadcast: the next call detects it.
   Team team;
   team.host_of_rank = {0, 1};
   team.run([&](Handle& handle) {
@@ -524,7 +522,7 @@ void mismatches() {
   });
 }
 
-// A rank that doesn't come, or has gone.
+// A rank that doesn't come, or has left.
 void absences() {
   for (const bool leaves : {false, true}) {
     Team team;
@@ -544,8 +542,8 @@ void absences() {
       CHECK(failure.elapsed_s < 5);
     });
   }
-  // A rank that comes later than the deadline of another one fails, too, though it has all that it waits for; a rank
-  // that gave up outside of the group's calls, or left, is told as such.
+  // A rank that exceeds another's deadline also fails, although it has all data. A rank that gave up between calls,
+  // or left, is reported as such.
   for (const int kind : {0, 1, 2}) {
     Team team;
     team.host_of_rank = {0, 1};
@@ -562,7 +560,7 @@ void absences() {
       if (kind == 2) CHECK(handle.has_left(0));
     });
   }
-  // What a rank says when it fails comes to all of other hosts.
+  // A failure note reaches all ranks of other hosts.
   Team team;
   team.host_of_rank = {0, 1};
   team.run([&](Handle& handle) {
@@ -582,11 +580,11 @@ void absences() {
   });
 }
 
-// Rank 0 of two hosts, whose other rank sends what `forge` makes of the head of rank 0's own call.
+// Rank 0 of two hosts. The other rank sends `forge` of the head of rank 0's call.
 Status against(const std::function<std::string(CallRecord)>& forge, bool blocks, std::vector<char>* received) {
   CallRecord own;
   Status status = Status::kDone;
-  for (const bool is_forged : {false, true}) {  // the first call is for its head
+  for (const bool is_forged : {false, true}) {  // the first call returns its head
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
     const int size = 4 << 20, peer = 1;
@@ -615,7 +613,7 @@ std::string as_bytes(const CallRecord& head, const std::string& body) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof head) + body;
 }
 
-// What another program may send: an error, and no byte outside of the output.
+// Bytes of other programs cause an error and no write outside the output.
 void hostile() {
   std::vector<char> out;
   for (const bool blocks : {false, true}) {
@@ -626,7 +624,7 @@ void hostile() {
       return as_bytes(own, "12345678");
     };
     CHECK(against(foreign, blocks, &out) == Status::kBroken);
-    const auto longer = [](CallRecord own) {  // than its head says of each block
+    const auto longer = [](CallRecord own) {  // longer than its head says
       own.bytes = 1 << 20;
       return as_bytes(own, std::string(1 << 20, 'x'));
     };
@@ -668,7 +666,7 @@ void hostile() {
   }
 }
 
-// A rank that left after its last call isn't missed by a call that has received all from it.
+// A call that has all data of a rank succeeds although the rank left.
 void leaves_early() {
   const int peers[2] = {1, 2}, buffer = 4096;
   int ends[2][2], own_ends[2];
@@ -685,7 +683,7 @@ void leaves_early() {
   char received[2][8];
   connections[1].send(own, large.data(), large.size());
   for (const int rank : peers) connections[rank].in.expect(received[rank - 1], 8);
-  while (connections[1].is_sending()) {  // incomplete at first, so this side listens for a failure note
+  while (connections[1].is_sending()) {  // incomplete at first, so this side reads failure notes
     char drain[8192];
     connections.move();
     while (read(ends[0][1], drain, sizeof drain) > 0) continue;
@@ -700,7 +698,7 @@ void leaves_early() {
   for (const auto& each : ends) close(each[1]);
 }
 
-// Two ranks that each take themselves for the root of a large broadcast find out while they send.
+// Two ranks, both root of a large broadcast, detect it while they send.
 void two_roots() {
   Team team;
   team.host_of_rank = {0, 1};
@@ -716,7 +714,7 @@ void two_roots() {
   });
 }
 
-// One rank a host, 8 KiB: a send and a receive for each other rank and call.
+// With one rank a host and 8 KiB: one send and receive per other rank and call.
 void system_calls() {
   Team team;
   team.host_of_rank = {0, 1, 2};

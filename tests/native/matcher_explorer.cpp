@@ -1,18 +1,18 @@
-// All orders of posts, arrivals and cancels of small cases of the matcher of transfers.
+// All orders of posts, arrivals and cancels in small cases of the matcher of transfers.
 //
 //   matcher_explorer --messages M --receives R
 //
-// Two sources send up to M messages each, of two tags. The receiver posts up to R receives, each of one source or of
-// any, and may cancel one of them. Each source's messages arrive in order, and the receiver's steps are in order; all
-// interleavings run. After each step the program checks what a matcher promises, not how it finds a match:
+// Two sources send up to M messages each, with two tags. The receiver posts up to R receives, each from one source or
+// any, and may cancel one. Each source's messages and the receiver's steps stay in order; all interleavings run. After
+// each step the program checks the matcher's promises:
 //
-//   - a match is of one source and tag, and takes each message and each receive once;
+//   - a match has one source and tag, and uses each message and each receive once;
 //   - a message is matched before any later one of its source and tag;
 //   - a receive is matched before any later one that accepts the same message;
-//   - no held message and posted receive fit each other;
-//   - what the matcher says of a source is true.
+//   - no held message fits a posted receive;
+//   - the matcher's reports about sources are true.
 //
-// Prints how many orders it ran, or the steps to the first in which something doesn't hold.
+// Prints the number of orders, or the steps to the first failure.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,7 +29,7 @@ constexpr int kSources = 2, kTags = 2, kAny = -1;
 
 struct Step {  // of the receiver
   int source, tag;
-  int cancels = -1;  // the receive with this number, instead of a post
+  int cancels = -1;  // cancels the receive with this number instead of posting
 };
 
 struct Message {

@@ -1,8 +1,8 @@
-// What memory.cuh has in PTX, for the host's compiler: included by it, within its namespace. Tests only.
+// memory.cuh without PTX, for the host's compiler. memory.cuh includes it within its namespace. Tests only.
 //
-// PLAIN_DATA makes the data of stages ordinary memory, so that ThreadSanitizer sees whether flags order it.
+// PLAIN_DATA makes staged data ordinary memory, so that ThreadSanitizer checks whether flags order it.
 
-// Between two accesses anything may happen on a GPU: `pause` sometimes sleeps, and halves arrive in any order.
+// On a GPU anything may happen between two accesses: `pause` sometimes sleeps, and halves are stored in any order.
 inline void store_packet(u64 address, Packet packet) {
   u64* const to = reinterpret_cast<u64*>(address);
   const int first = on_cpu::pause() & 1;
@@ -79,7 +79,7 @@ inline u64 clock_ns() { return on_cpu::clock_ns(); }
 inline float float_of_half(u16 bits) {
   const u32 sign = u32{bits & 0x8000u} << 16, magnitude = bits & 0x7fff;
   if (magnitude >= 0x7c00) return __uint_as_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  // The exponent's bias differs by 112; a product with 2^112 sets it right for subnormal numbers too.
+  // The exponents' biases differ by 112. A product with 2^112 corrects it, also for subnormal numbers.
   const float value = __uint_as_float(magnitude << 13) * 0x1p112f;
   return sign ? -value : value;
 }

@@ -1,4 +1,4 @@
-// Stands in for libcuda in tests of `peer.kernels`: one device; keeps what was launched, and what it was told.
+// Replaces libcuda in tests of `peer.kernels`: one device, and a record of the last launch.
 #include <cstdint>
 #include <cstring>
 
@@ -30,8 +30,8 @@ EXPORTED void stand_in_is(int driver_version, int compute_capability) {
   capability = compute_capability;
 }
 
-// Launches, the last one's kernel, blocks, threads, stream, first field of its argument, whether it may start early;
-// kernels whose attributes were asked for, and contexts that are still pushed.
+// Returns: launches; the last one's kernel, blocks, threads, stream, first field of its argument, and whether it may
+// start early; kernels whose attributes were read; contexts that are still pushed.
 EXPORTED const std::int64_t* stand_in_last() {
   last[0] = launches, last[7] = loaded, last[8] = depth;
   return last;
@@ -39,7 +39,7 @@ EXPORTED const std::int64_t* stand_in_last() {
 
 EXPORTED const char* stand_in_name(int kernel) { return names[kernel]; }
 
-// What a thread has as its context, and a thread that has one of its own.
+// This thread's context, and a thread with its own.
 EXPORTED void* stand_in_context() { return current; }
 EXPORTED void stand_in_enters(void* own) { current = own; }
 

@@ -1,9 +1,9 @@
-/* A stand-in for libnccl, for tests without a GPU: the functions that device_communicators/nccl_library.py binds, for
- * host memory, between processes. Ranks of a communicator share a file in $STAND_IN_NCCL_DIR under its unique id.
- * A call does its work at once and on the host; what it was given is written to a log (`stand_in_log`), and compared
- * with what the other ranks gave: where they differ every rank gets ncclInvalidUsage.
- * As NCCL, it makes a communicator in the background where the group of calls is non-blocking (ncclInProgress), and a
- * split goes by its parent's mode.
+/* Replaces libnccl in tests without a GPU: the functions that device_communicators/nccl_library.py binds, for host
+ * memory, between processes. Ranks of a communicator share a file in $STAND_IN_NCCL_DIR under its unique id.
+ * A call completes at once on the host. Its arguments are logged (`stand_in_log`) and compared with the other ranks':
+ * if they differ, every rank gets ncclInvalidUsage.
+ * Like NCCL, it makes communicators in the background if the group of calls is non-blocking (ncclInProgress), and a
+ * split uses its parent's mode.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -150,7 +150,7 @@ static int readConfig(const Config* config) {
 
 static int isReady(Comm* comm) { return !neverReady && comm->shared->joined == comm->size; }
 
-/* Goes on with a split: whether it is done. */
+/* Continues a split. Returns true when it is done. */
 static int advance(Comm* parent) {
   Shared* shared = parent->shared;
   if (!parent->place) return 1;
@@ -257,7 +257,7 @@ static int barrier(Comm* comm) {
   return Success;
 }
 
-/* All ranks in one call: what each gives lies in its slot afterwards. */
+/* All ranks make one call. Afterwards each rank's data is in its slot. */
 static int meet(Comm* comm, uint64_t call, const void* send, size_t bytes) {
   if (bytes > SlotBytes) return InternalError;
   comm->shared->call[comm->rank] = call;
@@ -326,7 +326,7 @@ static int begin(Comm* comm) {
 
 static int run(int result, Comm* comm) { /* the slots may be written again */ return result ? result : barrier(comm); }
 
-/* Memory that ranks register. A symmetric kernel takes its own offset for that of all ranks. */
+/* Registered memory. A symmetric kernel assumes that all ranks have its own offset. */
 
 #ifndef WITHOUT_WINDOWS
 int ncclMemAlloc(void** place, size_t size) {
@@ -373,7 +373,7 @@ int ncclCommWindowDeregister(Comm* comm, Window* window) {
 }
 #endif
 
-/* The offset in a window, plus one; 0 outside of all. */
+/* Returns the offset in a window, plus one; 0 outside of all. */
 static size_t offsetOf(Comm* comm, const void* at) {
   for (int i = 0; i < MaxWindows; i++) {
     Window* it = &windows[i];
@@ -428,7 +428,7 @@ static int rooted(Op* it) {
   return run(result, comm);
 }
 
-/* Moves what can be moved of one transfer; whether it is done. */
+/* Advances one transfer. Returns true when it is done. */
 static int move(Op* it, size_t* done) {
   Comm* comm = it->comm;
   int src = it->kind == 's' ? comm->rank : it->peer, dst = it->kind == 's' ? it->peer : comm->rank;
@@ -454,7 +454,7 @@ static int move(Op* it, size_t* done) {
   return 1;
 }
 
-/* A group: collectives in their order, transfers all at a time, those of one peer and direction in their order. */
+/* Runs a group: collectives in order, transfers at the same time, but in order for one peer and direction. */
 static int runGroup(void) {
   int count = queued, result = Success, left = 0;
   size_t done[MaxOps] = {0};

@@ -1,5 +1,5 @@
-// Stands in for libnvidia-ml: two GPUs with 12 NVLinks between them, as much of NVML as `nvml.py` asks for. What is
-// missing here is missing in old drivers. STAND_IN=no-driver: the library is there, the driver isn't.
+// Replaces libnvidia-ml: two GPUs with 12 NVLinks between them, and the functions that `nvml.py` uses. Functions
+// missing here are also missing in old drivers. STAND_IN=no-driver: the library exists, but no driver.
 
 #include <cstdio>
 #include <cstdlib>

@@ -552,7 +552,7 @@ def test_the_ranks_of_a_node_and_across_nodes_as_in_hybrid_sharding() -> None:
     "order", ["tp-dp-pp", "dp-tp-pp", "pp-tp-dp", "tp-dp_replicate-pp", "dp_shard-dp_replicate-tp-pp"]
 )
 def test_nodes_divide_data_parallel_groups_or_are_missing_for_a_reason(order: str) -> None:
-    """Compared with each rank's node: evenly divided groups exist; uneven ones are reported."""
+    """Evenly divided groups exist; uneven ones are reported."""
     parted = uneven = 0
     for tp, dp, pp in itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2)):
         world_size = tp * dp * pp

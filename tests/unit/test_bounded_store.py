@@ -70,8 +70,6 @@ class Found(NamedTuple):
 
 
 def raw_stores(tree: ast.Module, name: str) -> Iterator[Found]:
-    """Yields uses of a torch store outside of `BoundedStore(...)`."""
-
     def walk(node: ast.AST, scope: str) -> Iterator[Found]:
         for child in ast.iter_child_nodes(node):
             inside = scope
@@ -139,8 +137,6 @@ def test_the_lint_finds(code: str) -> None:
 
 
 class SilentStore:
-    """Never answers before `answer` is set."""
-
     def __init__(self) -> None:
         self.answer = threading.Event()
         self.asked = 0

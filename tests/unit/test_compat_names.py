@@ -100,7 +100,7 @@ def test_each_name_of_a_project_is_accounted_for(project: compat_names.Project) 
 def test_the_page_is_that_of_the_modules() -> None:
     page = generate.names_page()
     if page is None:
-        pytest.skip("python tests/references.py fetches the projects' files")
+        pytest.skip("the projects' files are missing; python tests/references.py fetches them")
     assert (ROOT / "docs" / "compat.md").read_text() == page, "run: python docs/generate.py"
 
 

@@ -261,7 +261,7 @@ def test_a_backward_has_the_groups_of_its_forward(
         return forward(x, seen).sum()
 
     with PAIR.use():
-        (x * 2).sum()  # nodes of other forwards
+        (x * 2).sum()
     loss = run() if groups is None else _within(groups, run)
     with EIGHT.use():
         (x * 2).sum()

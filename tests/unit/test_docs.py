@@ -92,7 +92,6 @@ ROWS = {
 
 
 def named_tests(folder: str) -> set[str]:
-    """Returns names such as `failure/test_killed.py::test_row_01_...`."""
     found = set()
     for path in (ROOT / "tests" / folder).glob("test_*.py"):
         for node in ast.parse(path.read_text()).body:

@@ -78,7 +78,6 @@ class Vllm(Recorder):
         exec(references.VLLM_CONFIG.cut("_validate_parallel_config", strip_decorators=True), self.checks)
 
     def groups(self, world_size: int, tp: int, pp: int, pcp: int, dcp: int, dp: int) -> dict[str, Groups] | str:
-        """Returns its groups' lists, or its refusal."""
         self.world_size, self.lists = world_size, {}
         self.state.update(dict.fromkeys(self.GLOBALS))
         parallel = Stated(
@@ -187,7 +186,6 @@ class Sglang(Recorder):
         exec(references.SGLANG.cut("initialize_model_parallel"), self.state)
 
     def groups(self, world_size: int, **widths: int) -> dict[str, Groups] | str:
-        """Returns its groups' lists by global, or its refusal."""
         self.world_size, self.lists = world_size, {}
         self.widths = Stated(**widths, shared_experts_tp_size=None, override_permanently=lambda **_: None)
         self.state.update(dict.fromkeys([*SGLANG_GROUPS, "_SHARED_EXPERTS_TP", "_SELF_PP", "_PDMUX_PREFILL_TP_GROUP"]))

@@ -153,7 +153,7 @@ def test_the_time_of_an_error_is_that_of_its_call_in_its_text_too() -> None:
     error.set_elapsed(1.6543)
     assert error.elapsed_s == 1.6543
     assert str(error) == text.replace("0.012", "1.654")
-    error.set_elapsed(1.0)  # a step of the call
+    error.set_elapsed(1.0)
     assert error.elapsed_s == 1.6543
     unknown = CommunicationError("ranks differ")
     unknown.set_elapsed(0.5)

@@ -40,7 +40,6 @@ def trees() -> list[tuple[str, ast.Module]]:
 
 
 def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yields line and text of each attribute with one leading underscore, except on self, cls and super()."""
     private = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr))
     for node in private:
         if _root(node.value) not in FOREIGN and ast.unparse(node.value) not in ("self", "cls", "super()"):
@@ -68,9 +67,8 @@ def _root(node: ast.expr) -> str:
 
 
 def _module(package: str, name: str) -> str:
-    """Returns the module that `from package import name` needs."""
     if package == "parallel_state" and name in parallel_state.__all__:
-        return package  # a function may have a folder's name
+        return package
     path = ROOT / package.replace(".", "/") / name
     return f"{package}.{name}" if path.with_suffix(".py").exists() or (path / "__init__.py").exists() else package
 

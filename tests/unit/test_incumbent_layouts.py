@@ -41,13 +41,12 @@ CASES = int(os.environ.get("LAYOUT_CASES", "10000" if LONG else "1000"))
 SEED = int(os.environ.get("LAYOUT_SEED", "0"))
 MIN_SHARE = 0.2  # of accepted and of refused cases
 RARE_SHARE = 0.01  # of each single reason to refuse
-DEADLINE_S = 120  # for some seconds of work in another process
+DEADLINE_S = 120
 
 Groups = list[list[int]]
 
 
 def refusal_of(resolve: Callable[[], Layout]) -> str:
-    """Returns our refusal. Fails the test if there is a layout."""
     try:
         layout = resolve()
     except LayoutError as error:
@@ -134,8 +133,7 @@ class MegatronCase(NamedTuple):
 class Megatron:
     """The installed megatron-core's `parallel_state`, modified to record groups.
 
-    Only this file is loaded: importing `megatron.core` takes seconds. `megatron.core.utils` is replaced, because only
-    its buffers are needed.
+    Only this file is loaded: importing `megatron.core` takes seconds. `megatron.core.utils` is replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,7 +173,6 @@ class Megatron:
         return group_desc, tuple(ranks)
 
     def groups(self, case: MegatronCase) -> dict[str, Groups] | str:
-        """Returns every group for `case` by description, or Megatron's refusal."""
         vars(self._module).update(self._fresh)  # its groups and ranks are globals
         self._made, self._world_size = {}, case.world_size
         try:
@@ -225,7 +222,6 @@ def megatron_order(random_: random.Random, sizes: dict[str, int]) -> str:
 
 
 def megatron_case(random_: random.Random, largest_world: int = 48) -> MegatronCase:
-    """Returns sizes whose product is the world size in most cases."""
     small = (1, 1, 1, 2, 2, 3, 4)
     while True:
         tp, cp, dp, pp = (random_.choice(small) for _ in range(4))
@@ -368,7 +364,6 @@ class TitanCase(NamedTuple):
 
     @property
     def meshes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Dims and sizes, slow to fast."""
         efsdp = self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
         return {DENSE_MESH: self[:5], SPARSE_MESH: (self.pp, self.dp_replicate, efsdp, self.ep, self.etp)}
 
@@ -429,7 +424,6 @@ TITAN_GROUPS |= {"batch": "dp", "loss": "dp_cp"}
 
 @pytest.fixture(scope="module")
 def titan_groups() -> Callable[[TitanCase, int], dict[str, Groups] | str]:
-    """Returns every group of torchtitan's ParallelDims, or its refusal."""
     state: dict[str, object] = {
         "dataclass": dataclass,
         "field": field,
@@ -472,7 +466,6 @@ def test_every_group_that_torchtitan_makes_and_every_refusal(
 
 
 def named_dims(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Returns our group names within a mesh -> the dims they span."""
     flattened = {name: parts for name, parts in FLATTENED.items() if set(parts) <= set(dims)}
     return {**{dim: (dim,) for dim in dims}, **flattened}
 
@@ -512,7 +505,6 @@ json.dump(found, sys.stdout)
 
 
 def test_the_groups_of_torchs_device_mesh(tmp_path: Path) -> None:
-    """Over torch's `fake` backend."""
     random_ = random.Random(f"{SEED} ranks")
     cases = [TitanCase(2, 1, 2, 1, 2, 2, 2), TitanCase(1, 2, 2, 2, 2, 4, 1), TitanCase(2, 2, 3, 2, 2, 6, 1)]
     cases += [case for case in titan_cases(60, "device meshes") if case.fits]

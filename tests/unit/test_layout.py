@@ -49,7 +49,6 @@ def steps_of(call: Callable[[], object]) -> int:
 
 
 def array_of(grid: Grid) -> np.ndarray:
-    """Returns the ranks as an array with one dim per axis. The first axis varies fastest."""
     sizes = [size for _, size in grid.axes]
     return np.arange(prod(sizes)).reshape(sizes[::-1]).transpose() if sizes else np.zeros((), dtype=int)
 
@@ -428,7 +427,6 @@ def test_what_a_layout_says_of_each_group_agrees(layout: Layout) -> None:
 
 
 def check_partition(layout: Layout, name: str, groups: list[list[int]]) -> None:
-    """Groups are equal, ascending, ordered by first rank, and along this kind's axes."""
     world = range(layout.rank_offset, layout.rank_offset + layout.world_size)
     assert sorted(itertools.chain(*groups)) == list(world)
     assert groups == sorted(sorted(ranks) for ranks in groups)

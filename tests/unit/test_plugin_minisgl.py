@@ -27,7 +27,6 @@ def destroy_distributed(): DistributedCommunicator.plugins = []
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A temporary package with mini-sglang's names."""
     folder = tmp_path / "minisgl" / "distributed"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("")

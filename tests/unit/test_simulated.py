@@ -27,7 +27,6 @@ DEADLINE_S = 10.0
 
 @pytest.fixture
 def group() -> ps.GroupCoordinator:
-    """Rank 2 of 4, with other global ranks."""
     return ps.simulated_group([1, 3, 5, 7], 5)
 
 
@@ -279,7 +278,7 @@ def test_sub_groups_renumber(group: ps.GroupCoordinator) -> None:
     assert (sub.rank, sub.rank_in_group, sub.world_size) == (5, 1, 3)
     assert torch.equal(sub.all_reduce(X), X * 3)
     assert sub.unique_name != group.unique_name
-    inner = sub.make_sub_group([1, 2])  # ranks of the sub-group
+    inner = sub.make_sub_group([1, 2])
     assert inner is not None
     assert inner.ranks == [5, 7]
     assert inner.is_first_rank
@@ -365,7 +364,6 @@ def test_a_broadcasts_gradient_is_its_sources() -> None:
 
 
 def test_uneven_gradients_have_the_splits_of_the_other_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was sent in two rows comes back in two rows."""
     asked: list[tuple[Any, ...]] = []
 
     class Ops:

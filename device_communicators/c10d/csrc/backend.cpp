@@ -17,7 +17,7 @@ using c10::DistBackendError;
 using c10d::OpType;
 using RedOp = c10d::ReduceOp::RedOpType;
 
-// Calls that move at least so much are handed to the lane's thread at once where nobody waits for them.
+// Calls of at least this many bytes run on the lane's thread immediately unless the caller blocks.
 constexpr std::size_t kPromptBytes = 64 << 10;
 constexpr auto kShutdownGrace = std::chrono::seconds(2);
 
@@ -26,7 +26,7 @@ struct Native {
   ReduceOp op;
 };
 
-// How the kernels reduce `dtype` by `op`, where they can. Bytes that are 0 or 1: or is max, and is min.
+// Returns whether the kernels reduce `dtype` by `op`, and how. For bools "or" is max and "and" is min.
 bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   const bool is_bool = dtype == at::kBool;
   switch (op) {
@@ -63,7 +63,7 @@ bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   }
 }
 
-// As user_call.py numbers reductions, with those that only torch knows behind them.
+// As user_call.py numbers reductions; those that only torch has follow.
 int number_of(RedOp op) {
   switch (op) {
     case RedOp::SUM: return 0;
@@ -77,7 +77,7 @@ int number_of(RedOp op) {
 
 bool is_narrow_float(at::ScalarType dtype) { return at::isFloatingType(dtype) && c10::elementSize(dtype) == 1; }
 
-// The methods that errors name, by their numbers in METHODS of user_call.py.
+// Numbers in METHODS of user_call.py.
 constexpr auto kReduceMethod = static_cast<Method>(152), kGatherMethod = static_cast<Method>(96),
                kScatterMethod = static_cast<Method>(104), kAllGathervMethod = static_cast<Method>(40);
 
@@ -95,15 +95,15 @@ std::exception_ptr error_of(const char* text) {
   return std::make_exception_ptr(DistBackendError(text, nullptr, nullptr));
 }
 
-// The kernels write past autograd; what is copied around them does, too.
+// Kernels write past autograd; so do the copies around them.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView guard;
 };
 
-// torch gives no more elements than these to one thread, which is the caller's.
+// torch runs up to this many elements in the calling thread.
 constexpr std::int64_t kOneThreadElements = 32768;
 
-// Divides in place. Integers are divided toward zero, as NCCL does.
+// Integers are divided toward zero, as NCCL does.
 void divide_(const Tensor& x, std::int64_t divisor) {
   const DefaultFloatingPoint state;
   const at::ScalarType dtype = x.scalar_type();
@@ -114,13 +114,13 @@ void divide_(const Tensor& x, std::int64_t divisor) {
     auto* const numbers = static_cast<std::uint64_t*>(flat.mutable_data_ptr());
     for (std::int64_t i = 0; i < flat.numel(); ++i) numbers[i] /= static_cast<std::uint64_t>(divisor);
     if (!flat.is_same(x)) x.copy_(flat);
-  } else {  // int64: int8 can't hold 128 ranks
+  } else {  // int64, because int8 can't hold 128 ranks
     x.copy_(x.to(at::kLong).div_(divisor, "trunc"));
   }
 }
 
-// A work of gloo. `name` turns gloo's own errors into the library's. When gloo is done, the tensors `averaged` are
-// divided by the number of ranks: gloo has no averages.
+// A work of gloo. `name` translates gloo's errors. gloo has no averages: when it is done, the tensors `averaged` are
+// divided by the number of ranks.
 class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
@@ -131,14 +131,14 @@ class Borrowed final : public c10d::Work {
     c10::intrusive_ptr<c10::ivalue::Future> summed;
     try {
       summed = work_->getFuture();
-    } catch (const c10::Error&) {  // gloo's works of reduce_scatter have none, and write their outputs in `wait`
+    } catch (const c10::Error&) {  // gloo's works of reduce_scatter write their outputs in `wait`
       averaged_at_wait_ = std::move(averaged);
       size_ = size;
       return;
     }
     averaged_ = summed->then(
         [averaged = std::move(averaged), size](c10::ivalue::Future& done) {
-          c10::IValue value = done.value();  // throws what went wrong
+          c10::IValue value = done.value();  // throws the failure
           const Below below;
           for (const Tensor& x : averaged) divide_(x, size);
           return value;
@@ -166,7 +166,7 @@ class Borrowed final : public c10d::Work {
       });
       return is_done;
     } catch (const std::exception& error) {
-      if (timeout > kNoTimeout && !work_->isCompleted()) throw;  // the wait is over, and not the call
+      if (timeout > kNoTimeout && !work_->isCompleted()) throw;  // only the wait timed out
       const double elapsed_s = std::chrono::duration<double>(Clock::now() - started_).count();
       if (const std::exception_ptr named = name_(error.what(), elapsed_s)) std::rethrow_exception(named);
       throw;
@@ -191,10 +191,10 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
 }
 
 // Returns the bytes of a contiguous tensor as a flat view. A tensor of one element is contiguous with any stride, but
-// torch views it as bytes only if the stride is 1.
+// torch views it as bytes only with stride 1.
 Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
 
-// The memory range of a tensor, from its first element to its last one.
+// From a tensor's first element to its last.
 struct Extent {
   const char* begin;
   const char* end;
@@ -226,7 +226,7 @@ bool any_overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
-// The tensors without those that are another one of them. Each is divided in place, so they may not overlap otherwise.
+// Removes duplicates. Each tensor is divided in place, so they must not overlap otherwise.
 std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> found;
   for (const Tensor& x : tensors) {
@@ -239,8 +239,8 @@ std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   return found;
 }
 
-// Returns contiguous `input` for a call that writes `outputs`. It is a copy if an output overlaps the input. The
-// exception is `outputs[own]` at the input's own address: the call writes the input itself there.
+// Returns contiguous `input`, copied if an output overlaps it. Exception: `outputs[own]` at the input's address, where
+// the call writes the input itself.
 Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   const Tensor in = input.contiguous();
   if (!in.is_same(input)) return in;
@@ -252,14 +252,13 @@ Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   return in;
 }
 
-// Returns `part`, or a copy if it overlaps `whole` anywhere but at the place of rank `own`. `whole` is an output or
-// input with an equal part for each rank.
+// Returns `part`, copied if it overlaps `whole` except at the place of rank `own`. `whole` has an equal part per rank.
 Tensor apart_from_whole(const Tensor& part, const Tensor& whole, int own) {
   const auto* const place = static_cast<const char*>(whole.const_data_ptr()) + own * part.nbytes();
   return place != part.const_data_ptr() && overlap(part, whole) ? part.clone() : part;
 }
 
-// Returns the inputs of calls that run in order. An input that an earlier call's outputs overlap is copied.
+// For calls that run in order: copies an input that an earlier call's outputs overlap.
 std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
                                   const std::function<std::vector<Tensor>(std::size_t call)>& outputs_of) {
   std::vector<Extent> written;
@@ -272,10 +271,10 @@ std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
   return inputs;
 }
 
-// Reduces dim 0, in its order. Integers wrap.
+// Reduces dim 0, in order. Integers wrap.
 Tensor reduce_rows(const Tensor& rows, RedOp op) {
   const at::ScalarType dtype = rows.scalar_type();
-  if (rows.size(1) > kOneThreadElements) {  // torch's threads have a floating-point state of their own
+  if (rows.size(1) > kOneThreadElements) {  // torch's threads have their own floating-point state
     Tensor total = at::empty({rows.size(1)}, rows.options());
     for (std::int64_t begin = 0; begin < rows.size(1); begin += kOneThreadElements) {
       const std::int64_t length = std::min(kOneThreadElements, rows.size(1) - begin);
@@ -283,8 +282,8 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
     }
     return total;
   }
-  // torch has few operators for unsigned numbers of more than 8 bits, so they are reduced as int64. Flipping the
-  // highest bit keeps the order of uint64 for min and max.
+  // torch has few operators for unsigned numbers over 8 bits, so they are reduced as int64. Flipping the highest bit
+  // keeps uint64's order for min and max.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
   const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
@@ -313,14 +312,14 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
   return total;
 }
 
-// Replaces an average by a sum, which gloo can reduce.
+// Replaces AVG, which gloo lacks, by SUM.
 template <typename Options>
 Options summed(Options options) {
   if (options.reduceOp == RedOp::AVG) options.reduceOp = RedOp::SUM;
   return options;
 }
 
-// Where the tensors' bytes lie one behind the other, as those of `x.chunk(n)` do, their beginning; else null.
+// Returns the start of the tensors' bytes if these are consecutive, as those of `x.chunk(n)`; else null.
 void* begin_of_joined(const std::vector<Tensor>& tensors) {
   if (!all_contiguous(tensors)) return nullptr;
   char* begin = nullptr;
@@ -335,7 +334,8 @@ void* begin_of_joined(const std::vector<Tensor>& tensors) {
   return begin;
 }
 
-// The bytes of `tensors` as one flat tensor: a view where they lie so, and none of them is in `outputs`, else a copy.
+// Returns the bytes of `tensors` as one flat tensor: a view if they are consecutive and none is in `outputs`, else a
+// copy.
 Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& outputs) {
   bool is_apart = true;
   for (const Tensor& tensor : tensors) {
@@ -370,17 +370,17 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
 Backend::~Backend() { release_resources(); }
 
 void Backend::release_resources() {
-  if (!callbacks_.leave) return;  // for the second time
-  // The threads may need the interpreter's lock to end.
+  if (!callbacks_.leave) return;  // called again
+  // The threads may need the interpreter lock to end.
   callbacks_.without_interpreter([this] {
     shutdown();
     pairs_.reset();
   });
   auto last = std::make_unique<const Callbacks>(std::exchange(callbacks_, {}));
-  if (is_forked_child()) static_cast<void>(last.release());  // what they hold is the parent's
+  if (is_forked_child()) static_cast<void>(last.release());  // the references are the parent's
 }
 
-// What a caller may get wrong raises what torch's own backends raise for it.
+// Wrong arguments raise what torch's own backends raise.
 template <typename... Parts>
 void Backend::check(bool holds, const Parts&... parts) const {
   TORCH_CHECK_VALUE(holds, parts...);
@@ -392,7 +392,6 @@ const Tensor& Backend::only(const Tensors& tensors, const char* method) const {
   return tensors[0];
 }
 
-// Requires one dtype and one size of all tensors of a rank.
 void Backend::check_alike(const Tensors& tensors, const char* method) const {
   check(!tensors.empty(), method, " takes at least one tensor");
   for (const Tensor& tensor : tensors) {
@@ -409,7 +408,7 @@ void Backend::check_dense(const Tensor& tensor, const char* method) const {
         ": for GPUs initialise with \"cpu:parallel_state,cuda:nccl\"");
 }
 
-// What is gathered into `output` from ranks that each have `input`; the other way round for what is scattered.
+// `whole` has one `part` per rank.
 void Backend::check_parts(const Tensor& whole, const Tensor& part, const char* method, const char* which) const {
   check_dense(part, method);
   check_dense(whole, method);
@@ -454,19 +453,19 @@ const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);  // else the group was destroyed
+  if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);  // null: the group was destroyed
 }
 
 void Backend::done(int status, const char* method, Clock::time_point started) {
   if (status == static_cast<int>(Status::kDone)) return;
-  const bool interrupted = status == static_cast<int>(Status::kInterrupted);  // by what may have destroyed the group
+  const bool interrupted = status == static_cast<int>(Status::kInterrupted);  // it may have destroyed the group
   TORCH_CHECK_WITH(DistBackendError, !closed_ || interrupted, "the group was destroyed or aborted while ", method,
                    " was under way");
   const double elapsed_s = std::chrono::duration<double>(Clock::now() - started).count();
   std::rethrow_exception(callbacks_.collective_error(status, method, elapsed_s, timeout_s_));
 }
 
-// Runs `body` in the lane. It reads its arguments' tensors until the work is done; `outputs` are what its future holds.
+// Runs `body` in the lane. The tensors that it reads must stay until the work is done. The future holds `outputs`.
 template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, Body body) {
@@ -496,14 +495,14 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
     if (error != nullptr) std::rethrow_exception(error);
     return call;
   }
-  // The lane's thread may come to it when the backend is gone: `shutdown`, which the destructor calls, waits for it.
+  // `shutdown`, which the destructor calls, waits for the lane's thread.
   call->body = std::move(run);
   lane_->post(call, bytes >= kPromptBytes || coalescing_);
   if (!is_async && !coalescing_) call->wait(kNoTimeout);
   return kept(std::move(call));
 }
 
-// Starts a call of gloo's; `peer` is that of a transfer, or -1.
+// `peer`: of a transfer, or -1.
 template <typename Start>
 Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start, Tensors averaged) {
   check_usable(method);
@@ -529,7 +528,7 @@ Backend::Started Backend::kept(Started work) {
 
 // Collectives.
 
-// With a root it is what `reduce` makes of it, and told to the other ranks as such.
+// With a root it is part of `reduce`, and published as such.
 void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int root) {
   if (size_ == 1) return;
   Native how;
@@ -545,7 +544,7 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int roo
        root < 0 ? "all_reduce" : "reduce", started);
 }
 
-// What the kernels don't reduce: every rank gets every rank's numbers, and reduces them in the ranks' order.
+// For reductions without a kernel: every rank gathers all tensors and reduces them in rank order.
 void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = x.scalar_type();
   if (at::isComplexType(dtype) && op != RedOp::PRODUCT) return all_reduce_flat(at::view_as_real(x), op);
@@ -595,7 +594,7 @@ Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     return submit(kKind, {x}, {x}, options.asyncOp, options.timeout,
                   [this, x, op = options.reduceOp] { all_reduce(x, op); });
   }
-  // As over gloo, all tensors of all ranks are reduced to one result, and each tensor receives it.
+  // As over gloo, all tensors of all ranks are reduced to one result, which each tensor receives.
   return submit(kKind, tensors, tensors, options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
     const Tensor total = reduce_rows(gather_rows(tensors), op);
     for (const Tensor& tensor : tensors) tensor.copy_(total.view(tensor.sizes()));
@@ -630,7 +629,7 @@ Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allr
                     for (const Tensor& tensor : tensors) all_reduce(tensor, op);
                     return;
                   }
-                  // In place, the result of one tensor would be reduced again as part of the next.
+                  // In place, one tensor's result would be reduced again as part of the next.
                   Tensors totals;
                   for (const Tensor& tensor : tensors) totals.push_back(tensor.clone(at::MemoryFormat::Contiguous));
                   for (const Tensor& total : totals) all_reduce_flat(total, op);
@@ -653,7 +652,7 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
                 [this, x, root, op = options.reduceOp] {
                   if (size_ == 1) return;
                   const Tensor total = x.clone(at::MemoryFormat::Contiguous);
-                  all_reduce_flat(total, op, root);  // the other ranks' tensors stay as they are
+                  all_reduce_flat(total, op, root);  // other ranks' tensors stay unchanged
                   if (rank_ == root) x.copy_(total);
                 });
 }
@@ -682,7 +681,7 @@ Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   if (tensors.size() == 1) return submit(kKind, {x}, {x}, options.asyncOp, options.timeout, run);
   return submit(kKind, {x}, tensors, options.asyncOp, options.timeout, [run, x, tensors] {
     run();
-    for (const Tensor& tensor : tensors) {  // this rank's other tensors receive it as well
+    for (const Tensor& tensor : tensors) {  // this rank's other tensors
       if (!tensor.is_same(x)) tensor.copy_(x.view_as(tensor));
     }
   });
@@ -703,7 +702,7 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
   if (!out.is_same(output)) output.copy_(out);
 }
 
-// Into a tensor a rank, which may be of different sizes.
+// The outputs may have different sizes.
 void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
   const Tensor in = apart(input, outputs, rank_);
   if (size_ == 1) {
@@ -1117,7 +1116,7 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
         for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
         const Tensor in = joined(inputs, outputs);
         void* const begin = begin_of_joined(outputs);
-        Tensor out;  // where the outputs don't lie one behind the other
+        Tensor out;  // the outputs aren't consecutive
         if (begin == nullptr) out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options());
         const auto started = Clock::now();
         const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
@@ -1203,7 +1202,7 @@ Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
   return transfer({OpType::RECVANYSOURCE, "recv", "parallel_state:recvAnySource"}, tensors, Pairs::kAnySource, tag);
 }
 
-// Calls between the two return at once, and their works are one.
+// Calls in between return at once; their works are combined.
 
 namespace {
 
@@ -1298,17 +1297,17 @@ void Backend::abort() { end(/*in_order=*/false); }
 
 void Backend::shutdown() { end(/*in_order=*/true); }
 
-// A forked child has the memory, the locks and the connections of its parent's, and leaves all as it is.
+// A forked child leaves its parent's memory, locks and connections unchanged.
 void Backend::end(bool in_order) {
   if (closed_.exchange(true)) return;
   if (is_forked_child()) {
-    new std::pair(lane_, pairs_);  // for ever: their threads are the parent's
+    new std::pair(lane_, pairs_);  // leaked: the threads are the parent's
     return;
   }
   const auto deadline = Clock::now() + (in_order ? kShutdownGrace : std::chrono::seconds(0));
   const bool done = in_order && lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
   if (!done && is_native()) library_->group_doom(group_);
-  // First what the thread may be waiting in, and only then the thread.
+  // First end what the thread may wait in, then the thread.
   const auto error =
       error_of(in_order ? "the group was destroyed while the call was under way" : "the group was aborted");
   c10::intrusive_ptr<c10d::Backend> gloo;

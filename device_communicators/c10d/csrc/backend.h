@@ -1,8 +1,7 @@
-// torch.distributed's collectives and transfers over the memory that a host's ranks share.
+// torch.distributed's collectives and transfers of CPU tensors.
 //
-// A group whose ranks are all on one host works in its segment (device_communicators/cpu). One over several hosts has
-// the library's transport between hosts for what that carries. All else is gloo's: whether it is, is decided by facts
-// that all ranks have alike.
+// A group on one host uses shared memory (device_communicators/cpu). One over several hosts uses the library's
+// transport where that is supported. gloo carries all else. The choice depends on facts that are equal on all ranks.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -11,25 +10,25 @@
 
 namespace parallel_state {
 
-// What Python does for a backend; each takes the interpreter's lock by itself.
+// What Python does for a backend. Each callback takes the interpreter lock.
 struct Callbacks {
-  // The error for a status of group.h, of a collective that `method` names, with its timeout.
+  // Returns the error for a status of group.h.
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
       collective_error;
   Pairs::Raise pair_error;
   Interruption interruption;
   std::function<std::exception_ptr(const std::string& text)> usage_error;
   std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
-  // Set by Python once the group is of no use: a call that begins then raises what `failed` gives.
+  // Set by Python when the group fails: later calls raise the result of `failed`.
   std::shared_ptr<std::atomic<bool>> has_failed = std::make_shared<std::atomic<bool>>(false);
   std::function<std::exception_ptr(const char* method)> failed;
-  std::function<void()> leave;  // tells the other ranks that this one goes on purpose
+  std::function<void()> leave;  // reports that this rank leaves on purpose
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
-  // Runs what is given without the interpreter's lock, if this thread has it.
+  // Runs its argument without the interpreter lock.
   std::function<void(const std::function<void()>&)> without_interpreter;
-  // The error for what gloo said of a call; null where it isn't of the transport. `peer`: of a transfer, or -1.
+  // Returns the error for gloo's text; null if the transport didn't fail. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
-  std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // tells Python the group's new one
+  std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // tells Python
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                                   std::chrono::milliseconds timeout, const std::string& name)>
       split;
@@ -40,26 +39,25 @@ class Backend : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
     Options(const Options& other) : c10d::Backend::Options(other) {}  // a copy has no backend
-    // torch 2.15 and later call this to copy options before they change them for a child group. Older versions lack it,
-    // so it can't be marked `override`.
+    // torch 2.15 and later call this to copy options before changing them for a child group. Older versions lack it, so
+    // it can't be an `override`.
     virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
-    // Gives a backend its new timeout; null for options of no backend.
+    // Sets the backend's timeout; null for options without a backend.
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
-  // `group` is the number of the library's group, 0 where there is none; `library` may be null then. `transfers`: see
-  // Pairs; null for transfers over gloo.
+  // `group`: number of the library's group, or 0; `library` may be null then. `transfers`: see Pairs; null: over gloo.
   Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, void* transfers,
           std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }
-  // Returns a copy: torch before 2.15 writes a child group's timeout and name into the returned options.
+  // A copy: torch before 2.15 writes a child group's timeout and name into it.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   bool supportsSplitting() const override { return true; }
-  // torch asks in batch_isend_irecv only, whose coalescing manager stays open where an exception leaves it.
+  // Only batch_isend_irecv asks; its coalescing manager stays open after an exception.
   bool supportsCoalescing() const override { return false; }
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(std::memory_order_relaxed); }
@@ -101,11 +99,11 @@ class Backend : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
-  // Called with the last user: Python's object, which the callbacks hold, has a weak pointer to this.
+  // Called without users: Python's object, which the callbacks hold, has only a weak pointer to this.
   void release_resources() override;
 
  private:
-  struct Kind {  // of a call, as it is recorded
+  struct Kind {  // of a call, as recorded
     c10d::OpType type;
     const char* method;
     const char* title;
@@ -118,11 +116,11 @@ class Backend : public c10d::Backend {
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
 
-  // `averaged`: tensors that hold sums when gloo is done, and averages when the returned work is.
+  // `averaged`: tensors that gloo sums; the returned work divides them.
   template <typename Start>
   Started by_gloo(c10d::OpType type, const char* method, int peer, Start start, Tensors averaged = {});
 
-  // Whether this process was forked from the one that made this: it has the memory, but is no rank.
+  // A forked child has the memory, but is no rank.
   bool is_forked_child() const { return made_in_ != fork_generation(); }
   bool is_native() const { return group_ != 0; }
   bool is_on_gloo() const { return size_ > 1 && !is_native(); }
@@ -140,7 +138,7 @@ class Backend : public c10d::Backend {
   void end(bool in_order);
   void done(int status, const char* method, Clock::time_point started);
 
-  // The steps of the calls, in whichever thread runs them.
+  // The steps of the calls, in the thread that runs them.
   void all_reduce(const at::Tensor& x, const c10d::ReduceOp& op);
   void all_reduce_flat(const at::Tensor& x, const c10d::ReduceOp& op, int root = -1);
   void reduce_by_gathering(const at::Tensor& x, const c10d::ReduceOp& op);
@@ -155,12 +153,12 @@ class Backend : public c10d::Backend {
   Callbacks callbacks_;
   const int made_in_;
   std::shared_ptr<Lane> lane_;
-  std::shared_ptr<Pairs> pairs_;  // null where gloo carries transfers
+  std::shared_ptr<Pairs> pairs_;  // null: over gloo
   std::mutex gloo_mutex_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
-  double timeout_s_ = 0;  // of the collective that runs: one at a time does
+  double timeout_s_ = 0;  // of the running collective
   bool coalescing_ = false;
   std::vector<Started> coalesced_;
 };

@@ -7,7 +7,7 @@
 namespace parallel_state {
 
 Library::Library(const std::string& path) {
-  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // for good: its functions are called until the end
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
   if (handle == nullptr)
     throw std::runtime_error(std::string("the compiled collectives can't be opened: ") + dlerror());
   const auto find = [handle](auto& function, const char* name) {

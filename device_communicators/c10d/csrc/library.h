@@ -1,5 +1,5 @@
-// The compiled collectives of device_communicators/cpu/csrc as this library calls them: by their C interface, looked up
-// in the file that the process has loaded already. So the two share groups by number, and no C++ type between builds.
+// The C interface of cpu/csrc, looked up in the library that the process has loaded. The two share groups by number,
+// and no C++ types.
 #pragma once
 
 #include <cstddef>

@@ -113,7 +113,7 @@ std::exception_ptr Pairs::failure_of_all(const TransferFailure& failure) {
     if (failure_ != nullptr) return failure_;
     if (failure.status == TransferFailure::kClosed && closed_ != nullptr) return closed_;
   }
-  const std::exception_ptr made = raise_(failure);  // outside of the lock: it waits for the interpreter's
+  const std::exception_ptr made = raise_(failure);  // without the lock: it waits for the interpreter
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failure_ == nullptr) failure_ = made;
   return failure_;

@@ -1,4 +1,4 @@
-// torch's works of send and recv, over the transfers of cpu/csrc/transfers.h.
+// torch's works of send and recv, over cpu/csrc/transfers.h.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace parallel_state {
 
 class Pairs : public std::enable_shared_from_this<Pairs> {
  public:
-  // The error for a failed transfer; takes the interpreter's lock by itself.
+  // Returns the error of a failed transfer; takes the interpreter lock.
   using Raise = std::function<std::exception_ptr(const TransferFailure&)>;
   static constexpr int kAnySource = -1;
 
@@ -20,8 +20,8 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
    public:
     using Operation::Operation;
     std::shared_ptr<Pairs> pairs;
-    at::Tensor tensor;  // contiguous; its memory is used until the transfer is released
-    at::Tensor target;  // the caller's, where that isn't `tensor`
+    at::Tensor tensor;  // contiguous; used until the transfer is released
+    at::Tensor target;  // the caller's tensor, if another
     int peer = kAnySource;
     int tag = 0;
     bool is_send = false;
@@ -32,18 +32,18 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
    private:
     friend class Pairs;
     std::uint64_t number_ = 0;
-    std::exception_ptr interruption_;  // what a signal's handler raised in its wait; by Pairs::mutex_
+    std::exception_ptr interruption_;  // what a signal handler raised in its wait; guarded by Pairs::mutex_
   };
   using Held = c10::intrusive_ptr<Transfer>;
 
-  // Deletes `transfers`, an object of the library.
+  // Owns `transfers`, an object of the library.
   Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise);
   ~Pairs();
 
   void start(const Held& transfer, std::chrono::milliseconds timeout);
-  // Fails what is under way. Nothing is started afterwards.
+  // Fails running transfers. Nothing may be started afterwards.
   void close(const std::exception_ptr& error);
-  // Returns once nothing is under way, or at the deadline, with false.
+  // Returns true when nothing is running, false at the deadline.
   bool drain(Clock::time_point deadline);
 
  private:
@@ -58,7 +58,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   const Raise raise_;
   void* const transfers_;
   std::mutex mutex_;
-  std::exception_ptr closed_, failure_;  // by mutex_
+  std::exception_ptr closed_, failure_;  // guarded by mutex_
 };
 
 }  // namespace parallel_state

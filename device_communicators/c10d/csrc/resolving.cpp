@@ -34,7 +34,7 @@ std::vector<Each> with_values(const std::vector<Each>& list) {
   return found;
 }
 
-// Returns `x`, or a copy that a call writes in its place. `targets` records the pair.
+// Returns `x`, or a copy to write; `targets` records the pair.
 Tensor staged(const Tensor& x, ResolvingBackend::Targets* targets) {
   if (!is_deferred(x)) return x;
   TORCH_CHECK_VALUE(!x._is_zerotensor(),
@@ -50,7 +50,7 @@ std::vector<Each> staged(const std::vector<Each>& list, ResolvingBackend::Target
   return found;
 }
 
-// A work whose results are copied to their targets once, by the first thread that finds it done.
+// The first thread that finds the work done copies its results to their targets.
 class Filled final : public c10d::Work {
  public:
   Filled(int rank, Backend::Started work, ResolvingBackend::Targets targets)
@@ -98,7 +98,7 @@ class Filled final : public c10d::Work {
     return x;
   }
 
-  // Returns a future's value (a tensor, or lists of tensors) with the copies replaced by their targets.
+  // Returns a future's value (a tensor, or lists of tensors) with targets in place of copies.
   c10::IValue with_targets(const c10::IValue& value) const {
     if (value.isTensor()) return target_of(value.toTensor());
     if (!value.isList()) return value;
@@ -111,7 +111,7 @@ class Filled final : public c10d::Work {
   void fill() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_filled_) return;
-    const at::AutoDispatchBelowADInplaceOrView below;  // as what is written in place
+    const at::AutoDispatchBelowADInplaceOrView below;  // like an in-place write
     for (const auto& [target, held] : targets_) target.copy_(held);
     is_filled_ = true;
   }
@@ -123,7 +123,6 @@ class Filled final : public c10d::Work {
 
 }  // namespace
 
-// Makes a call with copies in place of deferred tensors, both written and read ones.
 template <typename Written, typename Read, typename Call>
 Backend::Started ResolvingBackend::resolved(Written& written, Read& read, Call call) {
   if (!is_deferred(written) && !is_deferred(read)) return call(written, read);
@@ -257,11 +256,11 @@ Backend::Started ResolvingBackend::endCoalescing() {
   return work ? filled(std::move(work), std::move(targets)) : work;
 }
 
-// torch's own kernel for deferred tensors passes a copy to the backend, so the backend's writes are lost.
+// torch's own kernel for deferred tensors passes a copy to the backend, and loses the backend's writes.
 
 namespace {
 
-// Returns true if the call's group has this backend for the call's tensors.
+// Returns whether the call's tensors belong to this backend.
 bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given) {
   const auto& arguments = op.schema().arguments();
   std::optional<c10::DeviceType> device;
@@ -279,12 +278,12 @@ bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given)
   if (!group || !device.has_value()) return false;
   try {
     return dynamic_cast<ResolvingBackend*>(group->getBackend(*device).get()) != nullptr;
-  } catch (const std::exception&) {  // the device has no backend: the call itself raises
+  } catch (const std::exception&) {  // no backend for the device: the call raises
     return false;
   }
 }
 
-// Passes calls of this backend on unchanged. For other backends it replaces deferred tensors by copies, as torch does.
+// Passes calls of this backend on unchanged; for others it copies deferred tensors, as torch does.
 template <DispatchKey kKey>
 void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   c10::IValue* const given = stack->data() + (stack->size() - op.schema().arguments().size());

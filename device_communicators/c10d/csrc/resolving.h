@@ -1,8 +1,8 @@
 // Resolves deferred tensors before and after the backend's calls.
 //
-// torch defers conjugations, negations and zeros: the tensor has a mark, and its memory holds other numbers or none.
-// torch's backends read and write that memory as it is. Here a call reads a copy that holds the values. When the work
-// is done, its results are copied to the caller's tensors by torch's `copy_`, which supports deferred tensors.
+// torch defers conjugations, negations and zeros: a tensor has a mark, and its memory holds other numbers or none.
+// torch's backends use that memory as it is. Here a call reads a copy with the values. When it is done, torch's
+// `copy_`, which supports deferred tensors, copies the results to the caller's tensors.
 #pragma once
 
 #include <functional>
@@ -16,7 +16,7 @@ class ResolvingBackend final : public Backend {
  public:
   using Backend::Backend;
 
-  // Pairs of a caller's tensor and the copy that a call writes in its place.
+  // A caller's tensor, and the copy that a call writes instead.
   using Targets = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;

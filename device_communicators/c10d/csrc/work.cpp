@@ -7,12 +7,12 @@
 namespace parallel_state {
 namespace {
 
-// For how long a small call is left to its caller: waking a thread for it costs more than most of them take, and Python
-// takes some hundred microseconds from the start of a functional collective to its wait.
+// Time for which a small call is left to its caller: waking a thread costs more than most calls. Python takes some
+// hundred microseconds from the start of a functional collective to its wait.
 constexpr auto kLeft = std::chrono::microseconds(1000);
-// For how many such times the thread looks again before it sleeps until it is woken.
+// Number of such waits before the thread sleeps.
 constexpr int kLooks = 20;
-// For what a handler of signals raised.
+// Interval of polling `interruption`.
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 std::atomic<int> forks{0};
@@ -115,7 +115,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-// A call runs handlers of signals while it waits, which may not wait for the same group.
+// Calls run signal handlers while they wait; these must not wait for the same group.
 void Lane::check_not_inside() const {
   TORCH_CHECK_WITH(DistBackendError, !runs_here(),
                    "this thread is in a call of the group already: a handler of signals, say, can't wait for another");
@@ -147,15 +147,15 @@ void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
   if (looking_ == 0 || prompt_) posted_.notify_one();
 }
 
-// Of what is posted while the thread is in a callback, the callback may be what waits for it. What was queued before is
-// left to the thread: callbacks begin in the order of their calls.
+// A callback of the thread may wait for a call posted during it. Calls queued before are left to the thread, because
+// callbacks begin in the order of their calls.
 void Lane::ensure_server() {
   if (servers_ != 0 || closed_) return;
   ++servers_;
   threads_.emplace_back([self = shared_from_this()] { self->serve(); });
 }
 
-// Runs the first call that is queued; nothing else runs.
+// Nothing else may be running.
 void Lane::run_front(std::unique_lock<std::mutex>& lock, bool is_server) {
   const c10::intrusive_ptr<Call> call = std::move(queue_.front());
   queue_.pop_front();
@@ -188,7 +188,7 @@ bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!call.isCompleted()) {
     check_not_inside();
-    // With a deadline of its own a waiter must not be caught in a call whose deadline is another.
+    // With a deadline of its own a waiter must not run a call with another deadline.
     if (!running_ && !queue_.empty() && !deadline) {
       run_front(lock, /*is_server=*/false);
       continue;
@@ -280,7 +280,7 @@ void Lane::close(const std::exception_ptr& error) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.notify_all();
-    ++waiters_;  // a call that runs uses what its group has
+    ++waiters_;  // a running call uses the group
     finished_.wait(lock, [this] { return !running_ || runs_here(); });
     --waiters_;
   }

@@ -386,7 +386,7 @@ void Core::on_bytes(const Event& event) {
     const bool fine = result == Parser::Result::kHello   ? on_hello(connection, hello)
                       : result == Parser::Result::kFrame ? on_frame(connection, frame)
                                                          : false;
-    found = links_.find(connection);  // it may have been closed
+    found = links_.find(connection);
     if (fine || found == links_.end()) continue;
     if (is_stranger(found->second)) return refuse(connection, "malformed bytes, or another token");
     log(found->second.proc, "closed a connection: malformed bytes");
@@ -421,7 +421,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
   if (link.theirs.empty() || frame.from != link.proc) return false;
   if (link.dialed && index_of(link.proc) < 0) return false;  // no longer a member
   if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
-  if (link.proc == 0) {  // a guest
+  if (link.proc == 0) {
     act(Action::kGuest, connection).bytes = link.theirs + link.nonce + Bytes(link.parser.rest());
     links_.erase(connection);
     return true;

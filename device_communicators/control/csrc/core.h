@@ -6,11 +6,8 @@
 // The driver promises:
 //   - Bytes of a connection arrive in order. After kClose or kClosed nothing more arrives.
 //   - All that the domain published before a kBeat arrives before the kBeats that answers it.
-//   - A state that a process of this domain published on its board (machine.h) arrives before the kEnded of that
-//   process.
-//   - kRefused means that no process listens at the endpoint. Each process listens from before its endpoint is
-//   published
-//     until `is_over`.
+//   - A state on a domain process's board (machine.h) arrives before the kEnded of that process.
+//   - kRefused means that no process listens. A process listens from before it publishes its endpoint until `is_over`.
 //   - kAcked counts every acknowledgement: of bytes, window probes and keepalives (Linux: tcpi_last_ack_recv).
 //   - `step` is called at least once a second: the clock may go back, and `wake_at` with it.
 //   - Connection numbers are not negative. A number may be reused once its connection is closed on this side.
@@ -50,7 +47,6 @@ struct Member {
   // Equal for processes that can watch each other: equal boot id and PID, time and network namespaces.
   std::uint64_t domain = 0;
   Endpoint endpoint;
-  // For the driver, which watches the processes of its domain:
   int pid = 0;
   std::uint64_t began = 0;  // start time, field 22 of /proc/PID/stat; 0: unknown
   PARALLEL_STATE_FIELDS(rank, proc, domain, endpoint, pid, began)
@@ -94,11 +90,11 @@ struct Config {
 };
 
 enum EndFlag : std::uint8_t {
-  kLeft = 1,         // left the world
-  kExited = 2,       // the process exited
+  kLeft = 1,
+  kExited = 2,
   kUnreachable = 4,  // no sign of life within the limit
-  kFailed = 8,       // reported its own failure
-  kStopped = 32      // its kernel responds, but no process of its domain sent bytes within the limit
+  kFailed = 8,
+  kStopped = 32  // its kernel responds, but no process of its domain sent bytes within the limit
 };
 
 // A process's exit, as known here. Each field is a join: states merge in any order with the same result.
@@ -118,7 +114,7 @@ using Ends = std::vector<std::pair<Proc, End>>;  // sorted
 
 struct AgreementKey {
   std::uint64_t epoch = 0;
-  std::uint64_t members = 0;  // digest of the list
+  std::uint64_t members = 0;
   std::string purpose;
   std::uint32_t attempt = 0;
   PARALLEL_STATE_FIELDS(epoch, members, purpose, attempt)
@@ -128,8 +124,8 @@ struct AgreementKey {
 
 struct Verdict {
   enum Kind : std::uint8_t {
-    kAgreed,    // `values` has one per member
-    kEnded,     // `culprits` ended
+    kAgreed,  // `values` has one per member
+    kEnded,
     kMissing,   // had not called by the earliest deadline
     kUndecided  // local: no answer by this call's deadline
   } kind = kUndecided;
@@ -143,7 +139,7 @@ struct Message {
   AgreementKey key;          // its epoch is in the frame's head
   std::uint32_t seat = 0;    // the sender's index
   std::uint32_t ballot = 0;  // of the ask that this answers
-  Nanos remaining = 0;       // until the sender's deadline
+  Nanos remaining = 0;
   Bytes value = {};
   std::vector<Proc> members = {};  // for receivers that may not know the agreement
   std::shared_ptr<const Verdict> verdict = {};
@@ -163,22 +159,22 @@ struct Event {
   enum Kind {
     kTick,      // at `wake_at`
     kMeet,      // joins a world: `world`, `epoch`, `term`, `roster`; again for each higher epoch
-    kDialed,    // a dial of `proc` succeeded: `connection`, `nonce`
+    kDialed,    // `proc`, `connection`, `nonce`
     kRefused,   // no process listens at the endpoint of `proc`
     kNoAnswer,  // a dial of `proc` failed otherwise
     kAccepted,  // `connection`, `nonce`
     kClosed,    // by the peer, or broken
-    kBytes,     // `bytes` from `connection`
+    kBytes,     // `connection`, `bytes`
     kAcked,     // answers kProbe: the peer's kernel last acknowledged something `age` ago
     kBoard,     // a process of this domain published the state `bytes`
     kBeats,     // always answers kBeat: `procs` of this domain whose board beats moved since the last time
     kEnded,     // `proc` of this domain exited
     kExiting,   // answers kLook: `proc` is exiting, with descriptors still open
-    kCall,      // agreement: `call`
+    kCall,      // `call`
     kCancel,    // ends an undecided `call`
     kReport,    // this process failed, or `proc` is unreachable: `flags`; `bytes`: the cause
-    kAsk,       // status: sends `bytes` to `proc`; `id`, `deadline`
-    kReply,     // status: `bytes` answers the question `id` of `proc`
+    kAsk,       // sends `bytes` to `proc`; `id`, `deadline`
+    kReply,     // `bytes` answers question `id` of `proc`
     kLeave      // this process leaves; the core is over by `deadline`
   } kind = kTick;
   int connection = -1;
@@ -197,16 +193,16 @@ struct Event {
 
 struct Action {
   enum Kind {
-    kDial,      // `proc` at `endpoint`; answered by kDialed, kRefused or kNoAnswer
-    kClose,     // `connection`, after its bytes were sent
-    kSend,      // `bytes` on `connection`
-    kProbe,     // answered by kAcked
-    kBoard,     // publish the state `bytes` to the domain
-    kBeat,      // move the board beat; answered by kBeats
-    kLook,      // answered by kExiting if `proc` is exiting
-    kDoom,      // `proc` died: `flags`; `bytes`: the cause; `id`: the reporter
-    kLeft,      // `proc` left
-    kVerdict,   // of `key`: `verdict`
+    kDial,   // `proc` at `endpoint`; answered by kDialed, kRefused or kNoAnswer
+    kClose,  // after its bytes were sent
+    kSend,
+    kProbe,  // answered by kAcked
+    kBoard,  // publish the state `bytes` to the domain
+    kBeat,   // move the board beat; answered by kBeats
+    kLook,   // answered by kExiting if `proc` is exiting
+    kDoom,   // `proc` died: `flags`; `bytes`: the cause; `id`: the reporter
+    kLeft,   // `proc` left
+    kVerdict,
     kQuestion,  // of `proc`: `id`, `bytes`; answered by kReply
     kReply,     // to question `id` of this process: `bytes`; flags 1: none by the deadline
     kRefuse,    // `bytes`: why the configuration, or the call with `key`, is wrong
@@ -218,8 +214,8 @@ struct Action {
   std::uint64_t id = 0;
   std::uint8_t flags = 0;
   Bytes bytes;
-  std::shared_ptr<Bytes> shared;       // kSend: these bytes instead, shared by connections
-  const Endpoint* endpoint = nullptr;  // of the roster
+  std::shared_ptr<Bytes> shared;  // kSend: these bytes instead, shared by connections
+  const Endpoint* endpoint = nullptr;
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
   PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)  // for the program
@@ -255,20 +251,20 @@ class Core {
   const Roster* roster() const { return roster_.get(); }
 
  private:
-  enum class Source { kOwn, kPeer, kBoard };  // of a state
+  enum class Source { kOwn, kPeer, kBoard };
 
   struct Link {
     Proc proc = 0;        // unverified until `identified`
     Bytes nonce, theirs;  // of this side, and of the peer
     bool dialed = false;
-    bool for_watch = false;                    // dialed by a lead, and used only to watch
-    bool identified = false;                   // the peer proved that it has the token
-    bool beating = false;                      // one side watches it
-    Nanos opened = 0, watched = 0;             // times
+    bool for_watch = false;   // dialed by a lead, and used only to watch
+    bool identified = false;  // the peer proved that it has the token
+    bool beating = false;     // one side watches it
+    Nanos opened = 0, watched = 0;
     Nanos heard = 0;                           // last bytes arrived
     Nanos sign = 0;                            // last sign of life of the peer's kernel
     Nanos beaten = 0;                          // last beat or state sent
-    std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer has, or was sent
+    std::uint64_t peer_digest = kEmptyDigest;  // of the peer's state
     Parser parser;
     PARALLEL_STATE_FIELDS(proc, nonce, theirs, dialed, for_watch, identified, beating, opened, watched, heard, sign,
                           beaten, peer_digest, parser)
@@ -299,10 +295,10 @@ class Core {
   struct Round {
     std::vector<Proc> members;
     int me = -1;
-    std::uint64_t number = 0;  // rounds are numbered as they open
+    std::uint64_t number = 0;
     bool called = false, delivered = false;
-    int promised = 0;        // highest ballot answered; lower ones are ignored
-    Nanos deadline = 0;      // of this process's call
+    int promised = 0;  // highest ballot answered; lower ones are ignored
+    Nanos deadline = 0;
     Nanos decide_by = 0;     // the deadline less the margin
     Nanos expires = kNever;  // when the decider stops waiting for values
     Bytes value;
@@ -313,7 +309,7 @@ class Core {
     bool sent_done = false;
     struct Seat {
       bool has_value = false, answered = false, done = false;
-      bool told = false;    // the verdict was sent on `connection`
+      bool told = false;
       int connection = -1;  // of the member's last frame of this round
       int asked_on = -1;
       Bytes value;
@@ -357,7 +353,7 @@ class Core {
 
   // Connections.
   int index_of(Proc proc) const { return roster_ == nullptr ? -1 : roster_->index_of(proc); }
-  int domain_of(Proc proc) const;  // -1 if it is no member
+  int domain_of(Proc proc) const;
   bool is_stranger(const Link& link) const;
   void dial(Proc proc, bool for_watch);
   int link_to(Proc proc) const;
@@ -385,7 +381,7 @@ class Core {
   void try_leave();
   void excuse(Nanos late);
   const std::vector<int>& own_domain() const { return roster_->domains[roster_->domain_of[me_]]; }
-  bool is_alone() const { return seen_.size() < 2; }  // in its domain
+  bool is_alone() const { return seen_.size() < 2; }
   Proc proc_at(int index) const { return roster_->members[index].proc; }
   bool all_gone(const std::vector<int>& indices) const;
   bool is_alert() const { return now_ < alert_ + kAlert; }
@@ -445,8 +441,8 @@ class Core {
   Nanos next_tick_ = 0;
   Nanos alert_ = -kAlert;                          // a death in this domain; beats are faster for a while
   Nanos leaving_ = kNever, waits_until_ = kNever;  // latest time to leave; to wait for its domain
-  int beats_asked_ = 0;                            // unanswered kBeat actions
-  bool said_left_ = false;                         // on the board
+  int beats_asked_ = 0;
+  bool said_left_ = false;  // on the board
   bool left_ = false;
   bool dirty_ = false;                                  // ends or connections changed
   bool urgent_ = false;                                 // this domain has a death to report
@@ -455,7 +451,7 @@ class Core {
   std::uint64_t ends_digest_ = kEmptyDigest;
   std::uint64_t world_ = 0, epoch_ = 0, term_ = 0;
   std::shared_ptr<const Roster> roster_;  // null before kMeet
-  int me_ = -1;                           // index in the roster
+  int me_ = -1;
   bool leading_ = false;
   std::vector<Watch> watches_;  // by domain
   std::map<int, Link> links_;

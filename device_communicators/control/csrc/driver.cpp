@@ -104,7 +104,6 @@ void give(Stay* stay, Inbox::Kind kind, const Action& action) {
   stay->inbox.give(key, static_cast<char>(kind) + encode_news(action));
 }
 
-// `cause` is null after a farewell.
 Bytes last_news(const char* cause) {
   Action action;
   action.flags = cause != nullptr;
@@ -330,7 +329,7 @@ void Driver::obey(Command command) {
   }
   if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
   if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
-  if (command.event.kind == Event::kReply && command.event.proc == 0) {  // to a guest
+  if (command.event.kind == Event::kReply && command.event.proc == 0) {
     std::vector<Store::Output> replies;
     stay->store.answer(static_cast<int>(command.event.id), command.event.bytes, &replies);
     reply(stay, replies);

@@ -32,7 +32,7 @@ class Inbox {
   void end(Bytes news) noexcept;
   // Returns the size of the next news, and removes it if it fits into `capacity`; 0: none.
   std::size_t take(char* buffer, std::size_t capacity);
-  int number() const { return wake_.number(); }  // readable while there is news
+  int number() const { return wake_.number(); }
 
   // Returns false if the verdict is expected already.
   bool expect(const AgreementKey& key);
@@ -44,7 +44,7 @@ class Inbox {
 
  private:
   std::mutex mutex_;
-  std::condition_variable changed_;         // or over
+  std::condition_variable changed_;
   std::map<AgreementKey, Bytes> verdicts_;  // empty: expected
   bool over_ = false;
   Wake wake_;
@@ -52,7 +52,7 @@ class Inbox {
   Bytes last_;
 };
 
-// Unwritten bytes of a socket. Connections can share parts.
+// Connections can share parts.
 struct Unsent {
   std::deque<std::shared_ptr<Bytes>> parts;
   std::size_t at = 0;  // written bytes of the first part
@@ -65,7 +65,6 @@ struct Unsent {
   void clear() { *this = Unsent(); }
 };
 
-// A connection, or a dial.
 struct Connection {
   Descriptor socket;
   Proc dialed = 0;  // its target; 0 once open
@@ -84,7 +83,7 @@ struct Neighbour {
   Proc proc = 0;
   int pid = 0;
   std::uint64_t began = 0;
-  int board_number = -1;  // in its process
+  int board_number = -1;
   std::string name;
   ProcessWatch watch;
   PeerBoard board;
@@ -99,7 +98,7 @@ struct Stay {
   Proc proc = 0;
   std::string token;
   int port = 0;
-  int limit_s = 0;  // the heartbeat limit
+  int limit_s = 0;
   Descriptor listener;
   Board board;
   Bytes without_memory;  // last news if memory runs out
@@ -107,14 +106,14 @@ struct Stay {
   const std::shared_ptr<EndListeners> listeners = std::make_shared<EndListeners>();
   // Guarded by the fork mutex:
   bool over = false;
-  std::condition_variable_any ended;  // with the fork mutex: `over`
+  std::condition_variable_any ended;
   // Guarded by `stepping`:
   std::mutex stepping;
   std::unique_ptr<Core> core;  // other threads may only record it
   Store store;
   Record record;
   // Used by the thread only:
-  int rank = -1;         // -1 before kMeet
+  int rank = -1;
   bool has_met = false;  // neighbours are known, and their boards open if possible
   bool noted_met = false;
   std::map<int, Connection> connections;

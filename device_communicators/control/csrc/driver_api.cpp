@@ -171,7 +171,7 @@ int ps_control_eventfd(std::int64_t handle) {
   return stay == nullptr ? -1 : stay->inbox.number();
 }
 
-// The record of the last events; returns its size.
+// Returns the size of the record of the last events.
 std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   try {
     const std::shared_ptr<Stay> stay = find_stay(handle);
@@ -181,7 +181,7 @@ std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t
   }
 }
 
-// A record's replay as text; returns its size.
+// Returns the size of the record's replay as text.
 std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) {
   try {
     return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
@@ -190,7 +190,6 @@ std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* 
   }
 }
 
-// After `ps_control_leave`.
 void ps_control_close(std::int64_t handle) { close_stay(handle); }
 
 }  // extern "C"

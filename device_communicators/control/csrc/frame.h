@@ -25,12 +25,12 @@ inline constexpr std::uint16_t kOldestVersion = 1;
 inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 40;
 inline constexpr std::size_t kNonceBytes = 16;
-inline constexpr std::size_t kMostBodyBytes = 32U << 20;   // of a frame
+inline constexpr std::size_t kMostBodyBytes = 32U << 20;
 inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame of an unidentified peer
 inline constexpr std::size_t kMostValueBytes = 4096;       // of one member in an agreement
 inline constexpr std::size_t kMostStatusBytes = 64 << 10;  // of a question or a reply
 inline constexpr std::size_t kMostTextBytes = 256;         // of a cause or a name
-inline constexpr std::size_t kMostMembers = 4096;          // of a world
+inline constexpr std::size_t kMostMembers = 4096;
 
 struct Hello {
   std::uint16_t version = kVersion;
@@ -149,7 +149,7 @@ class Reader {
   }
 
   std::string_view bytes_;
-  std::size_t most_bytes_, most_;  // of a text; items of a list
+  std::size_t most_bytes_, most_;
   bool ok_ = true;
 };
 
@@ -187,7 +187,6 @@ auto put(Sink* sink, const List<T...>& values) -> decltype(values.begin(), void(
   for (const auto& value : values) put(sink, value);
 }
 
-// Reads what `put` wrote.
 template <typename T>
 void get(Reader* reader, T* value) {
   if constexpr (std::is_same_v<T, bool>) *value = reader->number<std::uint8_t>() != 0;

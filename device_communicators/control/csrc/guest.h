@@ -67,7 +67,7 @@ class Request {
   // server closed an idle connection, or a new one because it has too many unidentified connections.
   int wait(Nanos until);
 
-  Bytes text;  // the reply, or the error's text
+  Bytes text;
 
  private:
   int advance(Nanos until);

@@ -54,7 +54,7 @@ class Descriptor {
 // Wakes a thread that polls `number()`: an eventfd, or a pipe if a sandbox refuses one.
 class Wake {
  public:
-  bool make();  // false: see errno
+  bool make();
   void set();
   void clear();
   int number() const { return *reader_; }
@@ -76,7 +76,6 @@ struct BoardHead {
 
 class Board {
  public:
-  // False: see errno.
   bool make(Proc proc);
   bool publish(const Bytes& state);
   void beat();

@@ -23,7 +23,6 @@ inline constexpr std::size_t kSealBytes = 32;
 Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_dialer,
             std::string_view nonce_of_listener, Proc dialer, Proc listener);
 
-// One direction of a guest's connection.
 class Seal {
  public:
   Seal() = default;
@@ -89,12 +88,11 @@ class Table {
   void set(const Bytes& key, Bytes value, std::vector<Reply>* replies);
 
   std::map<Bytes, Bytes> values_;
-  std::map<Bytes, int> holders_;            // their end deletes the key
-  std::map<int, Wait> waits_;               // by client
+  std::map<Bytes, int> holders_;  // their end deletes the key
+  std::map<int, Wait> waits_;
   std::map<Bytes, std::set<int>> waiting_;  // clients, by missing key
 };
 
-// The guests of a listener, by connection.
 class Store {
  public:
   struct Output {
@@ -104,7 +102,7 @@ class Store {
   };
   // `handed`: the bytes of kGuest. Returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
-  // Returns false if the connection must be closed.
+  // False: as `admit`.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
   void drop(int guest, std::vector<Output>* out);
@@ -113,7 +111,7 @@ class Store {
   struct Guest {
     Parser parser;
     Seal in, out;
-    bool asks = false;  // the program
+    bool asks = false;
   };
 
   void send(const std::vector<Table::Reply>& replies, std::vector<Output>* out);

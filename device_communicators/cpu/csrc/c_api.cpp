@@ -50,7 +50,6 @@ const char* ps_instruction_set() { return instruction_set(); }
 // Returns 1 if this processor lacks the set.
 int ps_use_instruction_set(const char* name) { return use_instruction_set(name) ? 0 : 1; }
 
-// See interrupt.h.
 void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
                         void (*let_lock)(int), unsigned long main_thread) {
   set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
@@ -85,7 +84,6 @@ void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
 
 void ps_unmap(void* memory, std::size_t bytes) { munmap(memory, bytes); }
 
-// See windows.h.
 int ps_has_populate() { return has_populate() ? 1 : 0; }
 int ps_back(void* memory, std::size_t bytes, int descriptor, std::size_t offset) {
   return back_with_memory(memory, bytes, descriptor, offset) ? 1 : 0;
@@ -143,7 +141,6 @@ void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t 
   }
 }
 
-// See HostGroup.
 void ps_group_areas(std::uint64_t group, int ranks, std::int64_t from_bytes) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_areas(ranks, from_bytes);
 }
@@ -163,7 +160,6 @@ void ps_group_leave(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->leave_group();
 }
 
-// Applies to later calls.
 void ps_group_timeout(std::uint64_t group, double timeout_s) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
 }
@@ -219,7 +215,6 @@ void ps_serve(const char* key, std::uint64_t group) {
   if (std::shared_ptr<Handle> handle = find(group)) serve(key, std::move(handle));
 }
 
-// Continues numbering operations after `sequence`.
 void ps_served_go_on(const char* key, std::uint64_t sequence) {
   if (const std::shared_ptr<Served> served = find_served(key)) served->go_on_after(sequence);
 }
@@ -332,7 +327,6 @@ std::uint64_t ps_served_next(const char* key) {
 
 int ps_served_records() { return 2 * Served::kRecords; }
 
-// Returns whether a thread is in a transfer that bypasses Python.
 int ps_served_has_transfers(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
   return served != nullptr && served->has_transfers() ? 1 : 0;

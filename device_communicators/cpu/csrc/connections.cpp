@@ -53,7 +53,7 @@ void Inbox::take(char* at) {
 int Inbox::room(iovec* pieces) {
   int count = 0;
   if (state_ == State::kBody) {
-    if (missing_ == 0) return 0;  // the rest of it is on other connections
+    if (missing_ == 0) return 0;  // the rest is on other connections
     if (place_ != nullptr) pieces[count++] = {place_, missing_};
   } else if (state_ != State::kHead || (is_idle() && !listens_)) {
     return 0;
@@ -136,7 +136,7 @@ void Inbox::parse() {
     } else if (head_.kind == CallRecord::kLeave) {
       state_ = State::kLeft;
     } else if (is_idle()) {
-      // The next call's, or one of this call that the caller will expect later; else the calls differ.
+      // It is of the next call, or one that this call will expect later; else the calls differ.
       if (head_.sequence == own_->sequence && head_.history != own_->history) state_ = State::kDiffers;
       listens_ = false;
     } else if (!is_same_call(*own_, head_) || (!expected_[done_].is_any && head_.bytes != expected_[done_].bytes)) {
@@ -245,7 +245,7 @@ bool Link::has_sent(std::uint32_t count) const {
   });
 }
 
-// The other side may have said why before it left.
+// The peer may have reported its failure first.
 void Link::break_off(int error) {
   broken_ = true;
   broken_by_ = in_words(error);
@@ -353,7 +353,7 @@ void Link::leave() {
   if (is_sending() || broken_) return;
   CallRecord head;
   head.kind = CallRecord::kLeave;
-  // Best effort: without it the other side reads the end of the connection.
+  // Best effort: else the peer reads the end of the connection.
   static_cast<void>(::send(descriptors_[0], &head, sizeof head, MSG_NOSIGNAL | MSG_DONTWAIT));
   broken_ = true;
   broken_by_ = kEnded;
@@ -367,7 +367,7 @@ bool Link::is_received() const {
 }
 
 void Link::end(const FailureNote* why) {
-  // Behind a part of a striped body no note can be read.
+  // A note can't follow a part of a striped body.
   if (out_.drop() && striped_ == 0 && why != nullptr && !broken_) {
     CallRecord head;
     head.kind = CallRecord::kFailure;
@@ -407,7 +407,7 @@ bool Connections::move() {
     if (link->is_sending()) {
       moved |= link->write();
     }
-    // A rank that has failed reads no more, but reports why. One that left has received all from this rank.
+    // A failed rank reads no more, but reports why. One that left has received everything.
     link->in.listen(link->is_sending() || link->is_broken());
     if (link->wants_to_read()) moved |= link->read();
   }

@@ -36,7 +36,7 @@ struct Facts {
   const void* str_type;
   const void* list_type;
   const void* tuple_type;
-  const void* size_type;  // torch.Size, a tuple
+  const void* size_type;
   void* none;
   void* not_implemented;
   void* runtime_error;
@@ -144,7 +144,7 @@ class Given {
     return true;
   }
 
-  // The same for a tensor on any device.
+  // As `tensor`, on any device.
   bool is_straight_with(int at) {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain_anywhere(impl->key_set())) return false;
@@ -279,7 +279,6 @@ Carried unlocked(Body body) {
   return carried;
 }
 
-// Raises what torch would raise.
 template <typename Call>
 void* guarded(Call call) {
   try {

@@ -148,12 +148,11 @@ class Handle {
   // before use.
   void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
 
-  // Null without arenas.
   Arena* arena() const { return arena_.get(); }
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
   Lender* lender() const { return lender_.get(); }
 
-  GroupLiveness& liveness() { return liveness_; }  // of this host's ranks
+  GroupLiveness& liveness() { return liveness_; }
 
   // Extends the group over several hosts; see HostsGroup. The ranks so far are this host's, in their order. Call it
   // once, before use.
@@ -200,7 +199,7 @@ class Handle {
     Handle& handle;
     ~Leave() { handle.leave(); }
   };
-  bool is_held() const;  // by this thread
+  bool is_held() const;
 
   void note(Status status, double elapsed_s);
   void doom();
@@ -215,7 +214,7 @@ class Handle {
   GroupLiveness liveness_;
   HostGroup host_group_;
   std::unique_ptr<HostsGroup> hosts_;
-  Group* group_;  // &host_group_ or hosts_
+  Group* group_;
   std::unique_ptr<Meter> meter_;
   std::mutex failure_mutex_;
   Failure failure_;

@@ -80,7 +80,6 @@ class HostGroup final : public Group {
   // same values, before the first call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
-  // Bytes read from slots of other areas, in all_reduce.
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
   // Side work continues while this rank waits; may be null.
@@ -102,7 +101,6 @@ class HostGroup final : public Group {
   std::uint64_t publish(std::uint64_t call, std::uint64_t note);
   void begin(double timeout_s);
 
-  // Equal on all ranks.
   std::uint64_t call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest = 0, int reduction = -1,
                         int root = -1);
   void tell_parts(const std::size_t* bytes);
@@ -143,9 +141,9 @@ class HostGroup final : public Group {
 
   static constexpr std::uint64_t kPrivate = Windows::kOutside;
   struct Inputs {
-    const char* at[kMaxRanks];  // if shared
+    const char* at[kMaxRanks];
     int shared = 0;
-    std::uint64_t is_shared = 0;  // one bit per rank
+    std::uint64_t is_shared = 0;
     const char* of(int rank, const char* otherwise) const {
       return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise;
     }
@@ -172,7 +170,7 @@ class HostGroup final : public Group {
     return kSmallSlots * tuning.small_slot_bytes + kLargeSlots * tuning.large_slot_bytes;
   }
 
-  Counter* lines_;  // by rank
+  Counter* lines_;
   Archive* archives_;
   char* data_;
   const Tuning tuning_;
@@ -190,8 +188,8 @@ class HostGroup final : public Group {
   Windows* arenas_[kMaxRanks] = {};
   bool has_arenas_ = false;
   Deadline deadline_;
-  std::uint64_t history_ = 0;        // of all calls so far
-  std::uint64_t parts_ = 0;          // as in Archive
+  std::uint64_t history_ = 0;  // of all calls so far
+  std::uint64_t parts_ = 0;
   std::vector<std::uint64_t> rows_;  // all_to_all: bytes that each rank sends and expects
   bool is_part_ = false;
 };

@@ -19,17 +19,17 @@ namespace {
 
 constexpr char kForeignText[] = "it sent bytes that are no message of this version";
 constexpr std::int64_t kSliceNs = 20'000'000;
-constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
 constexpr std::int64_t kFarewellNs =
     5'000'000'000;                                // a rank that leaves waits at most this long until its bytes arrive
-constexpr std::uint64_t kDirectBytes = 64 << 10;  // of a broadcast, what goes from the source to all other hosts itself
-constexpr std::uint32_t kMovesAtOnce = 64;        // between two looks at the deadline, while bytes move
+constexpr std::uint64_t kDirectBytes = 64 << 10;  // broadcasts up to this size go directly to every other host
+constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the deadline
 constexpr std::size_t kCopiedBytes = 1 << 20;
-constexpr std::uint64_t kPieceBytes = 4 << 20;  // is passed on while the next one is on its way
+constexpr std::uint64_t kPieceBytes = 4 << 20;  // forwarded while the next one arrives
 
 }  // namespace
 
-// Ends of ranks on other hosts; those of this one are the local group's.
+// Exits of ranks on other hosts; the local group has those of this host.
 class HostsGroup::Listener final : private control::EndListener {
  public:
   Listener(HostsGroup* group, std::shared_ptr<control::EndListeners> source, std::vector<int> ranks)
@@ -43,8 +43,8 @@ class HostsGroup::Listener final : private control::EndListener {
  private:
   void on_end(int global_rank, bool died) noexcept override {
     const auto rank = static_cast<std::size_t>(std::find(ranks_.begin(), ranks_.end(), global_rank) - ranks_.begin());
-    if (rank >= ranks_.size() || static_cast<int>(rank) == group_.rank_) return;  // its own: the control plane ended
-    // Release: a wait that reads a death in any_died_ also reads whose it is.
+    if (rank >= ranks_.size() || static_cast<int>(rank) == group_.rank_) return;  // its own control plane ended
+    // Release: a wait that reads any_died_ also reads which rank died.
     (*group_.ended_)[rank].store(died ? kDied : kLeft, std::memory_order_release);
     if (died) group_.any_died_.store(true, std::memory_order_release);
     wake_progress();
@@ -130,7 +130,7 @@ bool HostsGroup::has_left(int rank) const {
 Loss HostsGroup::loss(int rank) const {
   if (is_here(rank)) {
     Loss found = liveness_.loss(place_of(rank));
-    if (found.reporter >= 0) {  // whose suspect is a rank of the whole group
+    if (found.reporter >= 0) {  // its suspect is a rank of the whole group
       found.reporter = local_ranks()[static_cast<std::size_t>(found.reporter)];
     } else if (found.rank >= 0 && found.rank != kOutside) {
       found.rank = local_ranks()[static_cast<std::size_t>(found.rank)];
@@ -159,7 +159,7 @@ void HostsGroup::begin(Kind kind, std::uint64_t size, Method method, double time
   forget_failure();
   const double most_s = std::min(timeout_s, 1e9);
   deadline_ns_ = now_ns() + static_cast<std::int64_t>(most_s * 1e9);
-  // A little before the ranks that wait for this one in memory, so that they learn why.
+  // Earlier than the local ranks that wait for this one, so that they get its failure.
   waits_until_ns_ = deadline_ns_ - static_cast<std::int64_t>(std::min(1.0, most_s / 10) * 1e9);
   noticed_ns_ = 0;
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
@@ -234,13 +234,13 @@ Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messag
 
 Status HostsGroup::finish() {
   RETURN_IF_FAILED(wait([&] { return connections_->is_idle(); }));
-  // A rank that failed after it had sent its part of this call may have said so behind it.
+  // A rank may have failed after it sent its part of this call.
   for (const auto& link : connections_->links()) link->read_behind();
   Link* const failed = connections_->failed();
   return failed == nullptr ? Status::kDone : blame(*failed);
 }
 
-// Copies while others' bytes move: behind each piece.
+// Moves messages after each piece.
 void HostsGroup::copy_meanwhile(void* out, const void* in, std::size_t bytes) {
   for (std::size_t start = 0; start < bytes; start += kCopiedBytes) {
     copy(static_cast<char*>(out) + start, static_cast<const char*>(in) + start, std::min(kCopiedBytes, bytes - start));
@@ -248,7 +248,7 @@ void HostsGroup::copy_meanwhile(void* out, const void* in, std::size_t bytes) {
   }
 }
 
-// A wait ends a moment after the death of any rank of the failure domain.
+// Ends the wait shortly after a death in the failure domain.
 Status HostsGroup::ends(std::int64_t now) {
   if (!any_died_.load(std::memory_order_acquire) && !liveness_.is_doomed()) return Status::kDone;
   if (noticed_ns_ == 0) noticed_ns_ = now;
@@ -263,7 +263,7 @@ Status HostsGroup::blame_dead() {
   return Status::kPeerDied;
 }
 
-// Whether a rank of this host has failed, or is in another call.
+// Returns the failure or mismatch of a rank of this host.
 Status HostsGroup::at_home_ended() {
   const Loss loss = liveness_.loss(place_);
   if (loss.reporter < 0) return is_alone() ? Status::kDone : at_home(local_.compare(left_s()));
@@ -292,7 +292,7 @@ Status HostsGroup::blame(Link& link) {
       if (status != Status::kPeerDied) {
         reporter_ = why.reporter >= 0 ? rank_of(why.reporter) : link.rank;
       } else if (suspect_ >= 0 && suspect_ < size_ && is_here(suspect_) && !dies_soon(suspect_)) {
-        suspect_ = rank_;  // the other host receives nothing from this one, and takes its ranks for dead
+        suspect_ = rank_;  // the other host receives nothing from this one
         reporter_ = link.rank;
       }
       expected_ = why.expected;
@@ -310,7 +310,7 @@ Status HostsGroup::blame(Link& link) {
   return blame_broken(link);
 }
 
-// Whether a failure note has values that a rank of this group can have sent.
+// Returns whether a rank of this group can have sent these values.
 bool HostsGroup::is_sound(const FailureNote& why) const {
   const auto is_rank = [this](std::int64_t rank) { return rank >= -1 && rank < size_; };
   const auto is_count = [](int count) { return count >= 0 && count <= kMaxRanks; };
@@ -322,7 +322,7 @@ bool HostsGroup::is_sound(const FailureNote& why) const {
          (is_rank(why.suspect) || (why.suspect == kOutside && why.status == static_cast<int>(Status::kPeerDied)));
 }
 
-// Whether a rank of this host is reported as dead by its control plane within a moment.
+// Waits a moment for the control plane to report a rank of this host as dead.
 bool HostsGroup::dies_soon(int rank) const {
   if (rank == rank_) return false;
   for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
@@ -331,7 +331,7 @@ bool HostsGroup::dies_soon(int rank) const {
   return false;
 }
 
-// A rank that failed in the middle of a message can't say why: another one may, or the end of the rank is told.
+// A rank that failed in the middle of a message can't report why: wait for another rank's note, or its exit.
 Status HostsGroup::blame_broken(Link& link) {
   for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
     if (has_died(link.rank) || has_left(link.rank)) break;
@@ -347,7 +347,7 @@ Status HostsGroup::blame_broken(Link& link) {
   return has_died(link.rank) || has_left(link.rank) ? Status::kPeerDied : Status::kBroken;
 }
 
-// This rank's call and another one's: of the first sequence number at which they are known to differ.
+// Stores both calls at the first sequence number at which they differ.
 void HostsGroup::show_difference(const CallRecord& other) {
   const Told own{record_.word, record_.shape}, own_before{record_.earlier, record_.earlier_shape};
   const Told theirs{other.word, other.shape}, theirs_before{other.earlier, other.earlier_shape};
@@ -358,7 +358,7 @@ void HostsGroup::show_difference(const CallRecord& other) {
   expected_.count = found_.count = 0;
 }
 
-// What became of a step of this host's ranks.
+// Translates the result of a step of this host's ranks.
 Status HostsGroup::at_home(Status status) {
   if (measures_) {
     waited_ns_ += local_.waited_ns();
@@ -376,7 +376,7 @@ Status HostsGroup::at_home(Status status) {
     misfit_.from = rank_at(misfit_.from);
     misfit_.to = rank_at(misfit_.to);
   }
-  if (local_.reporter() >= 0) {  // who told it as a rank of the whole group
+  if (local_.reporter() >= 0) {  // its ranks are of the whole group
     reporter_ = rank_at(local_.reporter());
     suspect_ = local_.suspect();
     return status;
@@ -416,11 +416,10 @@ Status HostsGroup::barrier(double timeout_s) {
   return is_alone() ? Status::kDone : at_home(local_.broadcast(nullptr, 0, 0, left_s()));
 }
 
-// Shows the ranks of this host which call this rank is in, before it waits for another host: so that one that isn't in
-// it is found.
+// Publishes this rank's call within the host before it waits for another host, so that mismatches are found.
 Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
 
-// The parent of this host in a binomial tree, -1 for the root, and its children.
+// In a binomial tree of hosts; the root's parent is -1.
 void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) const {
   const int place = (host_ - root + hosts_) % hosts_;
   int step = 1;
@@ -438,8 +437,8 @@ Status HostsGroup::broadcast(void* data, std::size_t bytes, int src, double time
   return send_to_all(static_cast<char*>(data), bytes, src);
 }
 
-// The source is the root of a tree of hosts, or the lead of its host is if leads alone are connected. A host that got a
-// piece passes it on, and to its ranks.
+// The tree's root is the source or, if only leads are connected, the lead of its host. A host forwards each piece, then
+// shares it.
 Status HostsGroup::send_to_all(char* data, std::uint64_t bytes, int src) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   int parent = root_host;

@@ -1,20 +1,18 @@
-// The collectives of a group over several hosts: shared memory within a host, connections between ranks of two hosts.
+// The collectives of a group over several hosts: shared memory within a host, connections between hosts.
 //
-// The lowest rank of each host is its lead. What is small goes from host to host by the leads: the ranks of a host
-// bring together what they have, the leads exchange it, each gives its host the result. What is large goes by *lanes*
-// where all hosts have the same number of ranks: rank i of each host exchanges its share with rank i of the others.
-// Blocks from one rank to another, as in all_to_all, go there directly. Each is one message, from the rank that has it
-// to the one that needs it; a large broadcast goes along a tree of hosts.
+// The lowest rank of each host is its lead. Small data passes through the leads: each collects its host's data,
+// exchanges it and distributes the result. If all hosts have equally many ranks, large data uses *lanes*: rank i of
+// each host exchanges its share with rank i of the others. Blocks from rank to rank, as in all_to_all, are sent
+// directly, as one message each. A large broadcast uses a tree of hosts.
 //
-// A reduction goes over the ranks of a host in order, then over the hosts in order, so all ranks have the same bits.
-// Sums and products of 16-bit floats stay float32 between hosts, too, and are rounded once; if the group is `rounded`,
-// those of bfloat16 travel rounded. What a rank has that is alone on its host travels as it is.
+// Reductions combine the ranks of a host in order, then the hosts in order, so all ranks have the same bits. Sums and
+// products of 16-bit floats are rounded once and sent as float32; as bfloat16 if the group is `rounded`. A rank alone
+// on its host sends its input unchanged.
 //
-// Calls are compared with each message: see CallRecord. The root of a broadcast or scatter, and ranks that only give to
-// a gather, wait for nobody: a difference from their call is found with the next message.
+// Each message has its call's record, which ranks compare. The root of a broadcast or scatter, and ranks that only send
+// to a gather, wait for none: their mismatch is found at the next message.
 //
-// Nobody waits in a ring: whatever a rank waits for, in memory or at a connection, all that its call has to send and to
-// receive moves on.
+// While a rank waits, in memory or at a connection, all messages of its call move.
 #pragma once
 
 #include <atomic>
@@ -30,14 +28,13 @@ namespace parallel_state {
 
 class HostsGroup final : public Group {
  public:
-  // `local` is the group of this host's ranks; it and `liveness`, which is of those, outlive this. `host_of_rank` has a
-  // number for each rank's host. If `meshed`, this rank is connected to all ranks of other hosts, else leads are to
-  // leads and the calls that need more return kUnsupported.
+  // `local` and `liveness`, of this host's ranks, must outlive this. If not `meshed`, only leads are connected, and
+  // calls that need more return kUnsupported.
   HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std::vector<int> host_of_rank,
              std::unique_ptr<Connections> connections, bool meshed, bool rounded, WaitPolicy policy);
   ~HostsGroup() override;
 
-  // As GroupLiveness::listen_to, of ranks of other hosts.
+  // For ranks of other hosts; see GroupLiveness::listen_to.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks);
   void stop_listening();
   // Tells the other hosts that this rank leaves. Returns when their kernels have received all that it sent, or after
@@ -45,7 +42,7 @@ class HostsGroup final : public Group {
   void leave();
   bool has_left(int rank) const;
   bool has_died(int rank) const { return end_of(rank) == kDied; }
-  Loss loss(int rank) const;  // as GroupLiveness has it, of ranks of the whole group
+  Loss loss(int rank) const;  // for ranks of the whole group; see GroupLiveness
 
   int local_size() const { return static_cast<int>(ranks_[static_cast<std::size_t>(host_)].size()); }
   const std::vector<int>& local_ranks() const { return ranks_[static_cast<std::size_t>(host_)]; }
@@ -68,26 +65,26 @@ class HostsGroup final : public Group {
   Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
   Status compare(double timeout_s) override;
   void give_up(Status status) override;
-  // This rank failed outside of a call of this group.
+  // Reports that this rank failed outside of a call.
   void fail(Status status, int suspect);
-  // Sets `suspect()` to a rank of the group that died, or kOutside. Returns kPeerDied.
+  // Sets `suspect()` to a dead rank of the group, or kOutside. Returns kPeerDied.
   Status blame_dead();
 
  private:
   class Listener;
-  static constexpr int kTurns = 4;                   // chunks of a reduction that have memory of their own
-  enum End : std::uint8_t { kAlive, kLeft, kDied };  // of a rank
+  static constexpr int kTurns = 4;  // chunks of a reduction with memory of their own
+  enum End : std::uint8_t { kAlive, kLeft, kDied };
 
-  // A reduction: what a host's part of it is, and how it travels.
+  // A reduction, and how its parts are sent.
   struct Reduction {
     Dtype dtype;
     ReduceOp op, part_op;
-    bool widens;      // a host of several ranks has its part in the type of sums
-    bool is_rounded;  // unless each host sends all of it to all others
+    bool widens;      // a host of several ranks has its part in the accumulator's type
+    bool is_rounded;  // sends rounded parts, in two rounds
     std::size_t width, wide_width;
   };
 
-  // Memory that calls use again: fresh pages cost more than what is done with them.
+  // Reused memory: fresh pages cost more than the calls.
   class Scratch {
    public:
     char* take(std::size_t bytes);
@@ -100,8 +97,8 @@ class HostsGroup final : public Group {
   std::uint8_t end_of(int rank) const {
     return (*ended_)[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
   }
-  int place_of(int rank) const;  // on this host; -1 for a rank of another one
-  int at(int host) const { return ranks_[static_cast<std::size_t>(host)][0]; }  // its lead
+  int place_of(int rank) const;  // -1: on another host
+  int at(int host) const { return ranks_[static_cast<std::size_t>(host)][0]; }
   const std::vector<int>& ranks_of(int host) const { return ranks_[static_cast<std::size_t>(host)]; }
   bool is_lead() const { return place_ == 0; }
   bool is_alone() const { return local_size() == 1; }
@@ -128,7 +125,7 @@ class HostsGroup final : public Group {
   Status wait(const Done& done) {
     return wait_until([](const void* is_done) { return (*static_cast<const Done*>(is_done))(); }, &done);
   }
-  // Moves what the call has to send and to receive until `is_done(what)`.
+  // Moves the call's messages until `is_done(what)`.
   Status wait_until(bool (*is_done)(const void*), const void* what);
   Status wait_from(const std::vector<int>& ranks, std::uint32_t messages);
   Status wait_sent(const std::vector<int>& ranks, std::uint32_t messages);
@@ -166,18 +163,18 @@ class HostsGroup final : public Group {
   HostGroup& local_;
   GroupLiveness& liveness_;
   const std::vector<int> host_of_rank_;
-  std::vector<std::vector<int>> ranks_;  // of each host, in the order of the hosts' leads
+  std::vector<std::vector<int>> ranks_;  // by host; hosts are sorted by their leads
   std::vector<int> order_;               // all ranks, by host
   int hosts_ = 0, host_ = 0, place_ = 0;
-  bool is_in_order_ = false;  // `order_` counts up
+  bool is_in_order_ = false;  // ascending
   bool has_lanes_ = false;
   const std::unique_ptr<Connections> connections_;
   const bool meshed_, rounded_;
   WaitPolicy policy_;
-  std::vector<int> peers_;     // on other hosts: of the exchange that is under way
-  std::vector<int> children_;  // hosts
+  std::vector<int> peers_;
+  std::vector<int> children_;
 
-  std::unique_ptr<std::vector<std::atomic<std::uint8_t>>> ended_;  // by rank
+  std::unique_ptr<std::vector<std::atomic<std::uint8_t>>> ended_;
   std::atomic<bool> any_died_{false};
   std::unique_ptr<Listener> listener_;
 
@@ -190,10 +187,10 @@ class HostsGroup final : public Group {
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
   // Of all_to_all:
-  std::vector<std::uint64_t> rows_;  // what each rank gives to each, and expects from each
+  std::vector<std::uint64_t> rows_;  // bytes that each rank sends to and expects from each
   std::vector<std::size_t> starts_;  // of the blocks in `out`, then in `in`
-  std::vector<int> pending_;         // ranks whose heads aren't there
-  std::vector<bool> is_table_;       // whether a rank sends such sizes
+  std::vector<int> pending_;         // ranks whose heads haven't arrived
+  std::vector<bool> is_table_;       // ranks that send such sizes
   bool is_strange_ = false;
   std::vector<std::uint32_t> part_numbers_, result_numbers_, sent_numbers_;
 };

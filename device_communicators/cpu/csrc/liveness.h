@@ -44,9 +44,9 @@ constexpr int kOutside = 1 << 15;
 struct Loss {
   explicit Loss(int rank = -1, int reporter = -1, int status = 0) : rank(rank), reporter(reporter), status(status) {}
 
-  int rank;              // suspect; -1: none
-  int reporter;          // the rank that detected it; -1: this one
-  int status;            // of the reporter
+  int rank;      // suspect; -1: none
+  int reporter;  // the rank that detected it; -1: this one
+  int status;
   Told expected, found;  // of a mismatch, if known
   Misfit misfit;
 };
@@ -80,7 +80,6 @@ class GroupLiveness final : public Losses {
   Loss loss(int awaited) const override;
   bool watch(Sleep* sleep) const override;
 
-  // Publish that this rank leaves, or that it failed and why.
   void leave();
   void fail(int status, int suspect, Told expected = {}, Told found = {}, Misfit misfit = {});
   bool has_left(int rank) const;

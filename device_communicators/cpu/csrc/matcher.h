@@ -1,8 +1,7 @@
-// Matches posted receives with arrived messages. A value without I/O: bytes, buffers and locks are its users'.
+// Matches posted receives with arrived messages. A value without I/O.
 //
-// A message goes to the oldest posted receive of its source, or of any source, and of its tag. A receive takes the
-// oldest held message that fits it. So messages of one source and tag are received in the order in which they were
-// sent, by receives in the order in which they were posted, and messages of other tags may overtake them.
+// A message goes to the oldest posted receive of its tag and its source, or of any source. A receive takes the oldest
+// held message that fits. So messages of one source and tag are received in order, and others may overtake them.
 //
 // tests/native/matcher_explorer.cpp runs all orders of posts, arrivals and cancels of small cases.
 #pragma once
@@ -16,7 +15,6 @@
 
 namespace parallel_state {
 
-// `Receive` and `Message` are what the user wants back.
 template <typename Receive, typename Message>
 class Matcher {
  public:
@@ -27,7 +25,7 @@ class Matcher {
 
   void add_sources(int sources) { by_source_.resize(std::max(by_source_.size(), static_cast<std::size_t>(sources))); }
 
-  // Returns the oldest held message for the receive; without one the receive is posted.
+  // Returns the oldest held message for the receive; without one, posts the receive.
   std::optional<Message> post(int source, Tag tag, const Receive& receive) {
     Side* const from = source == kAnySource ? oldest_with(tag) : &side(source);
     if (from != nullptr) {
@@ -42,7 +40,7 @@ class Matcher {
     return std::nullopt;
   }
 
-  // Returns the oldest receive for a message whose head arrived; without one the message that `make` returns is held.
+  // Returns the oldest receive for an arrived message; without one, holds the message that `make` returns.
   template <typename Make>
   std::optional<Receive> arrive(int source, Tag tag, Make make) {
     Side& from = side(source);
@@ -58,13 +56,13 @@ class Matcher {
     return found;
   }
 
-  // Whether a receive is posted that a message of this source might match.
+  // Returns whether a posted receive may match a message of this source.
   bool wants(int source) const { return !any_source_.empty() || !side(source).receives.empty(); }
-  // Whether, beside that, no message of this source is held.
+  // The same, and holds no message of it.
   bool is_idle(int source) const { return !wants(source) && side(source).messages.empty(); }
   bool holds(int source) const { return !side(source).messages.empty(); }
 
-  // Removes a posted receive; false if it was matched already.
+  // False if it was matched already.
   bool cancel(const Receive& receive) {
     const auto remove = [&](std::list<Item<Receive>>& receives) {
       const auto at =
@@ -77,13 +75,13 @@ class Matcher {
            std::any_of(by_source_.begin(), by_source_.end(), [&](Side& each) { return remove(each.receives); });
   }
 
-  // Calls `visit(message)` for each held message of a source, the oldest first.
+  // Oldest first.
   template <typename Visit>
   void for_each_held(int source, Visit visit) const {
     for (const auto& item : side(source).messages) visit(item.what);
   }
 
-  // Forgets the receives of this source alone.
+  // Not those of any source.
   void clear_receives(int source) { side(source).receives.clear(); }
   void clear() {
     any_source_.clear();
@@ -110,7 +108,6 @@ class Matcher {
   Side& side(int source) { return by_source_[static_cast<std::size_t>(source)]; }
   const Side& side(int source) const { return by_source_[static_cast<std::size_t>(source)]; }
 
-  // The source whose oldest held message with this tag arrived first; null without one.
   Side* oldest_with(Tag tag) {
     Side* found = nullptr;
     std::uint64_t oldest = UINT64_MAX;

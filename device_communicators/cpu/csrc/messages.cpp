@@ -213,7 +213,73 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   return outcome;
 }
 
+// Takes a list whose head is known: what a peer wrote is compared with it, and not parsed.
+class Expected final : public Taker {
+ public:
+  explicit Expected(const std::vector<Piece>& pieces) : pieces_(pieces) {}
+  std::uint64_t most_head_bytes() const override { return std::max(kMostListHead, pieces_[0].bytes); }
+  bool wants_loans() const override { return false; }
+  char* head_buffer(std::uint64_t bytes) override {
+    head_.resize(bytes);
+    return head_.data();
+  }
+  bool take_head(const Head& head, std::vector<Piece>* pieces) override {
+    if (head.bytes != pieces_[0].bytes || std::memcmp(head.data, pieces_[0].address, head.bytes) != 0) return false;
+    pieces->assign(pieces_.begin() + 1, pieces_.end());
+    return true;
+  }
+  bool leaves_message() const override { return true; }
+
+ private:
+  const std::vector<Piece>& pieces_;
+  std::vector<char> head_;
+};
+
+Outcome outcome_of(const Transfers::Received& received) {
+  if (received.is_refused && received.how != kLeftMessage) return Outcome::kRaised;
+  return received.how == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
+}
+
+Outcome receive_over(Transfers& transfers, Served& served, ToOne from, Taker& taker) {
+  const RecordedTransfer transfer{served, from.received(), from.rank, from.method};
+  const Transfers::Received received =
+      transfers.receive_message(from.rank, transfers.message_tag(), transfers.served_timeout_s(), taker);
+  if (received.how == kEndedTransfer) {
+    served.end(transfer.record(), from.received(), std::max(kFrameBytes, received.head_bytes) + received.tensor_bytes);
+  }
+  return outcome_of(received);
+}
+
 }  // namespace
+
+std::shared_ptr<Transfers> connections_of(Served& served, int rank) {
+  Handle& handle = served.handle();
+  if (rank < 0 || rank >= handle.size() || rank == handle.rank() || handle.liveness().is_doomed()) return nullptr;
+  std::shared_ptr<Transfers> transfers = handle.transfers();
+  return transfers != nullptr && transfers->carries_messages() ? transfers : nullptr;
+}
+
+std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
+                           const TransferUser* user, void* self, bool waits) {
+  const std::uint64_t tensor_bytes = bytes_of(message.tensors), head_bytes = message.head_bytes;
+  const std::uint64_t bytes = std::max(kFrameBytes, head_bytes) + tensor_bytes;
+  const RecordedTransfer transfer{served, to.counted(), to.rank, to.method};
+  std::int64_t number = transfers.start(
+      {to.rank, 1, transfers.message_tag(), kMessageDtype, nullptr, head_bytes + tensor_bytes, 0, user, self, &message},
+      waits);
+  if (number > 0 && waits) {
+    const auto sent = static_cast<Transfers::Number>(number);
+    const int how = transfers.wait(sent, transfers.served_timeout_s(), true);
+    if (how == kInterruptedTransfer) transfers.break_off(sent);
+    number = how == kEndedTransfer ? kDoneTransfer : kRefusedTransfer;
+  }
+  if (number == kDoneTransfer) {
+    served.end(transfer.record(), to.counted(), bytes);
+  } else if (number > 0) {  // recorded by who waits for it
+    served.count(to.counted(), bytes);
+  }
+  return number;
+}
 
 bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head) {
   constexpr std::size_t kDigits = 32, kHeaderBytes = 32;
@@ -276,6 +342,10 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
 }
 
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces) {
+  if (const auto transfers = connections_of(served, from.rank)) {
+    Expected expected{pieces};
+    return transfers->is_reserved(from.rank) ? Outcome::kLeft : receive_over(*transfers, served, from, expected);
+  }
   return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
     *bytes = counted_bytes(pieces, 1);
     return reading.read(number, pieces);
@@ -289,7 +359,15 @@ Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<
   });
 }
 
+Outcome receive_value(Transfers& transfers, int src, int tag, double timeout_s, Taker& taker, QueueReport* report) {
+  const Transfers::Received received = transfers.receive_message(src, tag, timeout_s, taker);
+  report->head_bytes = static_cast<std::int64_t>(received.head_bytes);
+  report->total_bytes = static_cast<std::int64_t>(received.head_bytes + received.tensor_bytes);
+  return outcome_of(received);
+}
+
 Outcome receive_value(Served& served, ToOne from, Taker& taker) {
+  if (const auto transfers = connections_of(served, from.rank)) return receive_over(*transfers, served, from, taker);
   return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
     return reading.read_value(number, taker, bytes);
   });

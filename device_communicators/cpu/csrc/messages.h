@@ -1,5 +1,5 @@
-// Messages between the ranks of a host: objects with their tensors, lists of tensors whose head the receiver knows
-// beforehand, and plain tensors. See open_queue.h, and transfers.h.
+// Messages between two ranks: objects with their tensors, lists of tensors whose head the receiver knows beforehand,
+// and plain tensors. Within a host they go through rings (open_queue.h), between hosts over connections (transfers.h).
 //
 // A message is taken in by these steps, whatever it is: its head is read, a `Taker` says where the tensors go, and they
 // are read to there. Who asks by a group's name has the message recorded and counted here, else by the caller.
@@ -9,11 +9,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string_view>
 #include <vector>
 
 #include "handle.h"
 #include "queue.h"
+#include "taker.h"
+#include "transfer_call.h"
 
 namespace parallel_state {
 
@@ -50,6 +53,11 @@ bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& si
 
 // A message of these pieces, the first `heads` of which are its head.
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
+// The connections that carry the group's messages; null where rings do, or nothing without Python.
+std::shared_ptr<Transfers> connections_of(Served& served, int rank);
+// As `send_message`, over connections; `waits` until it is sent, else only starts. Returns what Transfers::start does.
+std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
+                           const TransferUser* user, void* self, bool waits);
 // As the group's next collective, which all ranks are told of as `told`.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 
@@ -57,29 +65,8 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces);
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces);
 
-// The head of a message that has come.
-struct Head {
-  const char* data;
-  std::uint64_t bytes;       // of `data`: all of the head, or the beginning of one that is too long
-  std::uint64_t head_bytes;  // of the head
-  std::uint64_t tensor_bytes;
-  bool is_at_hand;           // whether the tensors can be read without a wait, and are few bytes
-  std::vector<Loan>* loans;  // where the tensors are if the sender has lent them; a taker that keeps them clears it
-};
-
-// Makes something of a message.
-class Taker {
- public:
-  virtual ~Taker() = default;
-  virtual std::uint64_t most_head_bytes() const = 0;  // of a longer head `head_buffer` gets kHeadStart bytes
-  virtual bool wants_loans() const = 0;
-  virtual char* head_buffer(std::uint64_t bytes) = 0;  // to read the head into
-  // Says where the tensors go, one after the other. False where the message is refused.
-  virtual bool take_head(const Head& head, std::vector<Piece>* pieces) = 0;
-};
-constexpr std::uint64_t kHeadStart = 32;  // tells what a head is
-
 Outcome receive_value(Served& served, ToOne from, Taker& taker);
+Outcome receive_value(Transfers& transfers, int src, int tag, double timeout_s, Taker& taker, QueueReport* report);
 Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker);
 // Message `number` of an end, 0 for one to this rank alone. The report tells its size, and of kLeft the reason.
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker);

@@ -1,6 +1,7 @@
-// The calls of parallel_state.messages, as calling.h has them. Those that send return an Outcome, and those that
-// receive the object, or NotImplemented where Python is to find out why there is none. `self` is the address of what is
-// told of Python; the first argument is the group's key, but of `ps_queue_receiving`.
+// The calls of parallel_state.messages, as calling.h has them. Those that send return an Outcome, or kStarted and the
+// number of a transfer that goes on; those that receive the object, or NotImplemented where Python is to find out why
+// there is none. `self` is the address of what is told of Python; the first argument is the group's key, but of
+// `ps_queue_receiving`.
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +13,8 @@
 #include "interrupt.h"
 #include "messages.h"
 #include "pack.h"
+#include "released.h"
+#include "transfers.h"
 #include "unpack.h"
 
 namespace {
@@ -92,6 +95,74 @@ class Kept {
   std::vector<void*> held_;
   bool handed_back_ = false;
 };
+
+// A message that stays until its transfer is released, and the Python objects whose memory it is in.
+struct Lasting {
+  OutgoingMessage message;
+  std::vector<char> written;
+  std::vector<void*> objects;
+
+  // What the packer has packed.
+  void take_packed() {
+    const std::vector<Piece>& pieces = packer().pieces();
+    const int heads = packer().heads();
+    packer().hold();
+    objects = packer().take_held();
+    packer().free();
+    // Every second piece of the head, and the first, was written by the packer.
+    const auto is_written = [](int at) { return at == 0 || at % 2 == 1; };
+    std::size_t bytes = 0;
+    for (int at = 0; at < heads; ++at) bytes += is_written(at) ? pieces[at].bytes : 0;
+    written.reserve(bytes);
+    for (int at = 0; at < heads; ++at) {
+      Piece piece = pieces[at];
+      message.head_bytes += piece.bytes;
+      if (is_written(at)) {
+        const char* const from = static_cast<const char*>(piece.address);
+        piece.address = written.data() + written.size();
+        written.insert(written.end(), from, from + piece.bytes);
+      }
+      message.head.push_back(piece);
+    }
+    message.tensors.assign(pieces.begin() + heads, pieces.end());
+  }
+
+  static constexpr void (*kRelease)(void*) = [](void* self) {
+    const std::unique_ptr<Lasting> all(static_cast<Lasting*>(self));
+    released().add(all->objects.data(), all->objects.size());
+  };
+};
+constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
+constexpr long long kStarted = 4;  // and the transfer's number: an Outcome is less
+
+// What was packed, to one rank. Started receives must go on while this thread waits, which Python sees to: then the
+// message is started if it `may_start`, else left.
+void* send(Served& served, ToOne to, bool waits, bool may_start) {
+  const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
+  if (transfers == nullptr) {
+    const Outcome outcome = send_message(served, to, packer().pieces(), packer().heads());
+    if (outcome == Outcome::kNoRoom) packer().hold();  // `ps_packed` tells it
+    return answer(outcome);
+  }
+  if (waits && transfers->has_reserved()) {
+    if (!may_start) return answer(Outcome::kLeft);
+    waits = false;
+  }
+  std::int64_t number = kRefusedTransfer;
+  const Released::Visit here;
+  try {
+    auto lasting = std::make_unique<Lasting>();
+    lasting->take_packed();
+    const Unlocked others;
+    Lasting* const kept = lasting.release();
+    number = start_message(served, *transfers, to, kept->message, &kLasting, kept, waits);
+  } catch (const std::bad_alloc&) {
+    return calling.no_memory();
+  }
+  released().let_go();
+  if (number > 0) return calling.make_integer(kStarted + number);
+  return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
+}
 
 // What was packed, to all ranks. Without room `ps_packed` tells it, if that is `wanted`.
 Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
@@ -365,7 +436,7 @@ void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  /
   if (served == nullptr || !packer().gather(python, given[3], form, head_of(python, given[5]))) {
     return answer(Outcome::kLeft);
   }
-  return answer(send_message(*served, {int_of(given[1]), int_of(given[2])}, packer().pieces(), 1));
+  return send(*served, {int_of(given[1]), int_of(given[2])}, true, false);
 }
 
 void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, dict, form, head
@@ -379,19 +450,16 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-// …, dst, method, object, limit, slices, mine, whole: see Cut
+// …, dst, method, object, limit, slices, mine, whole: see Cut; whether to wait, between hosts, until it is sent
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
-  if (count != 8) return nullptr;
+  if (count != 9) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
   const Cut cut{number_of(given[5]), number_of(given[6]), given[7] == python.none_object ? nullptr : given[7]};
   if (served == nullptr || !packer().pack(python, given[3], python.depth, number_of(given[4]), cut)) {
     return answer(Outcome::kLeft);
   }
-  const ToOne to{int_of(given[1]), int_of(given[2])};
-  const Outcome outcome = send_message(*served, to, packer().pieces(), packer().heads());
-  if (outcome == Outcome::kNoRoom) packer().hold();  // `ps_packed` tells it
-  return answer(outcome);
+  return send(*served, {int_of(given[1]), int_of(given[2])}, given[8] == python.true_object, true);
 }
 
 void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, object, limit
@@ -466,6 +534,56 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   const double timeout_s = python.number(given[2]);
   return Received(python, given + 4, find(number_of(given[3]))).run([&](Taker& taker) {
     return receive_value(open, number, timeout_s, taker);
+  });
+}
+
+// Starts to send a message over connections: transfers, dst, tag, the beginning of its head, addresses and sizes of
+// what follows, how many of these are of the head, the owner of all. Returns what `ps_transfers_starting` does.
+void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 7) return nullptr;
+  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const std::uint64_t more_heads = number_of(given[5]);
+  std::int64_t number = kRefusedTransfer;
+  const Released::Visit here;
+  try {
+    auto lasting = std::make_unique<Lasting>();
+    OutgoingMessage& message = lasting->message;
+    const Piece start{const_cast<char*>(calling.as_bytes(given[3])),
+                      static_cast<std::uint64_t>(calling.bytes_size(given[3]))};
+    message.head.push_back(start);
+    std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(given[4])) / sizeof(Piece));
+    if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(given[4]), pieces.size() * sizeof(Piece));
+    const auto end = pieces.begin() + static_cast<std::ptrdiff_t>(std::min<std::uint64_t>(more_heads, pieces.size()));
+    message.head.insert(message.head.end(), pieces.begin(), end);
+    message.tensors.assign(end, pieces.end());
+    std::uint64_t bytes = 0;
+    for (const Piece& piece : message.head) message.head_bytes += piece.bytes;
+    for (const Piece& piece : message.tensors) bytes += piece.bytes;
+    calling.hold(given[6]);
+    lasting->objects.push_back(given[6]);
+    const int dst = int_of(given[1]), tag = int_of(given[2]);
+    const Unlocked others;
+    Lasting* const kept = lasting.release();
+    number = transfers->start(
+        {dst, 1, tag, kMessageDtype, nullptr, message.head_bytes + bytes, 0, &kLasting, kept, &kept->message}, false);
+  } catch (const std::bad_alloc&) {
+    return calling.no_memory();
+  }
+  released().let_go();
+  return calling.make_integer(number);
+}
+
+// Of connections: these, src, tag, the timeout in us, the number of the group, the address of a QueueReport, and the
+// arguments of Received.
+void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
+  if (count != 6 + Received::kArguments) return nullptr;
+  const Python& python = python_of(self);
+  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const int src = int_of(given[1]), tag = int_of(given[2]);
+  const double timeout_s = static_cast<double>(number_of(given[3])) / 1e6;
+  auto* const report = static_cast<QueueReport*>(pointer_of(given[5]));
+  return Received(python, given + 6, find(number_of(given[4]))).run([&](Taker& taker) {
+    return receive_value(*transfers, src, tag, timeout_s, taker, report);
   });
 }
 

@@ -10,8 +10,8 @@ namespace {
 constexpr std::size_t kHeaderBytes = 32, kMetadataBytes = 5;
 constexpr std::uint8_t kFormatVersion = 1, kTensorCode = 9;
 constexpr std::size_t kShortString = 32;
-constexpr std::size_t kKeptBytes = 4 << 20;  // of a buffer, between messages
-constexpr std::size_t kLongBytes = 4 << 10;  // a longer text is sent from where it is
+constexpr std::size_t kKeptBytes = 4 << 20;  // buffer kept between messages
+constexpr std::size_t kLongBytes = 4 << 10;  // longer texts are sent in place
 
 template <typename T>
 bool little_endian(Bytes& to, T value) {
@@ -23,7 +23,7 @@ bool little_endian(Bytes& to, T value) {
   return true;
 }
 
-// A byte that tells what follows, and a number of so many bytes, the highest first.
+// A tag, and a big-endian number.
 bool tagged(Bytes& to, std::uint8_t tag, std::uint64_t value, int bytes) {
   char* const at = to.add(1 + static_cast<std::size_t>(bytes));
   if (at == nullptr) return false;
@@ -48,8 +48,7 @@ bool integer(Bytes& to, std::int64_t value) {
   return tagged(to, 0xd3, bits, 8);
 }
 
-// How many items, pairs or bytes follow: a `few` of them within the tag, else with the tags for 8, 16 and 32 bits. Zero
-// for one that msgpack doesn't have.
+// A size: within the tag if below `few`, else after the tag for 8, 16 or 32 bits. A tag of 0: msgpack has none.
 bool sized(Bytes& to, std::uint64_t size, std::uint8_t tag, std::uint64_t few, std::uint8_t tag_8,
            std::uint8_t tag_16) {
   if (size < few) return tagged(to, static_cast<std::uint8_t>(tag | size), 0, 0);
@@ -196,7 +195,7 @@ bool Packer::gather(const Python& python, void* dict, const Form& known, Piece h
 
 bool Packer::value(void* object, int depth) {
   const Python& python = *python_;
-  if (object == nullptr) python.forget_error();  // another thread was at the list
+  if (object == nullptr) python.forget_error();  // another thread changed the list
   if (object == nullptr || body_.size() + long_bytes_ > limit_) return false;
   const void* const type = type_of(python, object);
   if (type == python.str_type) return text(object);
@@ -232,7 +231,7 @@ bool Packer::text(void* object) {
   return false;
 }
 
-// The bytes of a text, which live as long as its object.
+// The object owns the bytes of a long text.
 bool Packer::content(void* object, const char* data, std::size_t bytes) {
   if (bytes <= kLongBytes) return copied(body_, data, bytes);
   if (long_.size() == kMostLong) return false;
@@ -241,7 +240,7 @@ bool Packer::content(void* object, const char* data, std::size_t bytes) {
   return true;
 }
 
-// Nothing here runs Python code, but without a GIL another thread might: an item that is no longer there is null.
+// Without a GIL another thread may change the list: a missing item is null.
 bool Packer::list(void* object, int depth) {
   const std::ptrdiff_t size = python_->list_size(object);
   if (!array(body_, static_cast<std::uint64_t>(size))) return false;
@@ -305,7 +304,7 @@ bool Packer::tensor(void* object, bool whole) {
   return done && copied(body_, code, sizeof code) && little_endian(body_, static_cast<std::uint32_t>(index));
 }
 
-// Writes what stands before the object, now that its tensors are known, and behind it which of these are cut.
+// Writes what precedes the object, now that its tensors are known, and after it which of them are sliced.
 bool Packer::finish() {
   const auto tensors = static_cast<std::uint32_t>(seen_.size());
   char* const cut = body_.add(tensors);

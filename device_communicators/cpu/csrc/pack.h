@@ -1,16 +1,16 @@
-// Takes a Python object apart into the bytes of a message and the tensors that travel beside them, in one walk.
+// Encodes a Python object as the bytes of a message, and lists the tensors that are sent beside them.
 //
-// The bytes are those that `wire.encode` of parallel_state.messages makes of the same object, which tests compare:
+// The bytes equal those of `wire.encode` in parallel_state.messages:
 //
 //   header    32 bytes: magic, kind, slices, tensors, unused, bytes of the body, bytes of the tensors
 //   metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
 //   slices    for each tensor whether a slice of it is sent
 //
-// Numbers of header and metadata are little-endian, table and object are msgpack. What is not made of None, bool, int,
-// float, str, bytes, list, dict and dense, contiguous CPU tensors is left to Python, as is a tensor that occurs twice.
+// Header and metadata are little-endian; table and object are msgpack. Objects may contain None, bool, int, float, str,
+// bytes, list, dict and dense, contiguous CPU tensors. Others, and tensors that occur twice, are left to Python.
 //
-// The library is linked with no Python; the few functions it needs, all of the stable ABI, are given by who calls it,
-// and that one holds the GIL. No Python code runs meanwhile.
+// The library isn't linked with Python: the caller passes functions of the stable ABI, and holds the GIL. No Python
+// code runs meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@
 
 namespace parallel_state {
 
-// What a message tells of a tensor. `sizes` are the tensor's own.
+// A tensor as a message describes it. The tensor owns `sizes`.
 struct TensorForm {
   void* data;
   std::uint64_t bytes;
@@ -31,7 +31,7 @@ struct TensorForm {
   const std::int64_t* sizes;
 };
 
-// As `plain_tree.py` fills it in.
+// Set by `plain_tree.py`.
 struct Python {
   void* (*type_of)(void*);                                   // PyObject_Type: a new reference
   void (*let_go)(void*);                                     // Py_DecRef
@@ -40,15 +40,15 @@ struct Python {
   int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // PyDict_Next: borrowed
   const void* list;
   const void* dict;
-  const void* const* leaves;  // types, the most frequent first
+  const void* const* leaves;  // types, most frequent first
   std::ptrdiff_t leaf_count;
-  const void* const* others;  // leaves that are no keys: types of tensors
+  const void* const* others;  // types of tensors, which are no keys
   std::ptrdiff_t other_count;
   std::ptrdiff_t (*dict_size)(void*);  // PyDict_Size
-  const void* const* texts;            // leaves that a dict of any size may have as keys
+  const void* const* texts;            // types of keys of any dict
   std::ptrdiff_t text_count;
-  std::ptrdiff_t most_other_keys;               // a larger dict has texts for keys
-  std::ptrdiff_t type_at;                       // where an object has its type; 0 where that isn't known
+  std::ptrdiff_t most_other_keys;               // dicts with more entries have texts as keys
+  std::ptrdiff_t type_at;                       // offset of an object's type; 0: unknown
   const char* (*utf8)(void*, std::ptrdiff_t*);  // PyUnicode_AsUTF8AndSize: kept by the object
   long long (*integer)(void*, int*);            // PyLong_AsLongLongAndOverflow
   double (*number)(void*);                      // PyFloat_AsDouble
@@ -62,15 +62,15 @@ struct Python {
   const void* bool_type;
   const void* bytes_type;
   const void* true_object;
-  int (*describe)(const void*, TensorForm*);  // of a tensor's TensorImpl: 0 where it isn't plain; null without torch
-  std::ptrdiff_t tensor_at;                   // where a tensor's object has its TensorImpl; 0 where that isn't known
-  const char* const* dtype_names;             // by number; null where there is none
+  int (*describe)(const void*, TensorForm*);  // 0: not plain; null without torch
+  std::ptrdiff_t tensor_at;                   // offset of a tensor's TensorImpl; 0: unknown
+  const char* const* dtype_names;             // by number; null: none
   std::ptrdiff_t dtype_count;
   void* (*tuple_item)(void*, std::ptrdiff_t);  // PyTuple_GetItem: borrowed
-  void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null, and no error, where there is none
-  int depth;                                   // containers may be within each other
+  void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null without an error
+  int depth;                                   // maximum nesting of containers
   void (*hold)(void*);                         // Py_IncRef
-  // What unpack.h makes objects by:
+  // For unpack.h:
   void* (*make_text)(const char*, std::ptrdiff_t, const char*);  // PyUnicode_DecodeUTF8
   void* (*make_bytes)(const char*, std::ptrdiff_t);              // PyBytes_FromStringAndSize
   void* (*make_integer)(long long);                              // PyLong_FromLongLong
@@ -84,10 +84,9 @@ struct Python {
   const void* none_object;
   const void* false_object;
   const void* not_implemented;
-  const std::int64_t* dtype_bytes;  // of an element, by number
-  // Makes a tensor, a new reference, and fills in where it is: in the memory of a group, of which this is the address
-  // of a shared pointer to its Handle, or null; and what is lent by a rank of it. Null where there is no memory, and
-  // in place of both functions in the plain build.
+  const std::int64_t* dtype_bytes;  // per element, by number
+  // Makes a tensor in the memory of `group`, the address of a shared pointer to its Handle, or null; or of a loan of
+  // its ranks. Returns a new reference and fills in `data`; null without memory. Both are null in the plain build.
   void* (*make_tensor)(const void* group, TensorForm*, void* (*wrap)(const void*));
   void* (*view_tensor)(const void* group, const TensorForm*, const Loan*, void* (*wrap)(const void*));
   void* (*wrap)(const void*);  // THPVariable_Wrap
@@ -99,28 +98,28 @@ struct Python {
   }
 };
 
-// Which part of each tensor is sent: this rank's slice of those that divide evenly.
+// Each rank sends its slice of the tensors that divide evenly.
 struct Cut {
-  std::uint64_t slices = 0;  // 0: all of it, and the message tells of none
+  std::uint64_t slices = 0;  // 0: whole tensors
   std::uint64_t mine = 0;
-  void* whole = nullptr;  // a dict with the keys of those tensors that are sent whole of a dict; null: none
+  void* whole = nullptr;  // a dict whose keys are tensors sent whole; null: none
 };
 
-// What is known beforehand of a dict's tensors: the message of a dict of this form has a head that both sides know.
+// A dict whose tensors are known: both sides know its message's head.
 struct Form {
   void* keys;                  // of all tensors, a tuple of str
-  const std::int64_t* layout;  // of each: number of the dtype, number of dims, sizes
-  std::int64_t count;          // of tensors
+  const std::int64_t* layout;  // of each: dtype, number of dims, sizes
+  std::int64_t count;          // tensors
   std::int64_t words;          // of the layout
-  std::int64_t entries;        // of the dict, which may have other values, too
+  std::int64_t entries;        // of the dict, with other values
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
 
-// The address of a type that somebody else keeps alive: the object has it.
+// A borrowed reference: the object owns it.
 const void* type_of(const Python& python, void* object);
 
-// Bytes that grow, in memory that is kept for the next ones.
+// A buffer that keeps its memory for the next message.
 class Bytes {
  public:
   Bytes() = default;
@@ -132,7 +131,7 @@ class Bytes {
   std::size_t size() const { return size_; }
   char* data() const { return data_; }
   void trim(std::size_t most);
-  // Room for so many more bytes, which count from now on; null where there is no memory.
+  // Returns room for more bytes; null without memory.
   char* add(std::size_t bytes);
 
  private:
@@ -141,27 +140,25 @@ class Bytes {
   std::size_t capacity_ = 0;
 };
 
-// The message of one object. Not thread-safe. What it tells of lives until the next `pack`, and the tensors as long as
-// the object has them.
+// The message of one object. Not thread-safe. Results are valid until the next `pack`, tensors while the object has
+// them.
 class Packer {
  public:
   static constexpr std::size_t kMostTensors = 64, kMostLong = 64;
 
-  // Takes the object apart, its containers at most `depth` within each other. False where that is left to Python, or
-  // the body would have more than `limit` bytes.
+  // Encodes the object, whose containers are nested at most `depth` deep. Returns false if it is left to Python, or the
+  // body exceeds `limit` bytes.
   bool pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut = {});
-  // Takes in the tensors of a list, for a message whose head is known. False where that is left to Python.
+  // Takes a list's tensors, for a message whose head is known. Returns false if it is left to Python.
   bool gather(const Python& python, void* list, Piece head);
-  // Takes in the tensors of a dict, for a message whose head is known. False where it isn't of the form.
+  // Takes a dict's tensors, for a message whose head is known. Returns false if the dict hasn't this form.
   bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
-  // The first `heads()` of the pieces are the message's head: what was written here, and between it the long texts and
-  // bytes of the object where they are. The others are its tensors.
+  // `heads()` pieces of head, including the object's long texts and bytes in place; then its tensors.
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
-  // Keeps the objects that long texts are in, and the tensors, for a message that is sent later; they are let go by the
-  // next `pack`, or by who takes them. Until `free`, whatever else this thread packs is left to Python: it comes of a
-  // signal handler.
+  // Keeps long texts and tensors alive for a message that is sent later, until the next `pack` or `take_held`. Until
+  // `free`, other messages of this thread, which are a signal handler's, are left to Python.
   void hold();
   void free() { is_held_ = false; }
   std::vector<void*> take_held() { return std::exchange(held_, {}); }
@@ -182,10 +179,10 @@ class Packer {
   std::uint64_t limit_ = 0;
   Bytes front_, rows_, body_;
   std::vector<void*> seen_;
-  std::vector<char> sliced_;  // of each tensor whether a slice of it is sent
+  std::vector<char> sliced_;  // by tensor
   Cut cut_;
   struct Long {
-    std::size_t at;  // bytes of the body before it
+    std::size_t at;  // position in the body
     Piece piece;
     void* object;
   };
@@ -197,10 +194,9 @@ class Packer {
   std::uint64_t long_bytes_ = 0, head_bytes_ = 0, tensor_bytes_ = 0;
 };
 
-// What a message tells of a tensor's object. False where it isn't plain.
+// False if it isn't plain.
 bool describe(const Python& python, void* object, TensorForm* form);
 
-// One for each thread: messages are short, and threads send to several ranks.
 Packer& packer();
 
 }  // namespace parallel_state

@@ -28,11 +28,11 @@ namespace {
 
 constexpr auto kShortestNap = std::chrono::microseconds(50);
 constexpr auto kLongestNap = std::chrono::microseconds(1000);
-// A thread that has nothing to do for this many of the longest naps sleeps until it is woken. Waking it costs a caller
-// more than most transfers take.
+// After this many of the longest naps without work a thread sleeps. Waking it costs a caller more than most transfers
+// take.
 constexpr int kIdleNaps = 20;
 
-// linux/futex.h has these from 5.16 on.
+// In linux/futex.h from 5.16 on.
 struct FutexWait {
   std::uint64_t expected, address;
   std::uint32_t flags, unused;
@@ -41,7 +41,7 @@ constexpr long kFutexWaitv = 449;
 constexpr std::uint32_t kFutex32Bits = 2;
 constexpr std::size_t kMostWords = 128;
 
-// Sleeps on all words. False where the kernel can't.
+// Returns false if the kernel can't.
 bool sleep_on(const std::vector<Sleep::Word>& words, std::int64_t until_ns) {
   std::vector<FutexWait> waits;
   if (words.size() > kMostWords) return false;
@@ -54,19 +54,19 @@ bool sleep_on(const std::vector<Sleep::Word>& words, std::int64_t until_ns) {
   return woken >= 0 || errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT;
 }
 
-thread_local Progress* of_thread = nullptr;  // which a progress thread serves
-thread_local int callbacks = 0;              // that this thread is in, one within the other
+thread_local Progress* of_thread = nullptr;  // served by this thread
+thread_local int callbacks = 0;              // nesting of callbacks in this thread
 
 }  // namespace
 
 class Progress {
  public:
-  // A forked child gets its own: the parent's threads, and maybe a held lock, are not there.
+  // A forked child gets its own: the parent's threads are missing, and its lock may be held.
   static Progress& get(bool polls) {
     std::atomic<Progress*>& current = all()[polls ? 1 : 0];
     Progress* found = current.load(std::memory_order_acquire);
     if (found != nullptr && found->generation_ == fork_generation()) return *found;
-    auto* const made = new Progress(polls);  // never deleted: its thread runs until the process exits
+    auto* const made = new Progress(polls);  // never deleted: its thread runs until exit
     if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
     delete made;
     return *found;
@@ -113,7 +113,7 @@ class Progress {
     return both;
   }
 
-  // By mutex_.
+  // With mutex_ held.
   void wake() {
     ++news_;
     if (!sleeps_) return;
@@ -128,7 +128,7 @@ class Progress {
   void start() {
     if (servers_ > 0) return;
     try {
-      std::thread([this] { serve(); }).detach();  // it waits for the lock
+      std::thread([this] { serve(); }).detach();  // blocks until the lock is released
       ++servers_;
     } catch (
         const std::system_error&) {  // no thread can be had now: callers that wait move, and the next one tries again
@@ -162,7 +162,7 @@ class Progress {
         all = listed_;
         lock.unlock();
         for (const auto& each : all) moved |= each->move();
-      } catch (const std::bad_alloc&) {  // tried again after a nap
+      } catch (const std::bad_alloc&) {  // retried after a nap
       }
       if (!lock.owns_lock()) lock.lock();
       listed_.erase(std::remove_if(listed_.begin(), listed_.end(),
@@ -175,16 +175,16 @@ class Progress {
         idle = 0;
       }
       lock.unlock();
-      all.clear();  // the last reference to an entry may be among them
+      all.clear();  // may have the last reference to an entry
       lock.lock();
       nap = moved ? kShortestNap : std::min(2 * nap, kLongestNap);
       if (nap == kLongestNap) ++idle;
       if (naps) wake_.wait_for(lock, nap);
     }
-    --servers_;  // another thread took over while this one was in a callback
+    --servers_;  // another thread took over during a callback
   }
 
-  // Sleeps until an entry can go on, or there are news. `lock` is held before and after. False where it must nap.
+  // Sleeps until an entry can continue, or news arrive. `lock` is held before and after. Returns false if it must nap.
   bool sleep(std::unique_lock<std::mutex>& lock, const std::vector<std::shared_ptr<Movable>>& all) {
     sleeps_ = true;
     Sleep sleep;
@@ -220,14 +220,14 @@ class Progress {
   }
 
   const int generation_ = fork_generation();
-  const int event_;  // written to wake a thread that polls
+  const int event_;  // wakes a thread that polls
   const bool polls_;
-  std::atomic<std::uint32_t> word_{0};  // on which a thread that doesn't sleeps, too
-  std::uint64_t news_ = 0;              // this and what follows: by mutex_
+  std::atomic<std::uint32_t> word_{0};  // wakes any other
+  std::uint64_t news_ = 0;              // from here on guarded by mutex_
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<Movable>> listed_;
-  int servers_ = 0;  // threads that are not in a callback
+  int servers_ = 0;  // threads outside callbacks
   bool sleeps_ = false;
 };
 

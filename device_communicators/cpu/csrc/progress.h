@@ -1,9 +1,8 @@
-// The threads of a process that move started transfers while no caller waits for them: one for rings in shared memory,
-// one for connections, each started at its first use.
+// The threads that move started transfers while no caller waits for them: one for rings, one for connections, each
+// started at its first use.
 //
-// Such a thread calls `move` of each entry, at intervals that grow from 50 us to 1 ms while nothing moves. Some 20 ms
-// later it sleeps in the kernel until one of the entries can go on: it costs nothing then. A callback that may block
-// makes another thread take over: see `StepOut`.
+// A thread calls `move` of its entries, at intervals that grow from 50 us to 1 ms while nothing moves. Some 20 ms later
+// it sleeps in the kernel until an entry can continue.
 #pragma once
 
 #include <poll.h>
@@ -14,7 +13,6 @@
 
 namespace parallel_state {
 
-// What a thread sleeps on.
 struct Sleep {
   struct Word {
     std::uint32_t* at;
@@ -22,39 +20,38 @@ struct Sleep {
   };
   void add(std::uint32_t* at, std::uint32_t expected) { words.push_back({at, expected}); }
 
-  std::vector<Word> words;     // of a ring
+  std::vector<Word> words;     // of rings
   std::vector<pollfd> polled;  // of connections
   std::int64_t until_ns = INT64_MAX;
-  bool naps = false;  // something must be looked at again soon
+  bool naps = false;  // something must be polled soon
 };
 
 class Movable {
  public:
   virtual ~Movable() = default;
-  // Moves what can be moved without waiting, unless a caller does that at the moment. Returns true if anything moved.
+  // Moves what it can without waiting, unless a caller does so now. Returns true if anything moved.
   virtual bool move() = 0;
-  // Whether anything is left to move. Called with the thread's lock held.
+  // Called with the thread's lock held.
   virtual bool has_left() = 0;
-  // Whether it sleeps on connections, else on words.
+  // Returns true if it sleeps on connections; else on words.
   virtual bool is_polled() const = 0;
-  // Adds what the thread is to sleep on; after the sleep `wake_up` is called.
+  // Adds what the thread must sleep on; `wake_up` follows.
   virtual void fall_asleep(Sleep* sleep) = 0;
   virtual void wake_up() = 0;
 
  private:
   friend class Progress;
-  bool listed_ = false;  // by the thread's lock
+  bool listed_ = false;  // guarded by the thread's lock
 };
 
-// Lists an entry until nothing of it is left, and has the thread look at it. Call it without locks that `has_left` or
-// `fall_asleep` take.
+// Lists an entry while something of it is left. The caller must not hold locks that `has_left` or `fall_asleep` take.
 void keep_moving(const std::shared_ptr<Movable>& movable);
-// Has the threads look at all entries, if there are any.
+// Makes the threads check their entries.
 void wake_progress();
-// Wakes all that sleep on a word, in any process.
+// Wakes the sleepers of all processes.
 void wake_sleepers(std::uint32_t* word);
 
-// While this lives on a progress thread, another thread does its work.
+// While it exists on a progress thread, such as for a callback that may block, another thread takes over.
 class StepOut {
  public:
   StepOut();

@@ -58,7 +58,7 @@ static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 
 // Filled in by each call of the C interface; the words of native.QueueReport.
 struct QueueReport {
-  std::int64_t suspect = -1;     // after a failure
+  std::int64_t suspect = -1;
   std::int64_t total_bytes = 0;  // these four: of the message that `ps_queue_take` found
   std::int64_t head_bytes = 0;
   std::int64_t fingerprint = 0;
@@ -144,7 +144,7 @@ class QueueWriter : public RingEnd {
   void drop();
   // Only while no message is half written.
   bool has_room(std::uint64_t bytes);
-  std::uint64_t written() const { return written_; }  // chunks
+  std::uint64_t written() const { return written_; }
 
  private:
   void take_in(const Piece* pieces, int count, int heads);
@@ -213,7 +213,7 @@ class QueueReader : public RingEnd {
   std::uint64_t left_ = 0;          // unread bytes of it in the ring,
   std::uint64_t records_left_ = 0;  // of the records of its loans, which follow,
   std::uint64_t lent_left_ = 0;     // and of the lent tensors
-  std::uint64_t offset_ = 0;        // in the chunk
+  std::uint64_t offset_ = 0;
   std::uint64_t end_ = 0;
   bool in_chunk_ = false;
   std::uint64_t read_ = 0;  // last chunk given back

@@ -8,7 +8,7 @@
 namespace parallel_state {
 namespace {
 
-// For so long a waiter is in one ring before it moves its other transfers; without others, and with some.
+// How long a waiter stays in one ring before it moves its other transfers; without and with some.
 constexpr double kSliceS = 0.02;
 constexpr double kShortSliceS = 0.001;
 constexpr double kCloseGraceS = 1.0;
@@ -22,7 +22,7 @@ std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) 
 
 }  // namespace
 
-// The turn of an end, for as long as this lives.
+// A turn of an end, in its scope.
 class Rings::Inside {
  public:
   explicit Inside(End& end, double timeout_s = 0) : end_(end), has_it_(end.turn.take(timeout_s)) {
@@ -58,7 +58,7 @@ bool Rings::is_inside(int peer, bool sends) const {
   return pthread_equal(end.holder.load(std::memory_order_relaxed), pthread_self());
 }
 
-// Returns the ring from `src` to `dst`, which a writer backs with memory; null where there is none.
+// A writer allocates the ring's memory. Null if there is none.
 char* Rings::open(int src, int dst, bool writes, char** control) {
   const std::uint64_t index = (static_cast<std::uint64_t>(src) * size_ + dst) * places_.kinds;
   const RingShape shape{places_.chunk_bytes, places_.chunks, 1};
@@ -180,7 +180,7 @@ Rings::Moved Rings::push_in_turn(Outgoing& out, int peer, double timeout_s, Tran
   return moved ? Moved::kSome : Moved::kIdle;
 }
 
-// Finds the receive of the message whose header was read, or keeps the message for one to come.
+// If no receive matches the message, keeps it.
 bool Rings::begin_message(Incoming& in, int peer, Done* done) {
   const ChunkHeader& header = in.reader->header();
   in.form = {static_cast<std::int32_t>(header.fingerprint), static_cast<std::int32_t>(header.fingerprint >> 32),
@@ -254,7 +254,7 @@ Rings::Moved Rings::pull_in_turn(Incoming& in, int peer, double timeout_s, Trans
       early->is_whole = true;
       receiver = std::exchange(early->receiver, nullptr);
     }
-    if (receiver != nullptr) take(receiver, *early, done);
+    if (receiver != nullptr) take(receiver, early, done);
     if (done->failure.status != 0) return Moved::kSome;
   }
   return moved ? Moved::kSome : Moved::kIdle;
@@ -352,7 +352,7 @@ void Rings::begin(const Held& transfer, const Early& early) {
     push(peer, 0);
   } else if (early != nullptr) {
     Done done;
-    take(transfer, *early, &done);
+    take(transfer, early, &done);
     announce(done);
   } else if (peer == kAnySource) {
     pull_all();
@@ -370,7 +370,7 @@ Transfers::Moved Rings::move_for(Transfer* transfer, std::int64_t until_ns) {
   const TransferCall& call = transfer->call;
   const bool has_others = left_ > 1;
   const Presence moving{movers_, has_others};
-  if (has_others) move_all();  // the peer may wait for one of them
+  if (has_others) move_all();  // the peer may wait for them
   if (!transfer->is_open()) return Moved::kBusy;
   if (call.peer == kAnySource) {
     pull_all();
@@ -381,7 +381,7 @@ Transfers::Moved Rings::move_for(Transfer* transfer, std::int64_t until_ns) {
   return call.sends != 0 ? push(call.peer, slice_s, transfer) : pull(call.peer, slice_s, transfer);
 }
 
-// What was sent before the end is in the ring; another thread may be reading it.
+// What was sent before is in the ring; another thread may be reading it.
 bool Rings::read_last(const Transfer& transfer, int from, int end) {
   for (int peer = from; peer < end; ++peer) {
     if (peer != rank_ && (transfer.call.sends != 0 ? push(peer, 0) : pull(peer, 0)) == Moved::kBusy) return false;
@@ -439,7 +439,7 @@ bool Rings::leave() {
     const Inside inside{side, is_own ? 0.0 : std::max(0.0, left_s)};
     if (!inside) return is_free = false, void();
     current = nullptr;
-    end(side);  // one that was opened meanwhile
+    end(side);  // opened meanwhile
   };
   for (const auto& out : outgoing_) forget(*out, out->current);
   for (const auto& in : incoming_) forget(*in, in->current);

@@ -1,8 +1,7 @@
 // Sends and receives of plain tensors within a host: a ring of chunks from each rank to each other.
 //
-// A send is done once its ring holds the whole message. A message that no receive wants yet is copied out of the ring
-// as soon as one behind it is wanted. Within a host no credit bounds these copies; the rings alone bound what a sender
-// is ahead while nothing is received.
+// A send is done once its ring holds the whole message. An unwanted message is copied out of the ring when a later one
+// is wanted. Without receives, the ring bounds how far a sender is ahead.
 #pragma once
 
 #include <pthread.h>
@@ -13,7 +12,7 @@
 
 namespace parallel_state {
 
-// Locates a group's queues of tensors: `transfer_places` of cpu/channels.py.
+// The queues of tensors: `open_transfers` of cpu/channels.py.
 struct TransferPlaces {
   char* control;
   Windows* windows;
@@ -21,7 +20,7 @@ struct TransferPlaces {
   std::uint64_t data_offset;
   std::uint64_t chunk_bytes;
   std::uint64_t chunks;
-  std::int64_t kinds;  // queues between two ranks; the first is the one of tensors
+  std::int64_t kinds;  // queues between two ranks; the first is for tensors
   std::int64_t spin_ns;
   std::int64_t yields;
 };
@@ -48,19 +47,19 @@ class Rings final : public Transfers {
  private:
   struct End {
     Turn turn;
-    std::atomic<pthread_t> holder{};      // 0: nobody
-    std::atomic<RingEnd*> ring{nullptr};  // once it is open
-    std::atomic<bool> is_broken{false};   // a transfer failed in it, which is announced after the turn
+    std::atomic<pthread_t> holder{};      // 0: free
+    std::atomic<RingEnd*> ring{nullptr};  // null: not open
+    std::atomic<bool> is_broken{false};   // a transfer failed; announced after the turn
   };
   struct Outgoing : End {
-    std::unique_ptr<QueueWriter> writer;  // this and the next: by the turn
-    Held current;                         // begun, and not written to its end
+    std::unique_ptr<QueueWriter> writer;  // this and the next: used in the turn
+    Held current;                         // partly written
   };
   struct Incoming : End {
-    std::unique_ptr<QueueReader> reader;  // this and what follows: by the turn
-    std::atomic<bool> is_reading{false};  // in the middle of a message
+    std::unique_ptr<QueueReader> reader;  // from here on used in the turn
+    std::atomic<bool> is_reading{false};  // a message is partly read
     Form form;
-    Held current;  // the receive of the message that is read; null: that is `early`
+    Held current;  // the receive of the current message; null: it is `early`
     Early early;
   };
   class Inside;

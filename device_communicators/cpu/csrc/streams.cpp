@@ -21,7 +21,7 @@ constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB",
 constexpr std::uint64_t kMessageBytes = 256;       // the memory that a kept message takes beside its body
 constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
 constexpr std::size_t kBufferBytes = 64 << 10;
-constexpr int kPiecesAtOnce = 16;
+constexpr int kPiecesAtOnce = 64;
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
 constexpr char kEnded[] = "a call of this rank in this group failed";
 
@@ -49,7 +49,8 @@ class Streams::Stream {
   std::string error() const { return error_.empty() && stopped_ != nullptr ? stopped_ : error_; }
 
   void start(const Held& transfer);
-  void deliver(const Held& receive, const Body& message);
+  void go_on(const Held& receive, const std::vector<Piece>& pieces);
+  void deliver(const Held& receive, const Early& message);
   // Moves what the kernel has room for, or has; false where that is nothing.
   bool move();
   void poll_for(std::vector<pollfd>* polled) const;
@@ -63,14 +64,18 @@ class Streams::Stream {
 
  private:
   struct Outgoing {
-    Head head;
-    const char* body;
-    std::uint64_t bytes, sent;
+    Frame frame;
+    std::uint64_t frame_left;
+    Pieces body;
     Held transfer;  // null for an answer
   };
   struct Awaited {
     Held transfer;
     bool announced;  // its body is sent after the answer
+  };
+  struct Asked {
+    Held receive;
+    Form form;  // that was announced
   };
   template <typename What>
   using ByTag = std::map<std::uint32_t, std::deque<What>>;
@@ -80,11 +85,12 @@ class Streams::Stream {
   }
   bool wants() const;
   bool has_room(std::uint64_t bytes);
-  Head head_of(const char* magic, std::int32_t tag, std::int32_t dtype, std::uint64_t bytes) const;
-  Head head_of(const char* magic, const TransferCall& call) const {
-    return head_of(magic, call.tag, call.dtype, call.bytes);
+  Frame frame_of(const char* magic, const Form& form) const;
+  Frame frame_of(const char* magic, const TransferCall& call) const { return frame_of(magic, form_of(call)); }
+  static Form form_of(const TransferCall& call) {
+    return {call.tag, call.dtype, call.bytes, call.outgoing == nullptr ? 0 : call.outgoing->head_bytes};
   }
-  void post(const Head& head, const char* body, std::uint64_t bytes, const Held& transfer);
+  void post(const Frame& frame, const Held& transfer, bool has_body);
   void end_part(const Held& transfer);
   bool write();
   bool write_messages();
@@ -93,26 +99,28 @@ class Streams::Stream {
   bool read_messages();
   bool read_stripe(Stripe& stripe);
   void parse();
-  bool take_head(const Head& head);
+  bool take_frame(const Frame& frame);
   bool refuse();
+  static bool is_answered(const Form& form) { return form.bytes > kAnsweredBytes && form.dtype != kMessageDtype; }
   // A peer keeps to what it was granted, unless it is no rank of this version.
   bool may_keep(std::uint64_t bytes) const {
     return bytes <= PTRDIFF_MAX && kept_bytes_ + bytes + kMessageBytes <= all_.granted_bytes_;
   }
   bool begin_body(const Form& form);
   bool begin_asked(const Form& form);
+  void begin_reading(const Form& form);
   bool note_answer(const Form& form);
   bool match(const Held& receive, const Form& form);
   void ask(const Held& receive, const Form& form);
-  void answer(const Held& receive) { post(head_of(kAnswer, receive->call), nullptr, 0, nullptr); }
-  void expect(char* at, std::uint64_t bytes);
+  void answer(const Form& form) { post(frame_of(kAnswer, form), nullptr, false); }
+  void expect(const std::vector<Piece>& pieces, std::uint64_t bytes);
   void consume();
   void end_message_if_whole();
   bool is_striped(std::uint64_t bytes) const { return !stripes_.empty() && bytes >= all_.striped_bytes_; }
   std::uint64_t stripe_bytes(std::uint64_t bytes) const {  // of each connection but the last ones
     return (bytes + stripes_.size()) / (stripes_.size() + 1);
   }
-  bool awaits_stripes() const { return in_body_ && missing_ == 0; }
+  bool awaits_stripes() const { return in_body_ && missing_.bytes_left() == 0; }
 
   Streams& all_;
   int descriptor_;  // -1 once it is closed
@@ -124,7 +132,7 @@ class Streams::Stream {
   std::string broken_;             // nothing more can be written, for this reason; there may be something to read
   std::deque<Outgoing> sends_;
   ByTag<Awaited> answers_;  // sends whose answers are to come
-  ByTag<Held> asked_;       // receives whose announced bodies are to come
+  ByTag<Asked> asked_;      // receives whose announced bodies are to come
   const std::uint64_t early_limit_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once, and what of that the other side has received
   std::uint64_t taken_bytes_ = 0;                      // received by this side of what came at once
@@ -133,9 +141,10 @@ class Streams::Stream {
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
-  char* place_ = nullptr;      // of what is missing of a body
-  std::uint64_t missing_ = 0;  // of it, on this connection
-  Held reading_;               // whose body is being read, or
+  bool in_head_ = false;  // the body's part is the head of an object or dict
+  bool asks_ = false;     // the taker of `reading_` looks at it, and nothing is read
+  Pieces missing_;        // of a body, on this connection
+  Held reading_;          // whose body is being read, or
   Early early_;
 };
 
@@ -147,7 +156,7 @@ bool Streams::Stream::wants() const {
 Streams::Held Streams::Stream::unfinished() const {
   if (reading_ != nullptr) return reading_;
   if (!answers_.empty()) return answers_.begin()->second.front().transfer;
-  if (!asked_.empty()) return asked_.begin()->second.front();
+  if (!asked_.empty()) return asked_.begin()->second.front().receive;
   for (const Outgoing& each : sends_) {
     if (each.transfer != nullptr) return each.transfer;
   }
@@ -164,11 +173,10 @@ bool Streams::Stream::has_room(std::uint64_t bytes) {
   return sent_bytes_ - received_bytes_ + needed <= early_limit_;
 }
 
-Streams::Head Streams::Stream::head_of(const char* magic, std::int32_t tag, std::int32_t dtype,
-                                       std::uint64_t bytes) const {
-  Head head{{}, static_cast<std::uint32_t>(tag), dtype, 0, taken_bytes_, bytes};
-  std::memcpy(head.magic, magic, sizeof head.magic);
-  return head;
+Streams::Frame Streams::Stream::frame_of(const char* magic, const Form& form) const {
+  Frame frame{{}, static_cast<std::uint32_t>(form.tag), form.dtype, 0, taken_bytes_, form.bytes, form.head_bytes};
+  std::memcpy(frame.magic, magic, sizeof frame.magic);
+  return frame;
 }
 
 // Sending.
@@ -176,30 +184,41 @@ Streams::Head Streams::Stream::head_of(const char* magic, std::int32_t tag, std:
 void Streams::Stream::start(const Held& transfer) {
   const TransferCall& call = transfer->call;
   const bool room = has_room(call.bytes);
-  if (!room || call.bytes > kAnsweredBytes) {
+  if (!room || is_answered(form_of(call))) {
     transfer->parts = 2;
     answers_[static_cast<std::uint32_t>(call.tag)].push_back({transfer, !room});
   }
-  if (!room) return post(head_of(kAnnounced, call), nullptr, 0, transfer);
+  if (!room) return post(frame_of(kAnnounced, call), transfer, false);
   sent_bytes_ += call.bytes + kMessageBytes;
-  post(head_of(kAtOnce, call), static_cast<const char*>(call.address), call.bytes, transfer);
+  post(frame_of(kAtOnce, call), transfer, true);
 }
 
-void Streams::Stream::post(const Head& head, const char* body, std::uint64_t bytes, const Held& transfer) {
-  std::uint64_t own = bytes;
-  if (is_striped(bytes)) {
-    const std::uint64_t step = own = stripe_bytes(bytes);
-    std::uint64_t start = step;
-    for (Stripe& stripe : stripes_) {
-      const std::uint64_t size = std::min(step, bytes - start);
-      if (size == 0) break;
-      stripe.sends.push_back({body + start, size, transfer});
-      ++striped_;
-      ++transfer->parts;
-      start += size;
+void Streams::Stream::post(const Frame& frame, const Held& transfer, bool has_body) {
+  Outgoing outgoing{frame, sizeof frame, {}, transfer};
+  if (has_body) {
+    const TransferCall& call = transfer->call;
+    const std::vector<Piece> tensor{{call.address, call.bytes}};
+    const std::vector<Piece>& pieces = call.outgoing == nullptr ? tensor : call.outgoing->tensors;
+    const std::uint64_t bytes = frame.bytes - frame.head_bytes;
+    std::uint64_t own = bytes;
+    if (is_striped(bytes)) {
+      const std::uint64_t step = own = stripe_bytes(bytes);
+      std::uint64_t start = step;
+      for (Stripe& stripe : stripes_) {
+        for_range(pieces, start, std::min(start + step, bytes), [&](char* at, std::uint64_t size) {
+          stripe.sends.push_back({at, size, transfer});
+          ++striped_;
+          ++transfer->parts;
+        });
+        start += step;
+      }
     }
+    if (call.outgoing != nullptr) {
+      for (const Piece& piece : call.outgoing->head) outgoing.body.add(piece.address, piece.bytes);
+    }
+    for_range(pieces, 0, own, [&](char* at, std::uint64_t size) { outgoing.body.add(at, size); });
   }
-  sends_.push_back({head, body, own, 0, transfer});
+  sends_.push_back(std::move(outgoing));
   write();
 }
 
@@ -216,7 +235,7 @@ bool Streams::Stream::write() {
 bool Streams::Stream::write_stripe(Stripe& stripe) {
   bool moved = false;
   while (!stripe.sends.empty() && !has_error() && broken_.empty()) {
-    Stripe::Piece& first = stripe.sends.front();
+    Stripe::Part& first = stripe.sends.front();
     const ssize_t sent = ::send(stripe.descriptor, first.at, first.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (!would_block(errno)) broken_ = in_words(errno);
@@ -241,11 +260,10 @@ bool Streams::Stream::write_messages() {
     int count = 0;
     for (Outgoing& each : sends_) {
       if (count + 2 > kPiecesAtOnce) break;
-      const std::uint64_t in_head = std::min<std::uint64_t>(each.sent, sizeof(Head)), in_body = each.sent - in_head;
-      if (in_head < sizeof(Head)) {
-        pieces[count++] = {reinterpret_cast<char*>(&each.head) + in_head, sizeof(Head) - in_head};
+      if (each.frame_left > 0) {
+        pieces[count++] = {reinterpret_cast<char*>(&each.frame) + sizeof(Frame) - each.frame_left, each.frame_left};
       }
-      if (in_body < each.bytes) pieces[count++] = {const_cast<char*>(each.body) + in_body, each.bytes - in_body};
+      count += each.body.next(pieces + count, kPiecesAtOnce - count);
     }
     msghdr message{};
     message.msg_iov = pieces;
@@ -259,10 +277,12 @@ bool Streams::Stream::write_messages() {
     auto left = static_cast<std::uint64_t>(sent);
     while (!sends_.empty()) {
       Outgoing& first = sends_.front();
-      const std::uint64_t missing = sizeof(Head) + first.bytes - first.sent;
-      first.sent += std::min(left, missing);
-      if (left < missing) break;
-      left -= missing;
+      const std::uint64_t in_frame = std::min(left, first.frame_left);
+      const std::uint64_t in_body = std::min(left - in_frame, first.body.bytes_left());
+      first.frame_left -= in_frame;
+      first.body.pass(in_body);
+      left -= in_frame + in_body;
+      if (first.frame_left > 0 || first.body.bytes_left() > 0) break;
       const Held transfer = std::move(first.transfer);
       sends_.pop_front();
       end_part(transfer);
@@ -274,10 +294,10 @@ bool Streams::Stream::write_messages() {
 // Receiving.
 
 // Gives a message that came early, or was announced, to its receive.
-void Streams::Stream::deliver(const Held& receive, const Body& message) {
-  if (message.bytes == nullptr) return --announced_, ask(receive, message.form);
-  kept_bytes_ -= message.form.bytes + kMessageBytes;
-  if (match(receive, message.form)) all_.take(receive, message, done);
+void Streams::Stream::deliver(const Held& receive, const Early& message) {
+  if (message->bytes == nullptr) return --announced_, ask(receive, message->form);
+  kept_bytes_ -= message->form.bytes + kMessageBytes;
+  if (match(receive, message->form)) all_.take(receive, message, done);
 }
 
 bool Streams::Stream::move() {
@@ -293,36 +313,40 @@ bool Streams::Stream::move() {
   return moved;
 }
 
-void Streams::Stream::expect(char* at, std::uint64_t bytes) {
+void Streams::Stream::expect(const std::vector<Piece>& pieces, std::uint64_t bytes) {
   in_body_ = true;
-  place_ = at;
-  missing_ = bytes;
+  std::uint64_t own = bytes;
   if (is_striped(bytes)) {
-    const std::uint64_t step = missing_ = stripe_bytes(bytes);
+    const std::uint64_t step = own = stripe_bytes(bytes);
     std::uint64_t start = step;
     for (Stripe& stripe : stripes_) {
-      stripe.missing = std::min(step, bytes - start);
-      stripe.place = at + start;
-      if (stripe.missing > 0) ++stripes_left_;
-      start += stripe.missing;
+      stripe.missing.clear();
+      for_range(pieces, start, std::min(start + step, bytes),
+                [&](char* at, std::uint64_t size) { stripe.missing.add(at, size); });
+      if (stripe.missing.bytes_left() > 0) ++stripes_left_;
+      start += step;
     }
   }
+  for_range(pieces, 0, own, [&](char* at, std::uint64_t size) { missing_.add(at, size); });
   consume();
 }
 
 // Has what is in the buffer of a body go to its place.
 void Streams::Stream::consume() {
-  const std::uint64_t size = std::min<std::uint64_t>(missing_, end_ - begin_);
-  if (size > 0) std::memcpy(place_, &buffer_[begin_], size);
-  place_ += size;
-  begin_ += size;
-  missing_ -= size;
+  begin_ += missing_.fill(&buffer_[begin_], end_ - begin_);
   end_message_if_whole();
 }
 
 void Streams::Stream::end_message_if_whole() {
-  if (missing_ > 0 || stripes_left_ > 0) return;
+  if (missing_.bytes_left() > 0 || stripes_left_ > 0) return;
   in_body_ = false;
+  if (std::exchange(in_head_, false)) {
+    IncomingMessage& message = *reading_->call.incoming;
+    const std::uint64_t left = message.head_bytes - message.head.size() + message.tensor_bytes;
+    message.is_at_hand = !is_striped(message.tensor_bytes) && end_ - begin_ >= left;
+    asks_ = true;
+    return all_.ask_taker(reading_, rank, done);
+  }
   if (const Held receive = std::exchange(reading_, nullptr)) return all_.finish(receive, rank, done);
   const Early message = std::exchange(early_, nullptr);
   Held receiver;
@@ -331,26 +355,29 @@ void Streams::Stream::end_message_if_whole() {
     message->is_whole = true;
     receiver = std::exchange(message->receiver, nullptr);
   }
-  if (receiver != nullptr) deliver(receiver, *message);
+  if (receiver != nullptr) deliver(receiver, message);
 }
 
 bool Streams::Stream::read() {
   bool moved = false;
   for (Stripe& stripe : stripes_) moved |= read_stripe(stripe);
-  return (!awaits_stripes() && read_messages()) || moved;
+  return (!asks_ && !awaits_stripes() && read_messages()) || moved;
 }
 
 bool Streams::Stream::read_stripe(Stripe& stripe) {
-  if (stripe.missing == 0 || has_error()) return false;
-  const ssize_t come = recv(stripe.descriptor, stripe.place, stripe.missing, MSG_DONTWAIT);
+  if (stripe.missing.bytes_left() == 0 || has_error()) return false;
+  iovec pieces[kPiecesAtOnce];
+  msghdr message{};
+  message.msg_iov = pieces;
+  message.msg_iovlen = static_cast<std::size_t>(stripe.missing.next(pieces, kPiecesAtOnce));
+  const ssize_t come = recvmsg(stripe.descriptor, &message, MSG_DONTWAIT);
   if (come <= 0) {
     if (come == 0) fail("Connection closed by peer");
     if (come < 0 && !would_block(errno)) fail(in_words(errno));
     return false;
   }
-  stripe.place += come;
-  stripe.missing -= static_cast<std::uint64_t>(come);
-  if (stripe.missing > 0) return true;
+  stripe.missing.pass(static_cast<std::uint64_t>(come));
+  if (stripe.missing.bytes_left() > 0) return true;
   --stripes_left_;
   end_message_if_whole();
   parse();
@@ -359,10 +386,10 @@ bool Streams::Stream::read_stripe(Stripe& stripe) {
 
 bool Streams::Stream::read_messages() {
   if (has_error()) return false;
-  iovec pieces[2];
-  int count = 0;
-  const std::uint64_t at_place = in_body_ ? missing_ : 0;  // then the buffer is empty
-  if (at_place > 0) pieces[count++] = {place_, at_place};
+  iovec pieces[kPiecesAtOnce];
+  int count = in_body_ ? missing_.next(pieces, kPiecesAtOnce - 1) : 0;  // then the buffer is empty
+  std::uint64_t at_place = 0;
+  for (int piece = 0; piece < count; ++piece) at_place += pieces[piece].iov_len;
   if (begin_ == end_) {
     begin_ = end_ = 0;
   } else if (begin_ > 0) {
@@ -370,7 +397,8 @@ bool Streams::Stream::read_messages() {
     end_ -= begin_;
     begin_ = 0;
   }
-  pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
+  // What comes after these places may belong to the next ones.
+  if (!in_body_ || at_place == missing_.bytes_left()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
   msghdr message{};
   message.msg_iov = pieces;
   message.msg_iovlen = static_cast<std::size_t>(count);
@@ -383,8 +411,7 @@ bool Streams::Stream::read_messages() {
   const std::uint64_t direct = std::min<std::uint64_t>(at_place, static_cast<std::uint64_t>(come));
   end_ += static_cast<std::uint64_t>(come) - direct;
   if (direct > 0) {
-    place_ += direct;
-    missing_ -= direct;
+    missing_.pass(direct);
     end_message_if_whole();
   }
   parse();
@@ -392,17 +419,17 @@ bool Streams::Stream::read_messages() {
 }
 
 void Streams::Stream::parse() {
-  while (!has_error()) {
+  while (!has_error() && !asks_) {
     if (in_body_) {
       if (awaits_stripes() || begin_ == end_) return;
       consume();
       continue;
     }
-    if (end_ - begin_ < sizeof(Head)) return;
-    Head head;
-    std::memcpy(&head, &buffer_[begin_], sizeof head);
-    begin_ += sizeof head;
-    if (!take_head(head)) return;
+    if (end_ - begin_ < sizeof(Frame)) return;
+    Frame frame;
+    std::memcpy(&frame, &buffer_[begin_], sizeof frame);
+    begin_ += sizeof frame;
+    if (!take_frame(frame)) return;
   }
 }
 
@@ -414,20 +441,21 @@ bool Streams::Stream::refuse() {
 }
 
 // False where the connection or the group can't be used further.
-bool Streams::Stream::take_head(const Head& head) {
-  const auto is = [&head](const char* magic) { return std::memcmp(head.magic, magic, sizeof head.magic) == 0; };
-  const Form form{static_cast<std::int32_t>(head.tag), head.dtype, head.bytes};
-  if (!is(kAtOnce) && !is(kAnnounced) && !is(kAskedFor) && !is(kAnswer)) {
+bool Streams::Stream::take_frame(const Frame& frame) {
+  const auto is = [&frame](const char* magic) { return std::memcmp(frame.magic, magic, sizeof frame.magic) == 0; };
+  const Form form{static_cast<std::int32_t>(frame.tag), frame.dtype, frame.bytes, frame.head_bytes};
+  const bool is_form = frame.head_bytes <= (frame.dtype == kMessageDtype ? frame.bytes : 0);
+  if (!is_form || (!is(kAtOnce) && !is(kAnnounced) && !is(kAskedFor) && !is(kAnswer))) {
     return refuse();
   }
-  received_bytes_ = head.received;
+  received_bytes_ = frame.received;
   if (is(kAtOnce)) return begin_body(form);
   if (is(kAskedFor)) return begin_asked(form);
   if (is(kAnswer)) return note_answer(form);
   Held receive;
   {
     const std::lock_guard<std::mutex> lock(all_.mutex_);
-    const auto found = all_.matcher_.arrive(rank, head.tag, [&] {
+    const auto found = all_.matcher_.arrive(rank, frame.tag, [&] {
       ++announced_;
       return std::make_shared<Body>(Body{rank, form, nullptr, true, nullptr});
     });
@@ -452,38 +480,74 @@ bool Streams::Stream::begin_body(const Form& form) {
     if (!may_keep(form.bytes)) return refuse();
     if (early_->bytes != nullptr) {
       kept_bytes_ += form.bytes + kMessageBytes;
-      return expect(early_->bytes.get(), form.bytes), true;
+      const std::uint64_t bytes = form.bytes - form.head_bytes;
+      missing_.clear();
+      missing_.add(early_->bytes.get(), form.head_bytes);
+      return expect({{early_->bytes.get() + form.head_bytes, bytes}}, bytes), true;
     }
     fail("there is no memory for " + std::to_string(form.bytes) + " bytes that came before they were asked for");
     return false;
   }
   if (!match(reading_, form)) return reading_ = nullptr, false;
-  expect(static_cast<char*>(reading_->call.address), form.bytes);
+  begin_reading(form);
   return true;
+}
+
+// Reads a body to its receive: of an object or dict its head, or the beginning of one that is too long.
+void Streams::Stream::begin_reading(const Form& form) {
+  IncomingMessage* const message = reading_->call.incoming;
+  missing_.clear();
+  if (message == nullptr) return expect({{reading_->call.address, form.bytes}}, form.bytes);
+  message->head_bytes = form.head_bytes;
+  message->tensor_bytes = form.bytes - form.head_bytes;
+  message->head.resize(form.head_bytes > message->most_head_bytes ? kHeadStart : form.head_bytes);
+  missing_.add(message->head.data(), message->head.size());
+  in_body_ = in_head_ = true;
+  consume();
+}
+
+// What is left of a message that was refused can't be passed over: it may be the most that a peer can send.
+void Streams::Stream::go_on(const Held& receive, const std::vector<Piece>& pieces) {
+  if (!asks_ || reading_ != receive) return;
+  const IncomingMessage& message = *receive->call.incoming;
+  asks_ = false;
+  if (message.is_refused && message.head.size() < message.head_bytes + message.tensor_bytes) {
+    done->failure.status = TransferFailure::kBroken;
+    done->failure.peer = done->failure.suspect = rank;
+    done->first = receive;
+    done->text = kEnded;
+    return;
+  }
+  missing_.clear();
+  expect(pieces, message.tensor_bytes);
+  parse();
 }
 
 // Takes a body that came at once for its receive; false if that is for another one, so that the group fails.
 bool Streams::Stream::match(const Held& receive, const Form& form) {
   taken_bytes_ += form.bytes + kMessageBytes;
-  if (form.bytes > kAnsweredBytes) answer(receive);
+  if (is_answered(form)) answer(form_of(receive->call));
   return all_.check_form(receive, rank, form, done);
 }
 
 // Has an announced body come; that of another message than is expected stays where it is.
 void Streams::Stream::ask(const Held& receive, const Form& form) {
-  answer(receive);
-  if (all_.check_form(receive, rank, form, done)) asked_[static_cast<std::uint32_t>(form.tag)].push_back(receive);
+  answer(receive->call.incoming == nullptr ? form_of(receive->call) : form);
+  if (!all_.check_form(receive, rank, form, done)) return;
+  asked_[static_cast<std::uint32_t>(form.tag)].push_back({receive, form});
 }
 
 bool Streams::Stream::begin_asked(const Form& form) {
   const auto asked = asked_.find(static_cast<std::uint32_t>(form.tag));
-  if (asked == asked_.end() || asked->second.front()->call.bytes != form.bytes) {
+  if (asked == asked_.end()) return refuse();
+  const Form& announced = asked->second.front().form;
+  if (form.dtype != announced.dtype || form.bytes != announced.bytes || form.head_bytes != announced.head_bytes) {
     return refuse();
   }
-  reading_ = std::move(asked->second.front());
+  reading_ = std::move(asked->second.front().receive);
   asked->second.pop_front();
   if (asked->second.empty()) asked_.erase(asked);
-  expect(static_cast<char*>(reading_->call.address), form.bytes);
+  begin_reading(form);
   return true;
 }
 
@@ -496,13 +560,12 @@ bool Streams::Stream::note_answer(const Form& form) {
   if (answers->second.empty()) answers_.erase(answers);
   const TransferCall& call = first.transfer->call;
   if (call.dtype != form.dtype || call.bytes != form.bytes) {
-    const Form own{call.tag, call.dtype, call.bytes};
-    all_.note_form(first.transfer, rank, own, form, done);
+    all_.note_form(first.transfer, rank, form_of(call), form, done);
     return false;
   }
   if (first.announced) {
     ++first.transfer->parts;
-    post(head_of(kAskedFor, call), static_cast<const char*>(call.address), call.bytes, first.transfer);
+    post(frame_of(kAskedFor, call), first.transfer, true);
   }
   end_part(first.transfer);
   return true;
@@ -514,8 +577,8 @@ void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
     if (!sends && !receives) return;
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
   };
-  add(descriptor_, !sends_.empty(), !awaits_stripes());
-  for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), stripe.missing > 0);
+  add(descriptor_, !sends_.empty(), !awaits_stripes() && !asks_);
+  for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), stripe.missing.bytes_left() > 0);
 }
 
 void Streams::Stream::stop(const char* why) {
@@ -525,11 +588,11 @@ void Streams::Stream::stop(const char* why) {
   asked_.clear();
   for (Stripe& stripe : stripes_) {
     stripe.sends.clear();
-    stripe.missing = 0;
+    stripe.missing.clear();
     shutdown(stripe.descriptor, SHUT_WR);
   }
   striped_ = stripes_left_ = 0;
-  in_body_ = false;
+  in_body_ = in_head_ = asks_ = false;
   reading_ = nullptr;
   early_ = nullptr;
   shutdown(descriptor_, SHUT_WR);
@@ -621,7 +684,7 @@ void Streams::begin(const Held& transfer, const Early& early) {
       } else if (early != nullptr) {
         Stream& stream = *streams_[static_cast<std::size_t>(early->source)];
         stream.done = &done;
-        stream.deliver(transfer, *early);
+        stream.deliver(transfer, early);
       }
     } catch (const std::bad_alloc&) {
       done.failure.status = TransferFailure::kNoMemory;
@@ -657,6 +720,23 @@ void Streams::note_broken(Done* done) {
   done->failure.sends = done->first->call.sends;
   done->failure.peer = done->failure.suspect = ended->rank;
   done->text = ended->error();
+}
+
+void Streams::go_on(const Held& receive, const std::vector<Piece>& pieces, Done* done) {
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    if (fails_) return;
+    Stream& stream = *streams_[static_cast<std::size_t>(receive->source)];
+    stream.done = done;
+    try {
+      stream.go_on(receive, pieces);
+    } catch (const std::bad_alloc&) {
+      done->failure.status = TransferFailure::kNoMemory;
+    }
+    note_unsent();
+    fails_ = done->failure.status != 0;
+  }
+  wake();  // for the thread that sleeps without this connection
 }
 
 void Streams::note_unsent() {
@@ -715,6 +795,7 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
       moved = step(&done);
     }
     announce(done);
+    if (transfer->asks) return Moved::kSome;
     if (!transfer->is_open()) {
       if (left_ == 0 && has_left()) keep_moving(shared_from_this());  // an answer has no room yet
       return Moved::kSome;

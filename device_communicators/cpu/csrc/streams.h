@@ -1,18 +1,22 @@
-// Sends and receives of plain tensors between hosts, over TCP connections. Each direction keeps the send order.
+// Sends and receives between hosts, over TCP connections: of plain tensors, and of objects and tensor dicts. Each
+// direction keeps the send order.
 //
-// A message is a head of fixed size and a body. A send writes at once as much as the kernel accepts, and the thread
+// A message is a frame of fixed size and a body. A send writes at once as much as the kernel accepts, and the thread
 // that waits for a message reads it to where it belongs.
 //
+// The body of an object or dict is its head and its tensors. The receiver doesn't know their size: it reads the head,
+// and nothing more from this rank until the receive's `Taker` has said where the tensors go.
+//
 // A body that arrives before its receive is stored in memory of its own. A sender may have only a limited number of
-// bytes there; the receiver chose that number when they connected. A message over this limit is *announced*: its head
-// is sent, and its body once the receiver has asked for it (a rendezvous, in MPI's terms). Each head also says how many
-// bytes its sender has received so far, so the limit needs no messages of its own.
+// bytes there; the receiver chose that number when they connected. A message over this limit is *announced*: its
+// frame is sent, and its body once the receiver has asked for it (a rendezvous, in MPI's terms). Each frame also says
+// how many bytes its sender has received so far, so the limit needs no messages of its own.
 //
 // If the receiver stopped reading instead, the kernel would keep the rest, but then a receive of a later message on the
 // same connection could never finish. An announcement is short and is always read, so no limit causes a deadlock.
 //
-// The receiver of a message of more than kAnsweredBytes, or of one that was announced, answers with the form of its
-// receive. Its sender is done once the answer is there, so that it fails, too, if the two differ; the sender of a
+// The receiver of a tensor of more than kAnsweredBytes, or of a message that was announced, answers with the form of
+// its receive. Its sender is done once the answer is there, so that it fails, too, if the two differ; the sender of a
 // smaller one once the kernel has it.
 //
 // Descriptors are the caller's, who closes them after `close`. No thread holds the lock while it sleeps.
@@ -29,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "pieces.h"
 #include "transfers.h"
 
 namespace parallel_state {
@@ -51,6 +56,7 @@ class Streams final : public Transfers {
                       const std::function<void*()>& data) override;
   bool is_inside(int, bool) const override { return in_handler(); }
   bool end_together() const override { return true; }
+  bool carries_messages() const override { return true; }
   bool is_polled() const override { return true; }
 
   // For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.
@@ -64,31 +70,32 @@ class Streams final : public Transfers {
   void stop() override;
   bool leave() override;
   void sleep_on(Sleep* sleep) override;
+  void go_on(const Held& receive, const std::vector<Piece>& pieces, Done* done) override;
 
  private:
   class Stream;
-  struct Head {
+  struct Frame {
     char magic[4];
     std::uint32_t tag;
     std::int32_t dtype;
     std::uint32_t unused;
-    std::uint64_t received;  // bytes that the sender of this head has received so far
-    std::uint64_t bytes;     // of the body; of an answer: of the receive
+    std::uint64_t received;    // bytes that the sender of this frame has received so far
+    std::uint64_t bytes;       // of the body; of an answer: of the receive
+    std::uint64_t head_bytes;  // of these, the head of an object or dict
   };
-  static_assert(sizeof(Head) == 32);
+  static_assert(sizeof(Frame) == 40);
 
   // A further connection to the same rank, for a stripe of each large body: their bytes alone, in the order of the
   // bodies.
   struct Stripe {
-    struct Piece {
+    struct Part {
       const char* at;
       std::uint64_t bytes;
       Held transfer;
     };
     int descriptor;
-    std::deque<Piece> sends;
-    char* place = nullptr;  // of what is missing of the body that is read; null: it goes nowhere
-    std::uint64_t missing = 0;
+    std::deque<Part> sends;
+    Pieces missing = {};  // of the body that is read
   };
 
   Outcome run(const TransferCall& call);

@@ -29,17 +29,24 @@ struct TransferUser {
   void (*release)(void* self);
 };
 
+struct OutgoingMessage;
+struct IncomingMessage;
+
 struct TransferCall {
   int peer;  // -1: any source
   int sends;
   int tag;
-  int dtype;  // by torch's number
+  int dtype;  // by torch's number, or kMessageDtype
   void* address;
   std::uint64_t bytes;
   double timeout_s;  // from now on; 0: it has no deadline but that of a wait for it
   const TransferUser* user;
   void* self;
+  // In place of `address`: see transfers.h. The bytes of a send are those of the whole message, of a receive unknown.
+  const OutgoingMessage* outgoing = nullptr;
+  IncomingMessage* incoming = nullptr;
 };
+constexpr int kMessageDtype = 1 << 20;  // no dtype has this number
 
 // What starting returns, beside the number of a transfer: it is done; it was refused, see the failure; this thread is
 // in the middle of what it would wait for, as in a signal's handler.
@@ -47,5 +54,6 @@ constexpr std::int64_t kDoneTransfer = 0, kRefusedTransfer = -1, kInsideTransfer
 
 // How a wait ends. kLateTransfer: at its timeout. kInterruptedTransfer: a signal's handler raised.
 constexpr int kEndedTransfer = 0, kFailedTransfer = 1, kLateTransfer = 2, kInterruptedTransfer = 3, kInsideWait = 4;
+constexpr int kLeftMessage = 5;  // its taker has left it to the next receive
 
 }  // namespace parallel_state

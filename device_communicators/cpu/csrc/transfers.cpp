@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::int64_t kShortestNapNs = 50'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
+constexpr std::uint64_t kFewBytes = 64 << 10;                   // copied without letting other threads run
 constexpr std::int64_t kLooksNs = 50'000'000;                   // between looks for lost ranks, and for signals
 thread_local const Transfers* interrupted_transfers = nullptr;  // whose wait a signal handler of this thread interrupts
 
@@ -27,7 +28,12 @@ std::int64_t after(double seconds) {
 }
 
 Transfers::Transfers(std::shared_ptr<const Losses> losses, int rank, int size)
-    : losses_(std::move(losses)), rank_(rank), size_(size), matcher_(size), generation_(fork_generation()) {
+    : losses_(std::move(losses)),
+      rank_(rank),
+      size_(size),
+      reserved_(static_cast<std::size_t>(size)),
+      matcher_(size),
+      generation_(fork_generation()) {
   for (int peer = 0; peer < size; ++peer) sends_.push_back(std::make_unique<Sends>());
 }
 
@@ -58,11 +64,25 @@ void Transfers::wake_up() {
   asleep_.store(false, std::memory_order_release);
 }
 
+namespace {
+
+// While this lives, calls of this thread come from a signal handler, or a taker, in the middle of a transfer.
+class Interrupted {
+ public:
+  explicit Interrupted(const Transfers* by) : outer_(std::exchange(interrupted_transfers, by)) {}
+  ~Interrupted() { interrupted_transfers = outer_; }
+  Interrupted(const Interrupted&) = delete;
+  Interrupted& operator=(const Interrupted&) = delete;
+
+ private:
+  const Transfers* const outer_;
+};
+
+}  // namespace
+
 bool Transfers::handles_signals(bool surely) {
-  const Transfers* const outer = std::exchange(interrupted_transfers, this);
-  const bool raises = interrupted(surely);
-  interrupted_transfers = outer;
-  return raises;
+  const Interrupted here{this};
+  return interrupted(surely);
 }
 
 bool Transfers::in_handler() const { return interrupted_transfers == this; }
@@ -105,7 +125,7 @@ std::int64_t Transfers::start(const TransferCall& call, bool waits) {
 
 bool Transfers::check_form(const Held& receive, int peer, const Form& sent, Done* done) {
   const TransferCall& call = receive->call;
-  if (call.dtype == sent.dtype && call.bytes == sent.bytes) return true;
+  if (call.dtype == sent.dtype && (call.incoming != nullptr || call.bytes == sent.bytes)) return true;
   note_form(receive, peer, sent, {call.tag, call.dtype, call.bytes}, done);
   return false;
 }
@@ -130,11 +150,112 @@ Transfers::Held Transfers::first_with(int peer) {
   return found == open_.end() ? nullptr : found->second;
 }
 
-// Copies a whole message that came early.
-void Transfers::take(const Held& receive, const Body& body, Done* done) {
-  if (!check_form(receive, body.source, body.form, done)) return;
-  if (body.form.bytes != 0) std::memcpy(receive->call.address, body.bytes.get(), body.form.bytes);
-  finish(receive, body.source, done);
+// Takes a whole message that came early.
+void Transfers::take(const Held& receive, const Early& body, Done* done) {
+  const Form& form = body->form;
+  if (!check_form(receive, body->source, form, done)) return;
+  if (IncomingMessage* const message = receive->call.incoming) {
+    message->head_bytes = form.head_bytes;
+    message->tensor_bytes = form.bytes - form.head_bytes;
+    message->early = {body, body->bytes.get()};
+    message->is_at_hand = message->tensor_bytes <= kFewBytes;
+    return ask_taker(receive, body->source, done);
+  }
+  if (form.bytes != 0) std::memcpy(receive->call.address, body->bytes.get(), form.bytes);
+  finish(receive, body->source, done);
+}
+
+void Transfers::ask_taker(const Held& receive, int source, Done* done) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    receive->source = source;
+  }
+  done->asks = true;
+  receive->asks.store(true, std::memory_order_release);
+}
+
+// Returns false where the message is left.
+bool Transfers::run_taker(const Held& receive) {
+  IncomingMessage& message = *receive->call.incoming;
+  if (!receive->is_open()) return receive->asks = false, true;
+  const char* const early = message.early.get();
+  const std::uint64_t found_bytes = early == nullptr                               ? message.head.size()
+                                    : message.head_bytes > message.most_head_bytes ? kHeadStart
+                                                                                   : message.head_bytes;
+  std::vector<Loan> loans;
+  std::vector<Piece> pieces;
+  {
+    const Interrupted here{this};
+    char* const head = message.taker->head_buffer(found_bytes);
+    if (found_bytes != 0) std::memcpy(head, early == nullptr ? message.head.data() : early, found_bytes);
+    message.is_refused = !message.taker->take_head(
+        {head, found_bytes, message.head_bytes, message.tensor_bytes, message.is_at_hand, &loans}, &pieces);
+  }
+  if (message.is_refused && message.taker->leaves_message()) return false;
+  receive->asks.store(false, std::memory_order_relaxed);
+  std::uint64_t wanted_bytes = 0;
+  for (const Piece& piece : pieces) wanted_bytes += piece.bytes;
+  Done done;
+  if (!message.is_refused && wanted_bytes != message.tensor_bytes) {
+    done.failure.status = static_cast<std::int64_t>(QueueStatus::kMalformed);
+    done.failure.peer = done.failure.suspect = receive->source;
+    done.first = receive;
+  } else if (early == nullptr) {
+    go_on(receive, pieces, &done);
+  } else {
+    const char* from = early + message.head_bytes;
+    for (const Piece& piece : pieces) {
+      std::memcpy(piece.address, from, piece.bytes);
+      from += piece.bytes;
+    }
+    message.early = nullptr;
+    finish(receive, receive->source, &done);
+  }
+  announce(done);
+  return true;
+}
+
+Transfers::Received Transfers::receive_message(int src, int tag, double timeout_s, Taker& taker) {
+  static constexpr TransferUser kKeeps{nullptr, nullptr,
+                                       [](void* self) { delete static_cast<std::shared_ptr<IncomingMessage>*>(self); }};
+  Received received;
+  Found found{};
+  try {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto at = found_.find(src);
+      if (at != found_.end()) {
+        found = std::move(at->second);
+        found_.erase(at);
+      }
+    }
+    if (found.message == nullptr) {
+      found.message = std::make_shared<IncomingMessage>();
+      found.message->most_head_bytes = taker.most_head_bytes();
+      found.message->taker = &taker;
+      TransferCall call{src, 0, tag, kMessageDtype, nullptr, 0, 0, &kKeeps, nullptr};
+      call.self = new std::shared_ptr<IncomingMessage>(found.message);
+      call.incoming = found.message.get();
+      const std::int64_t number = start(call, true);
+      if (number < 0) return received.how = number == kInsideTransfer ? kInsideWait : kFailedTransfer, received;
+      found.number = static_cast<Number>(number);
+    }
+    IncomingMessage& message = *found.message;
+    message.taker = &taker;
+    received.how = wait(found.number, timeout_s, true);
+    if (received.how == kInterruptedTransfer) break_off(found.number);
+    received.is_refused = message.is_refused;
+    received.head_bytes = message.head_bytes;
+    received.tensor_bytes = message.tensor_bytes;
+    if (received.how == kLeftMessage) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      found_[src] = std::move(found);
+    }
+  } catch (const std::bad_alloc&) {
+    abandon();  // the taker's memory is not used after this
+    received.how = kFailedTransfer;
+  }
+  return received;
 }
 
 void Transfers::finish(const Held& transfer, int source, Done* done) {
@@ -148,6 +269,10 @@ void Transfers::finish(const Held& transfer, int source, Done* done) {
 
 void Transfers::announce(Done& done) {
   if (!done.transfers.empty()) settle(done.transfers, nullptr);
+  if (done.asks) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    finished_.notify_all();
+  }
   if (done.failure.status != 0) fail(done.failure, done.first, done.text);
 }
 
@@ -282,6 +407,10 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
   const Presence waiting{waiters_};  // ends before `waking`
   std::int64_t next_look_ns = now_ns() + kLooksNs, nap_ns = kShortestNapNs;
   while (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled) {
+    if (transfer->asks.load(std::memory_order_acquire)) {
+      if (!run_taker(transfer)) return leaves(kLeftMessage);
+      continue;
+    }
     const std::int64_t now = now_ns();
     const bool late = now >= until_ns;  // looks once more, for what just came
     if (now >= next_look_ns) {
@@ -296,7 +425,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     }
     if (moved == Moved::kSignal && handles_signals(true)) return leaves(kInterruptedTransfer);
     if (moved == Moved::kInterrupted) return leaves(kInterruptedTransfer);
-    if (late && transfer->is_open()) {
+    if (late && transfer->is_open() && !transfer->asks) {
       if (!expires) return leaves(kLateTransfer);
       expire(transfer);
       continue;
@@ -304,7 +433,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     if (moved != Moved::kBusy) continue;
     if (transfer->is_open() && is_inside(call.peer, sends)) return leaves(kInsideWait);
     std::unique_lock<std::mutex> lock(mutex_);
-    if (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled) {
+    if (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled && !transfer->asks) {
       finished_.wait_for(lock, std::chrono::nanoseconds(nap_ns));
     }
     nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);  // that after some 16 ms

@@ -8,6 +8,7 @@
 // call. The memory of a transfer is borrowed until `release` is called.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -25,10 +26,29 @@
 #include "matcher.h"
 #include "progress.h"
 #include "queue.h"
+#include "taker.h"
 #include "transfer_call.h"
 #include "wait.h"
 
 namespace parallel_state {
+
+// A message that is sent. The memory is kept until the transfer is released.
+struct OutgoingMessage {
+  std::vector<Piece> head, tensors;
+  std::uint64_t head_bytes = 0;  // of `head`
+};
+
+// A message that is received. Its taker runs on the thread that waits for it, and nothing else is read from its source
+// meanwhile.
+struct IncomingMessage {
+  Taker* taker = nullptr;             // null between two calls; used by the thread that waits
+  std::uint64_t most_head_bytes = 0;  // of the taker. This and what follows: by the medium's lock, until `asks` is set
+  std::vector<char> head;             // all of it, or its beginning
+  std::uint64_t head_bytes = 0, tensor_bytes = 0;
+  bool is_at_hand = false;            // see `Head`
+  std::shared_ptr<const char> early;  // all of a message that arrived before its receive, in one piece
+  bool is_refused = false;            // by the taker
+};
 
 class Transfers : public Movable, public std::enable_shared_from_this<Transfers> {
  public:
@@ -63,6 +83,25 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     timeout_s_.store(timeout_s, std::memory_order_relaxed);
     served_tag_ = tag;
   }
+
+  // Messages, where the medium carries them.
+  virtual bool carries_messages() const { return false; }
+  double served_timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
+  int message_tag() const { return served_tag_ + 1; }  // of calls without Python
+  // Receives the next message of a rank, or that which an earlier receive has left. Returns how the wait ended.
+  // `is_refused`: by the taker; then the message has arrived.
+  struct Received {
+    int how = kFailedTransfer;
+    bool is_refused = false;
+    std::uint64_t head_bytes = 0, tensor_bytes = 0;
+  };
+  Received receive_message(int src, int tag, double timeout_s, Taker& taker);
+  // Receives that were started: calls without Python don't overtake them.
+  void reserve(int src, int receives) { reserved_[static_cast<std::size_t>(src)] += receives; }
+  bool has_reserved() const {
+    return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& each) { return each != 0; });
+  }
+  bool is_reserved(int src) const { return reserved_[static_cast<std::size_t>(src)] != 0; }
 
   bool is_foreign() const;  // of a process that was forked from its own
   // False while nothing has failed.
@@ -105,6 +144,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     Number number = 0;
     int parts = 1;  // what has yet to be written or read of it; over connections
     std::atomic<int> state{kOpen};
+    std::atomic<bool> asks{false};  // the head of its message is there, and waits for the taker
     std::atomic<bool> is_released{false};
   };
   using Held = std::shared_ptr<Transfer>;
@@ -113,6 +153,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::int32_t tag = 0;
     std::int32_t dtype = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t head_bytes = 0;  // of these, the head of a message
   };
   // A message that came before its receive.
   struct Body {
@@ -129,7 +170,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::vector<Held> transfers;
     TransferFailure failure;  // if its status isn't 0
     std::string text;
-    Held first;  // to fail; may be null
+    Held first;         // to fail; may be null
+    bool asks = false;  // a waiter has a message's head to look at
   };
   enum class Moved { kBusy, kIdle, kSome, kInterrupted, kSignal };
 
@@ -172,11 +214,15 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return asleep_.load(std::memory_order_acquire);
   }
-  virtual void stop() {}                 // after a failure
+  virtual void stop() {}  // after a failure
+  // Goes on with a message whose taker has said where its tensors go, or has refused it. The transfer is open.
+  virtual void go_on(const Held&, const std::vector<Piece>&, Done*) {}
   virtual bool leave() { return true; }  // see `close`
 
   // Copies a whole message that came early.
-  void take(const Held& receive, const Body& body, Done* done);
+  void take(const Held& receive, const Early& body, Done* done);
+  // Has the thread that waits for a message look at its head.
+  void ask_taker(const Held& receive, int source, Done* done);
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
   // Notes that a message's form isn't the one that its receive has.
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
@@ -194,6 +240,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   std::shared_ptr<const Losses> losses_;  // null once it is closed; by mutex_, or the turn of an end
   const int rank_, size_;
   std::vector<std::unique_ptr<Sends>> sends_;
+  std::vector<std::atomic<int>> reserved_;   // by source
   std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
   std::atomic<int> left_{0};                 // open transfers
   std::atomic<double> timeout_s_{0};
@@ -205,6 +252,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
  private:
   void settle(const std::vector<Held>& ended, const TransferFailure* failure);
+  bool run_taker(const Held& receive);
   void expire();
   void expire(const Held& late);
   void find_losses();
@@ -218,6 +266,11 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   Number numbers_ = 0;                         // this and what follows: by mutex_
   std::map<Number, Held> open_;                // all that aren't settled
   std::set<Number> failed_;
+  struct Found {
+    Number number;
+    std::shared_ptr<IncomingMessage> message;
+  };
+  std::map<int, Found> found_;  // messages that their receives have left, by source
   TransferFailure failure_;
   std::string failure_text_;
   bool closed_ = false;

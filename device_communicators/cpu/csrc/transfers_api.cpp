@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "calling.h"
 #include "handle.h"
+#include "released.h"
 #include "rings.h"
 #include "streams.h"
 
@@ -20,39 +19,13 @@ using namespace parallel_state;
 
 Transfers& transfers_of(void* opened) { return **static_cast<std::shared_ptr<Transfers>*>(opened); }
 
-// Python objects whose memory no transfer uses any more. A thread without the interpreter lock can't let go of them:
-// the next call that has it does.
-class Released {
- public:
-  void add(void* object) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    objects_.push_back(object);
-  }
-  void let_go() {
-    std::vector<void*> objects;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      objects.swap(objects_);
-    }
-    for (void* const object : objects) calling.let_go(object);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<void*> objects_;
-};
-
-Released& released() {
-  static auto* const all = new Released;  // never deleted: the progress thread may outlive static objects
-  return *all;
-}
-
-constexpr TransferUser kPython{nullptr, nullptr, [](void* object) { released().add(object); }};
+constexpr TransferUser kPython{nullptr, nullptr, [](void* object) { released().add(&object, 1); }};
 
 template <typename Function>
 void* unlocked(Function function) {
   std::int64_t outcome = 0;
   bool has_memory = true;
+  const Released::Visit here;
   void* const thread = calling.save_thread();
   try {
     outcome = function();
@@ -192,6 +165,11 @@ int ps_transfers_is_inside(void* transfers, int peer, int sends) {
 }
 
 int ps_transfers_waiting_sends(void* transfers, int dst) { return transfers_of(transfers).waiting_sends(dst); }
+
+void ps_set_add_pending(Released::AddPending add_pending) { released().set_add_pending(add_pending); }
+
+// Receives that were started, which lists received without Python don't overtake.
+void ps_transfers_reserve(void* transfers, int src, int receives) { transfers_of(transfers).reserve(src, receives); }
 
 int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(transfers).drain(timeout_s) ? 1 : 0; }
 

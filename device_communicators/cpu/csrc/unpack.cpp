@@ -54,7 +54,6 @@ bool Unpacker::read(const Python& python, const char* head, std::uint64_t bytes,
   return whole_bytes == told_bytes && sent_bytes == tensor_bytes;
 }
 
-// Rows of [dtype, shape, device type].
 bool Unpacker::read_table(std::uint64_t count) {
   std::uint64_t rows = 0, claimed_bytes = 0;
   if (at_ == end_) return false;
@@ -82,7 +81,7 @@ bool Unpacker::read_tensor(std::uint64_t* claimed_bytes) {
   std::uint64_t dims = 0;
   const std::uint8_t tag = *at_++;
   if (!size_of(tag, 0x90, 16, 0xdc, &dims) || dims > kMostDims) return false;
-  // Torch multiplies the dims that aren't empty, also where there is no element.
+  // Torch multiplies the nonzero dims, even of an empty tensor.
   std::uint64_t bytes = static_cast<std::uint64_t>(python.dtype_bytes[tensor.dtype]);
   bool empty = false;
   while (dims-- > 0) {
@@ -106,7 +105,7 @@ TensorForm Unpacker::form(std::size_t index) const {
           cut ? &tensor.slice : tensor.sizes.data()};
 }
 
-// A number of so many bytes, the highest first.
+// Big-endian.
 bool Unpacker::number(int bytes, std::uint64_t* found) {
   if (bytes > end_ - at_) return false;
   for (*found = 0; bytes > 0; --bytes) *found = *found << 8 | *at_++;
@@ -120,7 +119,7 @@ bool Unpacker::unsigned_number(std::uint64_t* found) {
   return tag <= 0x7f || (tag >= 0xcc && tag <= 0xcf && number(1 << (tag - 0xcc), found));
 }
 
-// How many items follow a tag, of which a `few` stand within it, and the others behind it in 16 or 32 bits.
+// A size within the tag if below `few`, else in the 16 or 32 bits after it.
 bool Unpacker::size_of(std::uint8_t tag, std::uint8_t few_tag, std::uint8_t few, std::uint8_t tag_16,
                        std::uint64_t* size) {
   *size = tag & (few - 1);
@@ -149,7 +148,7 @@ void* Unpacker::build(Tensors& tensors) {
   return nullptr;
 }
 
-// `key`: of the outermost dict, for the values of that.
+// `key`: of the outermost dict.
 void* Unpacker::value(int depth, void* key) {
   const Python& python = *python_;
   if (at_ == end_) return nullptr;
@@ -218,7 +217,7 @@ void* Unpacker::list(std::uint64_t size, int depth) {
   return made;
 }
 
-// Keys can be chosen so that each collides with all before, unless they are texts, or few: see KeyCheck.
+// Keys can be chosen to collide, unless they are texts, or few: see KeyCheck.
 void* Unpacker::dict(std::uint64_t size, int depth) {
   const Python& python = *python_;
   void* const made = python.make_dict();

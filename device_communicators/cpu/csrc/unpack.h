@@ -1,8 +1,7 @@
-// Builds the Python object of a message, and the tensors that its bytes go to, from the message's head: the reverse of
-// pack.h, whose format it is.
+// Builds the Python object and the tensors of a message from its head: the reverse of pack.h.
 //
-// A head is a peer's bytes: all of it is checked. What `Packer` doesn't make is left to the codec in Python, which
-// reads more types and says what is wrong. The caller holds the GIL, and nothing here runs Python code.
+// The head comes from a peer, so all of it is checked. What `Packer` doesn't write is left to Python's codec, which
+// reads more types and raises errors. The caller holds the GIL; no Python code runs.
 #pragma once
 
 #include <cstddef>
@@ -13,37 +12,37 @@
 
 namespace parallel_state {
 
-// Tensors of a message, by their index in its head. A borrowed reference; null with or without an error of Python's.
+// A message's tensors by index. Returns a borrowed reference; null with or without a Python error.
 class Tensors {
  public:
   virtual ~Tensors() = default;
-  // `key`: where the tensor stands in a dict that is the whole object; else null.
+  // `key`: of the tensor in an outermost dict; else null.
   virtual void* at(std::size_t index, void* key) = 0;
 };
 
 class Unpacker {
  public:
-  // Takes in a head, which outlives this. False where it is left to Python: no object's head, tensors of devices, or
-  // others than the `tensor_bytes` that follow it, or slices for another number of ranks than `slices`.
+  // Reads a head, which must outlive this. Returns false if it is left to Python: another kind of head, tensors of
+  // devices or of other than `tensor_bytes`, or slices for another number of ranks than `slices`.
   bool read(const Python& python, const char* head, std::uint64_t bytes, std::uint64_t tensor_bytes,
             std::uint64_t slices);
 
   std::size_t count() const { return tensors_.size(); }
-  // A tensor as it is sent: flat and a part of the whole where it is cut. Its sizes live as long as this.
+  // The tensor as sent: flat, and a part if sliced. This object owns the sizes.
   TensorForm form(std::size_t index) const;
   bool is_cut(std::size_t index) const { return tensors_[index].cut; }
   const std::vector<std::int64_t>& sizes(std::size_t index) const { return tensors_[index].sizes; }  // of the whole
 
-  // The object, a new reference. Null, and no error of Python's, where it is left to Python.
+  // A new reference. Null, without a Python error, if it is left to Python.
   void* build(Tensors& tensors);
 
  private:
   struct Tensor {
     std::int64_t dtype;
     std::vector<std::int64_t> sizes;
-    std::uint64_t bytes;  // as it is sent
+    std::uint64_t bytes;  // as sent
     bool cut = false;
-    std::int64_t slice = 0;  // elements of it
+    std::int64_t slice = 0;  // its elements
   };
 
   bool read_table(std::uint64_t count);
@@ -65,7 +64,7 @@ class Unpacker {
   const std::uint8_t* end_ = nullptr;
   const std::uint8_t* body_ = nullptr;  // the object's bytes
   const std::uint8_t* body_end_ = nullptr;
-  std::uint64_t items_left_ = 0;  // that its lists may have in total: each is a byte at least
+  std::uint64_t items_left_ = 0;  // limit of list items: each takes a byte at least
   std::vector<Tensor> tensors_;
 };
 

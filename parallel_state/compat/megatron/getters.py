@@ -262,7 +262,10 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets the virtual stage, with a DeprecationWarning; also in `parallel_state` if it has this stage."""
+    """Sets the virtual pipeline stage that the getters here return. Warns with DeprecationWarning.
+
+    If the groups of `parallel_state` have a virtual stage of this number, they use it too.
+    """
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None

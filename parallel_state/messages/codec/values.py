@@ -354,7 +354,9 @@ class Decoder:
     def items(self, data: memoryview) -> list[Any]:
         items = _from_msgpack(data, ext_hook=self._ext)
         if type(items) is not list:
-            raise MessageDecodeError(f"a message holds a {type(items).__name__} in place of items")
+            raise MessageDecodeError(
+                f"a message is malformed: the items of a container must be a list, but are a {type(items).__name__}"
+            )
         return items
 
     def distinct(self, data: memoryview) -> frozenset[Any]:

@@ -175,7 +175,11 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """Returns `0–7`, `0 8 16 … 56`, runs as `0–7 128–135 … 896–903`, or with a step as in Python, `0:8:2`."""
+    """Returns a short text for ascending `ranks`.
+
+    Consecutive ranks: `0–7`. Several runs of one form: `0–7 128–135 … 896–903`, or with a step `0:8:2 16:24:2`, as in a
+    Python slice. All others: the first three and the last, `0 8 16 … 56`.
+    """
     ranks = list(ranks)
     if len(ranks) < 3:
         return " ".join(map(str, ranks)) or "none"
