@@ -190,7 +190,7 @@ class Bench:
                 if stage.cases or not self.starts or time.monotonic() < self.until:
                     self._measure(stage, later_s)
         finally:
-            self.progress.close()
+            self.progress.hide()
             if self.starts and "start-up" in self.options.parts:
                 case = {"part": "start-up", "ranks": self.options.ranks}
                 self.findings.rows.append(Row(case, us=self.starts))

@@ -98,10 +98,13 @@ class Ways:
 
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
+    # Newer versions of torch warn about the old names.
+    all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
-        "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),
-        "reduce_scatter": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, group),
+        "all_gather": lambda x: all_gather(x, 0, group),
+        "reduce_scatter": lambda x: reduce_scatter(x, "sum", 0, group),
         "broadcast": lambda x: functional.broadcast(x, 0, group),
         "all_to_all": lambda x: functional.all_to_all_single(x, None, None, group),
     }

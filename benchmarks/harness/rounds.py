@@ -39,7 +39,7 @@ def measure_all(
         keep(rows)
         shown.step(plan.case_s, f"{number + 1} of {len(cases)} {case.get('part', 'cases')}")
     if progress is None:
-        shown.close()
+        shown.hide()
     end = min(until, time.monotonic() + plan.repeat_s)
     for at in sorted(range(len(rows)), key=lambda at: -(rows[at].strangers_cores or 0.0)):
         while teams and rows[at].disturbed and rows[at].repeats < 3 and time.monotonic() < end:

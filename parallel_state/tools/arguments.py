@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,20 @@ def command_parser(command: str, usage: str, description: str | None, **options:
         prog=f"{PROGRAM} {command}".strip(),
         usage=f"%(prog)s {usage}",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
         **options,
     )
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps prose to the terminal's width, and keeps the lines of examples and tables, which are indented."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = (paragraph.strip("\n") for paragraph in text.split("\n\n"))
+        return "\n\n".join(
+            paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, width) for paragraph in paragraphs
+        )
 
 
 def positive(text: str) -> int:

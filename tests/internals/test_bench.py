@@ -238,7 +238,7 @@ def test_progress_has_the_time_left_and_a_line_each_ten_seconds(monkeypatch: pyt
     for step in ("first", "second", "third"):
         clock[0] += 8.0
         shown.step(4.0, step)
-    shown.close()
+    shown.hide()
     assert stream.getvalue() == "20 %, about 64 s left: second\n"
     assert shown.left_s == 28.0 * 2
 
@@ -251,7 +251,7 @@ def test_progress_on_a_terminal_is_one_bar(monkeypatch: pytest.MonkeyPatch) -> N
     stream.isatty = lambda: True  # type: ignore[method-assign]
     shown = Progress(40.0, stream)
     shown.step(20.0, "messages")
-    shown.close()
+    shown.hide()
     assert "50 %" in stream.getvalue() and "left: messages" in stream.getvalue()
     assert all(len(line) < 160 for line in stream.getvalue().splitlines())
 

@@ -127,6 +127,29 @@ def test_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "parallel_state, eager" in row["us"]
 
 
+NO_WARNING = """
+import warnings
+import torch, torch.distributed as dist
+from device_communicators.base.torch_internals import register_fake_backend
+from harness.ranks import OPERATIONS, compilable_of_torch
+
+register_fake_backend()
+dist.init_process_group("fake", rank=0, world_size=2)
+warnings.simplefilter("error", FutureWarning)
+for operation in OPERATIONS:
+    compilable_of_torch(operation, dist.group.WORLD)(torch.ones(8))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchs_functional_collectives_do_not_warn() -> None:
+    """torch warns about older names, once for each candidate, rank and size."""
+    program = Program(NO_WARNING, environment())
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
+
+
 @pytest.mark.parametrize("operation", ranks.OPERATIONS)
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:

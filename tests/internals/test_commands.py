@@ -111,6 +111,19 @@ def test_text_of_a_plan_has_the_width_of_the_terminal(
     assert paragraphs and all(len(line) <= 60 for line in paragraphs)
 
 
+@pytest.mark.parametrize("command", [[], *([name] for name in commands.COMMANDS)], ids=str)
+def test_help_has_the_width_of_the_terminal(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but examples and tables, which are indented; names of options can't be cut."""
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    _, *lines = capsys.readouterr().out.splitlines()  # the first is the usage
+    assert not [line for line in lines if len(line) > 60 and not line.startswith(" ")]
+    assert not [line for line in lines if len(line) > 60 and line.startswith(" " * 8)]
+
+
 def test_ctrl_c_ends_a_command_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,7 +76,8 @@ def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> Non
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there are GPUs"
     )
-    parser.add_argument("--operations", nargs="+", choices=operations, help="default: all")
+    parser.add_argument("--operations", nargs="+", choices=operations, metavar="NAME",
+                        help=f"default: all of {', '.join(operations)}")  # fmt: skip
     # benchmarks/report.py shares these options, and counts as nccl-tests on GPUs.
     parser.add_argument("--sizes", nargs="+", type=positive, metavar="BYTES", help="bytes of each rank's input")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -35,13 +35,15 @@ class Progress:
         self.done_s += expected_s
         left = duration(self.left_s)
         if self._bar is not None:
+            self._bar.start()
             self._bar.update(self._task, completed=self.done_s, description=text, left=left, refresh=True)
         elif time.monotonic() - self._shown >= LINE_S:
             self._shown = time.monotonic()
             percent = min(100, round(100 * self.done_s / self.total_s))
             print(f"{percent} %, about {left} left: {text}", file=self._stream, flush=True)
 
-    def close(self) -> None:
+    def hide(self) -> None:
+        """Erases the bar until the next step, so that other lines can be printed."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -60,4 +62,7 @@ def _bar(stream: TextIO) -> Any:
     except ImportError:
         return None
     columns = (BarColumn(), TextColumn("{task.percentage:3.0f} %, {task.fields[left]} left: {task.description}"))
-    return Progress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
+    return Progress(
+        *columns, console=Console(file=stream), auto_refresh=False, transient=True,
+        redirect_stdout=False, redirect_stderr=False,  # rich would wrap the lines of tables
+    )  # fmt: skip

@@ -108,11 +108,12 @@ def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row],
                 if progress is not None:
                     progress.step(plan.case_s, "ends" if following is None else f"{following['operation']}")
                     if following is None or following["operation"] != case["operation"]:
+                        progress.hide()
                         show(rows, about)
                         rows = []
         finally:
             if progress is not None:
-                progress.close()
+                progress.hide()
                 if rows:
                     show(rows, about)
         return failed
