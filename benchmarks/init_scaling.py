@@ -376,7 +376,7 @@ def _count_store_operations() -> list[CountingStore]:
     """Counts later store operations. New stores are added to the returned list."""
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has the module's name
     stores: list[CountingStore] = []
-    for module, name in ((start_stores, "tcp_store"), (of_torch, "_create_c10d_store")):
+    for module, name in ((start_stores, "open_tcp_store"), (of_torch, "_create_c10d_store")):
         setattr(module, name, _counting(getattr(module, name), stores))
     return stores
 

@@ -102,7 +102,7 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
     interfaces.whereabouts = lambda: _place_of(own.rank)
     stores: dict[int, list[BytesStore]] = {rank: [] for rank in ranks}
     if count:
-        start_stores.tcp_store = _counting(start_stores.tcp_store, own, stores)
+        start_stores.open_tcp_store = _counting(start_stores.open_tcp_store, own, stores)
     # Call `make` in the rank's own thread, which has its thread-local state.
     start_stores.within = rendezvous.within = lambda deadline, make, grace_s=0.0: make()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
-from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state import TensorDictSpec
 from tests.contract.test_objects import Pools, own_group, same
 from tests.hosts import HostRanks
 

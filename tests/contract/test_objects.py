@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators import GroupContext, Handle, Route
 from device_communicators.base import settings
-from device_communicators.cpu import host_memory
 from parallel_state import GroupCoordinator, GroupOptions
 from parallel_state.groups.coordinator import Traits, create_group
 from tests.internals import raw_messages
+from tests.internals.host_faults import as_too_many_to_mesh
 from tests.internals.raw_messages import Outgoing, garbage, is_over_queue, metadata_bytes, send_raw
 from tests.workers import WorkerPool
 
@@ -132,11 +132,9 @@ def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
     """
     world = ps.get_world_group()
     assert world.pool is not None
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, as_too_many_to_mesh() if over == "route" else contextlib.nullcontext():
         if over != "queue":
             patch.setenv(settings.SHARED_MEMORY.name, "off")
-        if over == "route":
-            patch.setattr(host_memory, "MOST_MESHED", 1)
         group = create_group(
             world.pool,
             world.ranks,

@@ -66,6 +66,16 @@ def as_without_descriptors(is_victim: bool) -> Iterator[None]:
         limits.descriptor_shortage, host_memory.MESHED_UNASKED = shortage, unasked
 
 
+@contextmanager
+def as_too_many_to_mesh() -> Iterator[None]:
+    """Makes groups over several hosts connect leads only, as groups of more than 256 ranks do."""
+    most, host_memory.MOST_MESHED = host_memory.MOST_MESHED, 1
+    try:
+        yield
+    finally:
+        host_memory.MOST_MESHED = most
+
+
 def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], object]) -> None:
     """Calls `then` on a thread once this rank's connections have moved `size_bytes` in total."""
 
