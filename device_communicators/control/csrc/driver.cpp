@@ -967,6 +967,9 @@ Bytes record_of(Stay* stay) {
 }
 
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {
+  const Nanos began = monotonic_now();
+  stay->listeners->wait_received(kFarewellTime);
+  deadline += monotonic_now() - began;
   Lock lock(fork_mutex());
   Event event = event_of(Event::kLeave, 0);
   event.deadline = deadline;

@@ -137,7 +137,7 @@ void close_stay(std::int64_t handle);
 // order.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
 Bytes record_of(Stay* stay);
-// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 6 s after the
+// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 11 s after the
 // deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);
 

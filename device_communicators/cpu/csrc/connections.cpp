@@ -2,11 +2,8 @@
 
 #include <errno.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
-
-#include <linux/sockios.h>
 
 #include <algorithm>
 #include <cstring>
@@ -357,13 +354,6 @@ void Link::leave() {
   static_cast<void>(::send(descriptors_[0], &head, sizeof head, MSG_NOSIGNAL | MSG_DONTWAIT));
   broken_ = true;
   broken_by_ = kEnded;
-}
-
-bool Link::is_received() const {
-  return std::all_of(descriptors_.begin(), descriptors_.end(), [](int descriptor) {
-    int unacknowledged = 0;
-    return ioctl(descriptor, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
-  });
 }
 
 void Link::end(const FailureNote* why) {

@@ -4,11 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
-#include <thread>
 #include <utility>
 
 #include "copy.h"
@@ -19,9 +17,7 @@ namespace {
 
 constexpr char kForeignText[] = "it sent bytes that are no message of this version";
 constexpr std::int64_t kSliceNs = 20'000'000;
-constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
-constexpr std::int64_t kFarewellNs =
-    5'000'000'000;                                // a rank that leaves waits at most this long until its bytes arrive
+constexpr std::int64_t kNoticeNs = 200'000'000;   // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // broadcasts up to this size go directly to every other host
 constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the deadline
 constexpr std::size_t kCopiedBytes = 1 << 20;
@@ -39,6 +35,7 @@ class HostsGroup::Listener final : private control::EndListener {
   ~Listener() { source_->remove(this); }
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
+  control::EndListeners& source() { return *source_; }
 
  private:
   void on_end(int global_rank, bool died) noexcept override {
@@ -143,12 +140,9 @@ Loss HostsGroup::loss(int rank) const {
 
 void HostsGroup::leave() {
   connections_->leave();
-  if (liveness_.is_doomed()) return;
-  const std::int64_t until = now_ns() + kFarewellNs;
+  if (listener_ == nullptr || liveness_.is_doomed()) return;
   for (const auto& link : connections_->links()) {
-    while (!link->is_received() && end_of(link->rank) == kAlive && now_ns() < until) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    for (const int socket : link->descriptors()) listener_->source().linger(socket);
   }
 }
 
