@@ -1,7 +1,10 @@
 #include "end_listeners.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/ioctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <linux/sockios.h>
@@ -13,9 +16,14 @@
 namespace parallel_state::control {
 namespace {
 
+// Whether the peer's kernel has received all bytes that were sent, or can't receive them any more.
 bool is_received(int socket) {
   int unacknowledged = 0;
-  return ioctl(socket, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
+  if (ioctl(socket, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0) return true;
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  // After a reset the count stays as it was.
+  return getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_state == TCP_CLOSE;
 }
 
 }  // namespace
