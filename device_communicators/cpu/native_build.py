@@ -81,7 +81,7 @@ class Recipe:
     base: Recipe | None = None
     """The object that it is linked with."""
     usual_cpu_s: float = 0.0
-    """Roughly the CPU seconds that GCC 12 takes for the units, without the base. All together took 90 s on one machine."""
+    """Roughly the CPU seconds that GCC 12 takes for the units, without the base. All recipes took 90 s together."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
