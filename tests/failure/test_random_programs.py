@@ -1,7 +1,7 @@
 """Random programs on three hosts while ranks are stopped and links fail for a while: every result is right.
 
 All ranks derive the same program from a seed. The kernel's buffers are small, so that most messages arrive in parts.
-Each pause ends before the heartbeat limit, so no rank may be reported as dead. 2 seeds by default, 40 with
+Each pause ends before the heartbeat limit, so no rank may be reported as dead. One seed by default, 40 with
 FAILURE_TESTS=long.
 """
 
@@ -32,7 +32,7 @@ COUNTS = (1, 7, 300, 2_048, 20_000, 90_000)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 EARLY_BYTES = ("0", "20000", "")
 SMALL_BUFFERS = "net.ipv4.tcp_wmem='4096 4096 4096' net.ipv4.tcp_rmem='4096 8192 8192'"
-CALLS = 80 if LONG else 40
+CALLS = 80 if LONG else 25
 LONGEST_PAUSE_S = 0.6
 PROGRAM_S = 100.0
 
@@ -235,9 +235,8 @@ class Disturbance(threading.Thread):
             self.count += 1
 
 
-@pytest.mark.side_by_side
 @pytest.mark.parametrize("door", ["coordinator", "torch.distributed"])
-@pytest.mark.parametrize("seed", range(40 if LONG else 2))
+@pytest.mark.parametrize("seed", range(40 if LONG else 1))
 def test_every_result_is_right_while_ranks_stop_and_links_fail(tmp_path: Path, seed: int, door: str) -> None:
     creation.load()  # before any deadline starts
     if problem() is not None:

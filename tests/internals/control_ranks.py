@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -105,8 +106,9 @@ class Party:
 
     def restart(self) -> None:
         for process in self.pool._processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it may exit meanwhile
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGCONT)
         self.pool.kill()
 
 
