@@ -141,7 +141,7 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
     const Outcome outcome = send_message(served, to, packer().pieces(), packer().heads());
-    if (outcome == Outcome::kNoRoom) packer().hold();  // `ps_packed` tells it
+    if (outcome == Outcome::kNoRoom && may_start) packer().hold();  // `ps_packed` returns it
     return answer(outcome);
   }
   if (waits && transfers->has_reserved()) {
