@@ -652,7 +652,7 @@ void Driver::close(Stay* stay, int number) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end() || found->second.closing) return;
   found->second.closing = true;
-  found->second.has_farewell = stay->core->is_over();
+  found->second.has_farewell = stay->core->is_over() && !stay->listeners->has_any_died();
   found->second.until = monotonic_now() + (found->second.has_farewell ? kFarewellTime : kCloseTime);
   timed_[number] = stay;
   unsent_.emplace_back(stay, number);

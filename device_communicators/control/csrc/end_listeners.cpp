@@ -56,16 +56,23 @@ void EndListeners::linger(int socket) {
 void EndListeners::wait_received(std::int64_t limit_ns) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(limit_ns);
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto died = [this] {
-    return std::any_of(ended_.begin(), ended_.end(), [](const auto& end) { return end.second; });
-  };
-  while (!are_received() && !died() && std::chrono::steady_clock::now() < until) {
+  while (!are_received() && !any_died() && std::chrono::steady_clock::now() < until) {
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();
   }
   for (const int socket : lingering_) close(socket);
   lingering_.clear();
+}
+
+bool EndListeners::has_any_died() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return any_died();
+}
+
+// By `mutex_`.
+bool EndListeners::any_died() const {
+  return std::any_of(ended_.begin(), ended_.end(), [](const auto& end) { return end.second; });
 }
 
 // Closes the sockets whose bytes have been received. By `mutex_`.

@@ -31,9 +31,11 @@ class EndListeners {
   // Returns when the peers' kernels have received the bytes of all lingering sockets, after `limit_ns`, or at once if a
   // rank died. Closes the sockets.
   void wait_received(std::int64_t limit_ns);
+  bool has_any_died();
 
  private:
   bool are_received();
+  bool any_died() const;
 
   std::mutex mutex_;
   std::vector<int> lingering_;
