@@ -401,7 +401,7 @@ class World:
         """Leaves the world and frees its resources. Idempotent.
 
         Returns when other hosts' kernels have the farewell and this host's ranks can read it, after at most `linger_s`
-        + 11 s. Waits up to 1 s more for a running callback.
+        + 1 s. Waits up to 1 s more for a running callback.
         """
         if self._is_leaving or self._pid != os.getpid():
             return

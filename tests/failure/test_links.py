@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,7 @@ import torch.distributed as dist
 
 import parallel_state as ps
 from device_communicators.base import errors
-from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt
-from tests.failure.over_torch import torch_world
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
 from tests.hosts import INTERFACE, Host, HostRanks, Hosts, HostsFailedError, problem
@@ -263,42 +259,6 @@ def test_row_19_a_partition_that_heals_in_time(placement: tuple[int, ...]) -> No
     with _two_hosts() as two, _ranks(two, placement) as ranks:
         results = ranks.survivors(_through_a_pause, LIMIT_S / 4, placement.index(1), timeout_s=DEADLINE_S)
     assert results == dict.fromkeys(range(len(placement)), [10.0 * len(placement)] * 3)
-
-
-def _leave_while_down(seconds: float, kind: str, over_torch: bool) -> tuple[Outcome, float]:
-    """Rank 0's last call only sends, while its link is down for a while; then it leaves."""
-    group: Any
-    with contextlib.ExitStack() as stack:
-        if over_torch:
-            group = stack.enter_context(torch_world())
-        else:
-            ps.init_distributed_environment()
-            group = ps.get_world_group()
-            stack.callback(ps.destroy_distributed_environment)
-        x = torch.arange(2_000.0)
-        calls = {
-            "broadcast": lambda: group.broadcast(x * (1 - group.rank), 0),
-            "send": lambda: group.send(x, 1) if group.rank == 0 else group.recv(x.shape, x.dtype, 0),
-            "broadcast_object": lambda: group.broadcast_object(x.tolist() if group.rank == 0 else None, 0),
-            "send_object": lambda: group.send_object(x.tolist(), 1) if group.rank == 0 else group.recv_object(0),
-        }
-        group.barrier()
-        if group.rank == 0:
-            _shell(f"ip link set {INTERFACE} down; (sleep {seconds}; ip link set {INTERFACE} up) >/dev/null 2>&1 &")
-        told = attempt(calls[kind])
-        left = time.monotonic()
-    return told._replace(text=told.text[:200]), time.monotonic() - left
-
-
-@pytest.mark.parametrize("over_torch", [False, True], ids=["coordinator", "torch.distributed"])
-@pytest.mark.parametrize("kind", ["broadcast", "send", "broadcast_object", "send_object"])
-def test_row_19_a_rank_leaves_while_its_link_is_down(kind: str, over_torch: bool) -> None:
-    """What it sent arrives when the link is up again: it leaves once its peers' kernels have all of it."""
-    creation.load()  # before any deadline starts
-    with _two_hosts() as two, _ranks(two, ONE_EACH, 3 * LIMIT_S) as ranks:
-        results = ranks.survivors(_leave_while_down, 1.5, kind, over_torch, timeout_s=DEADLINE_S)
-    assert {rank: told.kind for rank, (told, _) in results.items()} == {0: "ok", 1: "ok"}, results
-    assert max(left_s for _, left_s in results.values()) < 2 * LIMIT_S, results
 
 
 def _slowly(count: int) -> tuple[list[float], float]:

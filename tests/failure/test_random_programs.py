@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,10 @@ def _run_on(group: ps.GroupCoordinator | OverTorch, seed: int, folder: str) -> i
     program = Program(group, seed)
     Path(folder, f"pid-{program.rank}").write_text(str(os.getpid()), encoding="utf-8")
     program.run()
+    # A rank that leaves while its link is down may be reported before its last bytes arrive.
+    Path(folder, f"ended-{program.rank}").touch()
+    while len(list(Path(folder).glob("ended-*"))) < SIZE:
+        time.sleep(0.01)
     return program.number + 1
 
 

@@ -23,12 +23,11 @@ namespace parallel_state::control {
 namespace {
 
 constexpr Nanos kDialTime = 2 * kSecond;
-constexpr Nanos kCloseTime = 2 * kSecond;     // then a close is forced
-constexpr Nanos kFarewellTime = 5 * kSecond;  // as kCloseTime, for a connection that carries a farewell
-constexpr Nanos kPoll = 5 * kMillisecond;     // for acknowledgements and boards, which raise no event
-constexpr Nanos kShortage = kSecond / 10;     // pause of accept after descriptors ran out
-constexpr Nanos kQuiet = 60 * kSecond;        // between two logs of a shortage
-constexpr Nanos kAttach = kSecond;            // between two attempts to watch a neighbour
+constexpr Nanos kCloseTime = 2 * kSecond;  // then a close is forced
+constexpr Nanos kPoll = 5 * kMillisecond;  // for acknowledgements and boards, which raise no event
+constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
+constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
+constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
 constexpr int kReads = 4;  // of one connection before others are read
@@ -357,9 +356,7 @@ void Driver::tend(Stay* stay) {
     }
   }
   const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
-  const bool is_saying = std::any_of(stay->connections.begin(), stay->connections.end(),
-                                     [](const auto& each) { return each.second.has_farewell; });
-  if (said || (now >= stay->leave_by && !is_saying)) finish(stay);
+  if (said || now >= stay->leave_by) finish(stay);
 }
 
 // Events and actions.
@@ -646,14 +643,13 @@ void Driver::probe(Stay* stay, int number) {
   stay->events.push_back(std::move(event));
 }
 
-// Waits at most 2 s, with a farewell 5 s, for the peer's kernel to acknowledge all bytes. Closing with unread input
-// makes Linux drop unsent bytes, such as a farewell.
+// Waits at most 2 s for the peer's kernel to acknowledge all bytes. Closing with unread input makes Linux drop unsent
+// bytes, such as a farewell.
 void Driver::close(Stay* stay, int number) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end() || found->second.closing) return;
   found->second.closing = true;
-  found->second.has_farewell = stay->core->is_over() && !stay->listeners->has_any_died();
-  found->second.until = monotonic_now() + (found->second.has_farewell ? kFarewellTime : kCloseTime);
+  found->second.until = monotonic_now() + kCloseTime;
   timed_[number] = stay;
   unsent_.emplace_back(stay, number);
 }
@@ -967,15 +963,11 @@ Bytes record_of(Stay* stay) {
 }
 
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {
-  const Nanos began = monotonic_now();
-  stay->listeners->wait_received(kFarewellTime);
-  deadline += monotonic_now() - began;
   Lock lock(fork_mutex());
   Event event = event_of(Event::kLeave, 0);
   event.deadline = deadline;
   if (!post(stay, std::move(event))) return;
-  const auto patience =
-      std::chrono::nanoseconds(std::max<Nanos>(deadline - monotonic_now(), 0) + kFarewellTime + kSecond);
+  const auto patience = std::chrono::nanoseconds(std::max<Nanos>(deadline - monotonic_now(), 0) + kSecond);
   stay->ended.wait_for(lock, patience, [&] { return stay->over; });
 }
 

@@ -69,9 +69,8 @@ struct Connection {
   Descriptor socket;
   Proc dialed = 0;  // its target; 0 once open
   bool closing = false;
-  bool has_farewell = false;  // closing, because this process leaves
-  bool is_guest = false;      // of the store
-  bool hung_up = false;       // can't write, but still reads
+  bool is_guest = false;  // of the store
+  bool hung_up = false;   // can't write, but still reads
   bool polls_out = false;
   Nanos until = kNever;  // of the dial or close
   Unsent out;
@@ -137,7 +136,7 @@ void close_stay(std::int64_t handle);
 // order.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
 Bytes record_of(Stay* stay);
-// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 11 s after the
+// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 1 s after the
 // deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);
 

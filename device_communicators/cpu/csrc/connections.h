@@ -173,8 +173,6 @@ class Link {
   void poll_for(std::vector<pollfd>* polled) const;
   // Reports that this rank leaves, unless something is being sent.
   void leave();
-  // Returns whether the peer's kernel has received all bytes that were sent.
-  bool is_received() const;
   // Ends sending, after a failure note if there is one.
   void end(const FailureNote* why);
   const std::vector<int>& descriptors() const { return descriptors_; }

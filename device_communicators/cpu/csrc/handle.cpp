@@ -99,7 +99,7 @@ Loss Handle::loss(int rank) const {
 void Handle::leave_group() {
   liveness_.leave();
   if (hosts_ == nullptr || !enter()) return;
-  hosts_->leave();
+  hosts_->connections().leave();
   leave();
 }
 

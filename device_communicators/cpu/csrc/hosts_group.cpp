@@ -35,7 +35,6 @@ class HostsGroup::Listener final : private control::EndListener {
   ~Listener() { source_->remove(this); }
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
-  control::EndListeners& source() { return *source_; }
 
  private:
   void on_end(int global_rank, bool died) noexcept override {
@@ -136,14 +135,6 @@ Loss HostsGroup::loss(int rank) const {
   }
   if (end_of(rank) != kAlive) return Loss(rank);
   return liveness_.is_doomed() ? Loss(kOutside) : Loss();
-}
-
-void HostsGroup::leave() {
-  connections_->leave();
-  if (listener_ == nullptr || liveness_.is_doomed()) return;
-  for (const auto& link : connections_->links()) {
-    for (const int socket : link->descriptors()) listener_->source().linger(socket);
-  }
 }
 
 // Calls.

@@ -37,9 +37,6 @@ class HostsGroup final : public Group {
   // For ranks of other hosts; see GroupLiveness::listen_to.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks);
   void stop_listening();
-  // Tells the other hosts that this rank leaves the group. Bytes that their kernels haven't received delay the report
-  // of this rank's exit (see EndListeners::linger), which must not overtake them.
-  void leave();
   bool has_left(int rank) const;
   bool has_died(int rank) const { return end_of(rank) == kDied; }
   Loss loss(int rank) const;  // for ranks of the whole group; see GroupLiveness
