@@ -26,7 +26,7 @@ from tests.extent import LONG
 
 PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
 IN_GRAPH = (False, True) if LONG else (False,)
-"""Whether the graph changes its inputs itself, as inductor's does; with other backends its caller does."""
+"""True for inductor: its graph changes its inputs itself. With other backends the graph's caller does."""
 RECOMPUTING = (None, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 BUDGETS = (1.0, 0.7, 0.3, 0.0)
 REPEATS_BY_BUDGET = torch.torch_version.TorchVersion(torch.__version__) < "2.15"

@@ -34,7 +34,7 @@ UNTRACKED = (
 )  # fmt: skip
 (DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PLAIN = {"_native.so", "_native.digest", "_native_objects.o", "_native_objects.digest"}
-"""What a wheel brings that needs no torch: the library, and what another one for a torch is linked with."""
+"""Files of a wheel that need no torch: the library, and the object that libraries for a torch are linked with."""
 TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
 
 

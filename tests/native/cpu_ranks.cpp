@@ -441,7 +441,8 @@ void messages(const World& world, const File& segment, const File& queues, const
     }
     CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
   }
-  // Lists lent to all: borrowed and returned by another thread, read, or, while most loans are held, sent.
+  // Broadcasts lists as loans. Receivers borrow them on another thread, or copy them; senders copy if most loans are
+  // held.
   const auto meet = [&] {
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
   };

@@ -64,8 +64,7 @@ class Unlocked {
   void* const thread_;
 };
 
-// What the packer has packed, kept: other threads may change the object meanwhile, and a signal's handler may pack
-// another one on this thread.
+// Keeps the packed message alive: another thread may change its object, and a signal handler may pack another message.
 class Kept {
  public:
   explicit Kept(const Python& python) : python_(python), pieces_(packer().pieces()), heads_(packer().heads()) {
@@ -96,7 +95,7 @@ class Kept {
   bool handed_back_ = false;
 };
 
-// A message that stays until its transfer is released, and the Python objects whose memory it is in.
+// A message that lives until its transfer is released, with the Python objects that contain its bytes.
 struct Lasting {
   OutgoingMessage message;
   std::vector<char> written;
@@ -135,8 +134,8 @@ struct Lasting {
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
 constexpr long long kStarted = 4;  // and the transfer's number: an Outcome is less
 
-// What was packed, to one rank. Started receives must go on while this thread waits, which Python sees to: then the
-// message is started if it `may_start`, else left.
+// Sends the packed message to one rank. If receives are pending, Python must move them during the wait: the message is
+// then started if it `may_start`, else left to Python.
 void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
@@ -164,7 +163,7 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
 }
 
-// What was packed, to all ranks. Without room `ps_packed` tells it, if that is `wanted`.
+// Sends the packed message to all ranks. If there is no room, and it is `wanted`, `ps_packed` returns it.
 Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
   Kept kept{python};
   Outcome outcome;

@@ -158,7 +158,7 @@ class Packer {
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
   // Keeps long texts and tensors alive for a message that is sent later, until the next `pack` or `take_held`. Until
-  // `free`, other messages of this thread, which are a signal handler's, are left to Python.
+  // `free`, this thread's other messages, those of a signal handler, are encoded by Python.
   void hold();
   void free() { is_held_ = false; }
   std::vector<void*> take_held() { return std::exchange(held_, {}); }

@@ -506,7 +506,7 @@ void Streams::Stream::begin_reading(const Form& form) {
   consume();
 }
 
-// What is left of a message that was refused can't be passed over: it may be the most that a peer can send.
+// The rest of a refused message isn't discarded: it may be as large as a peer can claim.
 void Streams::Stream::go_on(const Held& receive, const std::vector<Piece>& pieces) {
   if (!asks_ || reading_ != receive) return;
   const IncomingMessage& message = *receive->call.incoming;

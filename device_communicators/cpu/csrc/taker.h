@@ -1,5 +1,5 @@
-// How a message becomes something of the receiver's: its head is read, a `Taker` says where the tensors go, and they
-// are read to there. What carries it, rings or connections, is in messages.h.
+// Receives a message of unknown size: the library reads its head, a `Taker` returns the addresses for its tensors, and
+// the library reads the tensors to these. The functions that do so, over rings and connections, are in messages.h.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,18 @@ struct Head {
   std::vector<Loan>* loans;  // where the tensors are if the sender has lent them; a taker that keeps them clears it
 };
 
-// Makes something of a message.
+// Decides where a message's tensors go, and builds the receiver's object from its head.
 class Taker {
  public:
   virtual ~Taker() = default;
   virtual std::uint64_t most_head_bytes() const = 0;  // of a longer head `head_buffer` gets kHeadStart bytes
   virtual bool wants_loans() const = 0;
   virtual char* head_buffer(std::uint64_t bytes) = 0;  // to read the head into
-  // Says where the tensors go, one after the other. False where the message is refused.
+  // Appends the places of the tensors, in order. Returns false if it refuses the message.
   virtual bool take_head(const Head& head, std::vector<Piece>* pieces) = 0;
-  // Whether the refused message stays for the next receive.
+  // Returns whether a refused message stays for the next receive.
   virtual bool leaves_message() const { return false; }
 };
-constexpr std::uint64_t kHeadStart = 32;  // tells what a head is
+constexpr std::uint64_t kHeadStart = 32;  // the part of a head that has its kind and sizes
 
 }  // namespace parallel_state
