@@ -279,6 +279,8 @@ Status HostsGroup::blame(Link& link) {
       } else if (suspect_ >= 0 && suspect_ < size_ && is_here(suspect_) && !dies_soon(suspect_)) {
         suspect_ = rank_;  // the other host receives nothing from this one
         reporter_ = link.rank;
+      } else {
+        learn_end(suspect_);
       }
       expected_ = why.expected;
       found_ = why.found;
@@ -314,6 +316,22 @@ bool HostsGroup::dies_soon(int rank) const {
     if (has_died(rank)) return true;
   }
   return false;
+}
+
+// Another rank's note of an end can arrive before the end itself: waits a moment to learn whether `rank` left or died.
+void HostsGroup::learn_end(int rank) {
+  const auto& links = connections_->links();
+  const auto found = std::find_if(links.begin(), links.end(), [&](const auto& each) { return each->rank == rank; });
+  if (found == links.end()) return;
+  Link& link = **found;
+  for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
+    if (has_died(rank) || has_left(rank)) return;
+    link.in.listen();
+    if (!link.is_in_trouble()) link.read();
+    if (link.in.state() == Inbox::State::kLeft)
+      (*ended_)[static_cast<std::size_t>(rank)].store(kLeft, std::memory_order_release);
+    if (link.is_in_trouble()) return;
+  }
 }
 
 // A rank that failed in the middle of a message can't report why: wait for another rank's note, or its exit.

@@ -133,6 +133,7 @@ class HostsGroup final : public Group {
   bool is_sound(const FailureNote& why) const;
   Status at_home_ended();
   bool dies_soon(int rank) const;
+  void learn_end(int rank);
   Status blame_broken(Link& link);
   Status pass();
   void show_difference(const CallRecord& other);
