@@ -1,4 +1,6 @@
-"""The bits of reductions: signed zeros, NaN, and ranks whose threads have different floating-point states."""
+"""The bits of reductions: signed zeros, NaN, slices of a batch, and ranks whose threads have different floating-point
+states.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import platform
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators import REDUCE_OPS
+from parallel_state import GroupCoordinator
 from tests.contract.carriers import Carrier, Member
-from tests.contract.cases import FLOATS, bytes_of
+from tests.contract.cases import FLOATS, Form, bytes_of, real_numbers
 from tests.contract.test_objects import Pools
 
 COUNTS = (12, 12_000)
@@ -81,6 +85,62 @@ def _special_body(member: Member) -> None:
 
 def test_zeros_keep_their_sign_and_nan_stays(carrier: Carrier) -> None:
     carrier.run(_special_body)
+
+
+TOKENS, HIDDEN = 35, 8208
+"""All rows together are sent in pipelined chunks, one row in one exchange."""
+
+
+def _slices_body(member: Member) -> None:
+    """A row's bits depend neither on the other rows of the batch nor on its position."""
+    draw, cuts = random.Random(TOKENS), [(0, 1), (TOKENS - 1, TOKENS)]
+    cuts += [sorted(draw.sample(range(TOKENS + 1), 2)) for _ in range(3)]
+    weight = torch.linspace(0.5, 2, HIDDEN, dtype=torch.float64)
+    by_gloo = member.row == "process_group" and member.size > 2  # only started reductions have their own order there
+    for dtype, op in member.shared(list(itertools.product(FLOATS, ("sum", "avg", "product")))):
+        xs = member.of_ranks(lambda rank, d=dtype: real_numbers(Form((TOKENS, HIDDEN)), d, rank))
+        x, group = xs[member.rank], member.group
+        residual, w = real_numbers(Form((TOKENS, HIDDEN)), dtype, 99), weight.to(dtype)
+
+        def results(
+            part: Tensor, res: Tensor, op: str = op, group: GroupCoordinator = group, w: Tensor = w
+        ) -> list[Tensor]:
+            found = [group.all_reduce_async(part.clone(), op).wait(), group.reduce_scatter_async(part, 1, op).wait()]
+            if by_gloo:
+                return found
+            found += [group.all_reduce(part, op), group.reduce_scatter(part, 1, op)]
+            return [*found, *group.all_reduce_add_rms_norm(part, res, w, 1e-6)]
+
+        with member.case(f"{op} of {dtype}"):
+            whole = results(x, residual)
+            for first, end in cuts:
+                alone = results(x[first:end], residual[first:end])
+                for number, (part, full) in enumerate(zip(alone, whole, strict=True)):
+                    assert bytes_of(part).equal(bytes_of(full[first:end])), (number, first, end)
+            shuffled = torch.tensor(draw.sample(range(TOKENS), TOKENS))
+            for number, (part, full) in enumerate(zip(results(x[shuffled], residual[shuffled]), whole, strict=True)):
+                assert bytes_of(part).equal(bytes_of(full[shuffled])), (number, "shuffled")
+
+
+def test_reductions_are_batch_invariant(carrier: Carrier) -> None:
+    carrier.run(_slices_body)
+
+
+def _slices_over_the_backend() -> None:
+    group = dist.new_group(backend="parallel_state")
+    for dtype in FLOATS:
+        x = real_numbers(Form((TOKENS, HIDDEN)), dtype, dist.get_rank())
+        parts = [x.clone(), x[:1].clone(), x[3:20].clone(), x[TOKENS - 1 :].clone()]
+        for part in parts:
+            dist.all_reduce(part, group=group)
+        whole = parts[0]
+        for part, full in zip(parts[1:], (whole[:1], whole[3:20], whole[TOKENS - 1 :]), strict=True):
+            assert bytes_of(part).equal(bytes_of(full)), dtype
+    dist.destroy_process_group(group)
+
+
+def test_sums_over_the_backend_are_batch_invariant(pools: Pools) -> None:
+    pools(3).run(_slices_over_the_backend, tp=3)
 
 
 @contextmanager
