@@ -15,7 +15,6 @@ from device_communicators.base.errors import LaunchError
 from parallel_state.tools.check import command, local, page, rules, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (
-    CpuRun,
     Facts,
     GpuFact,
     GpuPath,
@@ -54,8 +53,8 @@ def job(*ranks_per_host: int) -> list[Facts]:
             facts.versions.python = "3.11.7"
             limits = facts.limits
             limits.shm_bytes = limits.shm_free_bytes = 8 * GIB
-            limits.tmp_free_bytes, limits.files_hard = GIB, 65_536
-            limits.memlock_bytes, limits.memory_available_bytes = -1, 64 * GIB
+            limits.files_hard = 65_536
+            limits.memlock_bytes = -1
             facts.cpu.online, facts.cpu.affinity, facts.cpu.threads = 8, list(range(8)), 1
             facts.probe = [network.gloo_address, "40000", "00"]
             found.append(facts)
@@ -68,7 +67,7 @@ def with_gpus(arrivals: list[Facts], count: int = 2) -> list[Facts]:
         facts.gpus.devices = [GpuFact(at, f"GPU-{host}-{at}", "H100", "", 0, [0, 1, 2, 3]) for at in range(count)]
         facts.gpus.visible = [device.uuid for device in facts.gpus.devices]
         facts.gpus.torch_cuda = True
-        facts.gpus.paths = [GpuPath(0, 1, 18, "SYS")]
+        facts.gpus.paths = [GpuPath(0, 1)]
         facts.versions.nccl, facts.versions.driver = "2.29.7", "570.1"
         system.with_own_gpu(facts)
     return arrivals
@@ -141,14 +140,10 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "another MTU": ("mtu-differs", "9000 on node0", (2, 2), _interface("node0", mtu=9000)),
     "InfiniBand down": ("infiniband-down", "mlx5_1/1", (2, 2), _set(
         "network.infiniband", {"mlx5_0/1": "ACTIVE, 400 Gb/sec", "mlx5_1/1": "DOWN, 10 Gb/sec"}, 0, 1)),
-    "InfiniBand differs": ("infiniband-differs", "0 active ports on node1", (2, 2), _set(
-        "network.infiniband", {"mlx5_0/1": "ACTIVE, 400 Gb/sec"}, 0, 1)),
-    "a name twice": ("hostname-twice", "node0", (2, 2), _set("network.hostname", "node0")),
     "loopback master": ("master-loopback", "127.0.0.1", (2, 2), _set("place.master_addr", "127.0.0.1")),
     "masters differ": ("master-differs", "10.0.0.9:29500", (2, 2), _set("place.master_addr", "10.0.0.9", 3)),
     "names differ": ("master-resolves-differently", "127.0.1.1 on ranks 0, 1", (2, 2),
                      _set("network.master_resolves_to", ["127.0.1.1"], 0, 1)),
-    "an ephemeral port": ("port-ephemeral", "40001", (2,), _set("place.master_port", 40_001)),
     "a link-local master": ("master-unresolved", "fe80::1", (2,), _set("place.master_addr", "fe80::1")),
     "torch": ("version-torch", "2.12.0 on rank 1 (node0)", (2, 2), _set("versions.torch", "2.12.0", 1)),
     "nccl": ("version-nccl", "2.27.3 on rank 1", (2, 2), lambda arrivals: [
@@ -172,13 +167,6 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
                         (2, 2), _variables({"NCCL_ALGO": "Tree"}, 1)),
     "no shm": ("shm-missing", "/dev/shm of node0: Permission denied", (2,), _set(
         "limits.shm_problem", "Permission denied")),
-    "full tmp": ("tmp-full", "/tmp on node0: 1000 bytes free", (2,), _set("limits.tmp_free_bytes", 1000)),
-    "no tmp": ("tmp-full", "/tmp on node0: Read-only file system", (2,), _set(
-        "limits.tmp_problem", "Read-only file system", 1)),
-    "limits differ": ("limits-differ", "the limit of processes is unlimited on rank 0 (node0); 9000 on rank 1 (node0)",
-                      (2,), _set("limits.processes", 9000, 1)),
-    "address space": ("address-space-limited", "may map 16 GiB", (2,), _set("limits.address_space_bytes", 16 << 30)),
-    "file size": ("file-size-limited", "files of 100 MiB", (2,), _set("limits.file_size_bytes", 100 << 20)),
     "gloo's interface": ("interface-missing", "eth7 on node0, but that interface doesn't exist; available: eth0", (1,),
                          _variables({"GLOO_SOCKET_IFNAME": "eth7"})),
     "NCCL's interface": ("interface-missing", "=ib on node0 matches no interface", (1,), lambda arrivals: [
@@ -193,21 +181,15 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "small shm": ("shm-small", "64 MiB", (2, 2), _set("limits.shm_bytes", 64 << 20, 2, 3)),
     "full shm": ("shm-full", "10 MiB", (2, 2), _set("limits.shm_free_bytes", 10 << 20, 2, 3)),
     "split shm": ("shm-split", "node0 has 2", (2,), _set("limits.shm_device", 7, 1)),
-    "users": ("users-differ", "uid 7", (2,), _set("limits.uid", 7, 1)),
     "files": ("files-low", "900 files", (2,), _set("limits.files_hard", 900)),
     "memlock with RDMA": ("memlock-low", "8 MiB", (1,), lambda arrivals: [
         _set("limits.memlock_bytes", 8 << 20)(arrivals), _set("network.infiniband", {"m/1": "ACTIVE, 1"})(arrivals)]),
-    "pids": ("processes-low", "20 more", (2,), _set("limits.cgroup_pids_left", 20)),
-    "memory": ("memory-low", "100 MiB", (2,), _set("limits.cgroup_memory_left_bytes", 100 << 20)),
     "one core": ("cores-shared", "core 3", (2,), _set("cpu.affinity", [3])),
     "more ranks than cores": ("cores-few", "9 ranks", (9,), lambda arrivals: None),
     "siblings": ("smt-shared", "0,4", (2,), _smt),
     "quota": ("cpu-quota", "1.5 cores", (2,), _set("cpu.quota_cores", 1.5)),
     "threads": ("threads-many", "32 threads", (2,), _set("cpu.threads", 16)),
-    "governor": ("governor", "powersave", (2,), _set("cpu.governor", "powersave")),
     "single": ("single-rank", "SLURM_NTASKS is 4", (1,), _variables({"SLURM_NTASKS": "4"})),
-    "stale torchrun": ("launcher-stale", "TORCHELASTIC_RUN_ID=old", (2,), lambda arrivals: [
-        _variables({"TORCHELASTIC_RUN_ID": "old"})(arrivals), _set("place.started_by", ["bash", "systemd"])(arrivals)]),
     "two launchers": ("launchers-contradict", "SLURM says rank 1 of 8", (2,), _variables(
         {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}, 0)),
     "slow facts": ("check-late", "network: no answer", (2,), _set("late", {"network": "no answer within 3 s"}, 1)),
@@ -221,10 +203,8 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
         with_gpus(arrivals), [setattr(device, "name", "L40S") for device in arrivals[3].gpus.devices]]),
     "a driver that is silent": ("gpu-driver", "4 GPUs", (2,), lambda arrivals: [
         _set("gpus.device_files", 4)(arrivals), _set("gpus.problem", "the driver is too old")(arrivals)]),
-    "NVLink": ("nvlink-uneven", "GPU1–GPU2: 0", (2,), lambda arrivals: [
-        with_gpus(arrivals, 3), _set("gpus.paths", [GpuPath(0, 1, 18), GpuPath(1, 2, 0)])(arrivals)]),
     "no peer access": ("peer-access", "chipset not supported", (2,), lambda arrivals: [
-        with_gpus(arrivals), _set("gpus.paths", [GpuPath(0, 1, 0, "SYS", "chipset not supported")])(arrivals)]),
+        with_gpus(arrivals), _set("gpus.paths", [GpuPath(0, 1, "chipset not supported")])(arrivals)]),
     "far cores": ("gpu-far", "rank 1 on node0 is bound to cores 6-7", (2,), lambda arrivals: [
         with_gpus(arrivals), _set("cpu.affinity", [6, 7], 1)(arrivals)]),
     "no binding to NUMA nodes": ("numa-unbound", "any of 2 NUMA nodes", (2,), lambda arrivals: [
@@ -394,11 +374,11 @@ def test_the_clock_that_is_off_is_named() -> None:
 
 def test_slow_ranks_groups_and_wrong_answers() -> None:
     arrivals = job(2, 2)
-    runs = {number: Measured([CpuRun(1.0), CpuRun(1.02)]) for number in (1, 2, 3, 4)}
+    runs = {number: Measured([1.0, 1.02]) for number in (1, 2, 3, 4)}
     assert findings(arrivals, measured=runs) == {}
-    runs[3].cpu = [CpuRun(3.5, throttled=4)]
+    runs[3].cpu_ms = [3.5]
     found = findings(arrivals, measured=runs)
-    assert "rank 2 takes 3.50 ms" in found["rank-slow"][0] and "4 periods" in found["cpu-throttled"][0]
+    assert "rank 2 takes 3.50 ms" in found["rank-slow"][0]
 
     def traffic(kind: str, ranks: list[int], us: float, rate: float = 1e9) -> Traffic:
         return Traffic([GroupTraffic(kind, ranks, "shared_memory", us, 1.0, rate, 14)])
@@ -476,10 +456,9 @@ def test_half_an_environment_is_read_as_far_as_it_goes() -> None:
 
 def test_facts_of_this_process_are_plausible() -> None:
     limits, cpu = system.limits(), system.cpu()
-    assert limits.shm_bytes > 0 and limits.files_open > 2 and not limits.tmp_problem
+    assert limits.shm_bytes > 0 and limits.files_open > 2
     assert cpu.affinity and cpu.online >= len(cpu.affinity)
-    run = system.run_cpu(3)
-    assert 0 < run.best_ms < 1000 and run.throttled >= 0
+    assert 0 < system.run_cpu(3) < 1000
     assert any(each.kind == "loopback" for each in system.read_interfaces())
 
 

@@ -14,7 +14,7 @@ from device_communicators.base.errors import LayoutError, SettingError
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup.environment import expand_counts, expand_hostlist
-from parallel_state.tools.check.facts import CpuRun, Facts, GroupTraffic, Interface, Link, Measured, Traffic
+from parallel_state.tools.check.facts import Facts, GroupTraffic, Interface, Link, Measured, Traffic
 from parallel_state.tools.check.findings import named
 
 K = TypeVar("K")
@@ -195,10 +195,10 @@ def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 
-def runs_of(evidence: Evidence, number: int) -> list[CpuRun]:
-    """Returns the speed measurements of a rank's core, before and after the traffic."""
+def core_times(evidence: Evidence, number: int) -> list[float]:
+    """Returns the times of a rank's core in milliseconds, before and after the traffic."""
     measured, traffic = evidence.measured.get(number), evidence.traffic.get(number)
-    return [*(measured.cpu if measured else ()), *(traffic.cpu if traffic else ())]
+    return [*(measured.cpu_ms if measured else ()), *(traffic.cpu_ms if traffic else ())]
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:

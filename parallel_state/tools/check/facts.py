@@ -52,8 +52,6 @@ class Network(msgspec.Struct):
     nccl_interface: str = "?"
     master_resolves_to: list[str] = []
     interfaces: list[Interface] = []
-    ephemeral_ports: tuple[int, int] = (32_768, 60_999)
-    """First and last port for outgoing connections."""
     infiniband: dict[str, str] = {}
     """Port -> state and rate, such as `mlx5_0/1` -> `ACTIVE, 400 Gb/sec (4X NDR)`."""
 
@@ -78,20 +76,9 @@ class Limits(msgspec.Struct):
     shm_free_bytes: int = -1
     shm_problem: str = ""
     shm_device: int = 0
-    tmp_folder: str = "/tmp"
-    tmp_free_bytes: int = -1
-    tmp_problem: str = ""
     files_hard: int = -1
     files_open: int = 0
     memlock_bytes: int = -1
-    address_space_bytes: int = -1
-    file_size_bytes: int = -1
-    processes: int = -1
-    processes_taken: int = 0
-    cgroup_pids_left: int = -1
-    cgroup_memory_left_bytes: int = -1
-    memory_available_bytes: int = -1
-    uid: int = 0
 
 
 class Cpu(msgspec.Struct):
@@ -108,7 +95,6 @@ class Cpu(msgspec.Struct):
     cgroup: str = ""
     threads: int = 0
     """Threads of torch for one operation."""
-    governor: str = ""
 
 
 class GpuFact(msgspec.Struct):
@@ -125,8 +111,6 @@ class GpuPath(msgspec.Struct):
 
     one: int
     two: int
-    nvlinks: int = -1
-    pcie: str = ""
     peer_problem: str = ""
 
     def __str__(self) -> str:
@@ -172,14 +156,6 @@ class Facts(msgspec.Struct):
         return f"{self.network.namespace or self.boot_id} {self.network.hostname}"
 
 
-class CpuRun(msgspec.Struct):
-    """Time of a fixed piece of work on one core, repeated while all ranks do the same."""
-
-    best_ms: float
-    throttled: int = 0
-    """Number of periods in which the cgroup's quota stopped this rank."""
-
-
 class Link(msgspec.Struct):
     """Connection from one host to another, measured over TCP between two ranks."""
 
@@ -190,7 +166,6 @@ class Link(msgspec.Struct):
     kind: str = ""
     """Kind of the problem: `refused`, `silent`, `unreachable`, `stranger` or `broken`."""
     rtt_us: float = 0.0
-    rtt_mad_us: float = 0.0
     bytes_per_s: float = 0.0
     """Best of several runs, from source to target."""
     retransmitted: int = 0
@@ -202,7 +177,8 @@ class Link(msgspec.Struct):
 class Measured(msgspec.Struct):
     """Measurements of one rank before any group was made."""
 
-    cpu: list[CpuRun] = []
+    cpu_ms: list[float] = []
+    """Times of `system.run_cpu`."""
     links: list[Link] = []
 
 
@@ -230,4 +206,4 @@ class Traffic(msgspec.Struct):
     problem: str = ""
     """The error of the start or of a call; empty if all succeeded."""
     stage: str = ""
-    cpu: list[CpuRun] = []
+    cpu_ms: list[float] = []

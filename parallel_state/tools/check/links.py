@@ -165,7 +165,6 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
             best_s = took_s
             link.clock_offset_s, link.clock_error_s = theirs - (before_s + took_s / 2), took_s / 2
     link.rtt_us = statistics.median(trips)
-    link.rtt_mad_us = statistics.median(abs(trip - link.rtt_us) for trip in trips)
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:

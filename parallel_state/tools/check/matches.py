@@ -12,7 +12,7 @@ from typing import Any
 
 from device_communicators.base.cores import spans
 from parallel_state.tools.check.evidence import Evidence, grouped, ranks_of
-from parallel_state.tools.check.facts import Facts, Limits
+from parallel_state.tools.check.facts import Facts
 from parallel_state.tools.check.findings import named, rate
 
 Group = Sequence[Facts]
@@ -148,10 +148,6 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _free(limits: Limits) -> str:
-    return limits.tmp_problem or f"{_size(limits.tmp_free_bytes)} free"
-
-
 def _cores(each: Sequence[int]) -> str:
     return f"core {each[0]}" if len(each) == 1 else f"cores {spans(each)}"
 
@@ -175,7 +171,6 @@ _FORMS: dict[str, Callable[[Any], str]] = {
     "ranks": named,
     "list": ", ".join,
     "number": lambda items: str(len(items)),
-    "free": _free,
     "on_ranks": lambda values: "; ".join(f"{value} on {named(ranks)}" for value, ranks in values.items()),
     "on_hosts": lambda values: "; ".join(f"{value} on {', '.join(names)}" for value, names in values.items()),
 }

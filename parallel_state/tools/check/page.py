@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
-from parallel_state.tools.check.evidence import groups_of_kind, runs_of
+from parallel_state.tools.check.evidence import core_times, groups_of_kind
 from parallel_state.tools.check.facts import Facts, Link
 from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
 from parallel_state.tools.check.session import Report
@@ -87,7 +87,7 @@ def _hosts(report: Report) -> Iterator[tuple[str, ...]]:
     for name, ranks in evidence.hosts.items():
         facts = ranks[0]
         cores = sorted({core for each in ranks for core in each.cpu.affinity})
-        runs = [run.best_ms for each in ranks for run in runs_of(evidence, numbers[id(each)])]
+        runs = [took_ms for each in ranks for took_ms in core_times(evidence, numbers[id(each)])]
         models = {device.name for device in facts.gpus.devices}
         yield (
             name,

@@ -15,6 +15,7 @@ from parallel_state.tools.check import matches
 from parallel_state.tools.check.evidence import (
     Evidence,
     by_value,
+    core_times,
     grouped,
     groups_of_kind,
     hostlist,
@@ -22,7 +23,6 @@ from parallel_state.tools.check.evidence import (
     networks_of,
     outliers,
     ranks_of,
-    runs_of,
 )
 from parallel_state.tools.check.facts import Facts, Interface, Limits, Place
 from parallel_state.tools.check.findings import INFO, WARNING, named, rate
@@ -36,14 +36,6 @@ _FAMILIES = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "PMI": ("PMI_RANK", "PMI_SIZE"),
 }
-_LAUNCHERS = {
-    "TORCHELASTIC_RUN_ID": ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torchx", "accelerate"),
-    "SLURM_STEP_ID": ("slurmstepd", "srun", "slurm"),
-    "OMPI_COMM_WORLD_RANK": ("mpirun", "mpiexec", "orted", "prted", "prterun", "orterun", "srun", "slurmstepd"),
-    "MPI_LOCALRANKID": ("mpirun", "mpiexec", "hydra", "srun", "slurmstepd"),
-}
-"""Variable -> programs, one of which must be an ancestor of a process with that variable. Containers hide ancestors."""
-_INITS = ("systemd", "init")
 _SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -56,17 +48,6 @@ def contradiction(facts: Facts) -> str:
     if ("TORCHELASTIC_RUN_ID" in env and facts.place.agent_store) or len(set(present.values())) < 2:
         return ""
     return "; ".join(f"{name} says rank {rank} of {size}" for name, (rank, size) in present.items())
-
-
-def stale_launcher(facts: Facts) -> str:
-    above = facts.place.started_by
-    if not above or above[-1] not in _INITS:  # a container hides the ancestors
-        return ""
-    for variable, names in _LAUNCHERS.items():
-        if variable in facts.place.variables and not any(name in each for name in names for each in above):
-            value = facts.place.variables[variable]
-            return f"{variable}={value} is set, but this process was started by {', '.join(above[:4])}"
-    return ""
 
 
 def outside_the_job(evidence: Evidence, ranks: Group) -> Words | None:
@@ -153,14 +134,6 @@ def master_resolves_differently(evidence: Evidence) -> Iterator[Match]:
     answers = by_value({rank: found for rank, found in resolved.items() if found})
     if master and not is_loopback(master) and len(answers) > 1:
         yield Match(master=master, answers=answers)
-
-
-def ephemeral_port(evidence: Evidence) -> Iterator[Match]:
-    place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place(agent_store=True))
-    server = min(evidence.arrivals, key=lambda facts: facts.place.rank)
-    first, last = server.network.ephemeral_ports
-    if first <= place.master_port <= last and not place.agent_store:
-        yield Match(port=place.master_port)
 
 
 def unresolved_master(evidence: Evidence) -> Iterator[Match]:
@@ -282,15 +255,6 @@ def ports_down(evidence: Evidence, ranks: Group) -> Words | None:
     ports = ranks[0].network.infiniband
     down = [port for port, state in ports.items() if not state.startswith("ACTIVE")]
     return {"down": ", ".join(f"{port} is {ports[port]}" for port in down)} if 0 < len(down) < len(ports) else None
-
-
-def ports_differ(evidence: Evidence) -> Iterator[Match]:
-    ports = {name: ranks[0].network.infiniband.values() for name, ranks in evidence.hosts.items()}
-    found = by_value({
-        name: f"{sum(state.startswith('ACTIVE') for state in each)} active ports" for name, each in ports.items()
-    })  # fmt: skip
-    if len(found) > 1:
-        yield Match(ports=found, hosts=list(found.values())[-1])
 
 
 # Links.
@@ -452,14 +416,6 @@ _MEMLOCK_BYTES = 1 << 30
 _MEMLOCK_LEAST_BYTES = 64 << 10
 """Default limit of kernels before 5.16."""
 _FILES = 1024
-_PROCESSES_PER_RANK = 64
-_MEMORY_BYTES = 1 << 30
-_COMPARED_LIMITS = {
-    "the hard limit of open files": "files_hard",
-    "the limit of locked memory": "memlock_bytes",
-    "the limit of processes": "processes",
-    "the limit of address space": "address_space_bytes",
-}
 
 
 def shm(state: str) -> Predicate:
@@ -497,43 +453,9 @@ def little_memlock(evidence: Evidence, group: Group) -> Words | None:
     return words if 0 <= group[0].limits.memlock_bytes < (_MEMLOCK_BYTES if rdma else _MEMLOCK_LEAST_BYTES) else None
 
 
-def limits_differ(evidence: Evidence) -> Iterator[Match]:
-    for what, name in _COMPARED_LIMITS.items():
-        yield from differing(partial(_limit, name), what)(evidence)
-
-
-def _limit(name: str, facts: Facts) -> str:
-    limit = getattr(facts.limits, name)
-    return "unlimited" if limit < 0 else str(limit)
-
-
-def few_processes(evidence: Evidence) -> Iterator[Match]:
-    for ranks in evidence.hosts.values():
-        limits, needed = ranks[0].limits, _PROCESSES_PER_RANK * len(ranks)
-        by_user = limits.processes - limits.processes_taken if limits.processes >= 0 and limits.uid != 0 else needed
-        by_cgroup = limits.cgroup_pids_left if limits.cgroup_pids_left >= 0 else needed
-        for owner, left in (("the user", by_user), ("the cgroup", by_cgroup)):
-            if left < needed:
-                yield Match(ranks, owner=owner, left=max(left, 0), needed=needed)
-
-
-def little_memory(evidence: Evidence, ranks: Group) -> Words | None:
-    limits = ranks[0].limits
-    all_of_it = {"the machine has": limits.memory_available_bytes, "the cgroup leaves": limits.cgroup_memory_left_bytes}
-    few = ((what, left) for what, left in all_of_it.items() if 0 <= left < _MEMORY_BYTES * len(ranks) // 2)
-    return next(({"what": what, "left": left} for what, left in few), None)
-
-
-def several_users(evidence: Evidence, ranks: Group) -> Words | None:
-    users = by_value({each.place.rank: str(each.limits.uid) for each in ranks})
-    words = "; ".join(f"uid {uid} ({named(each)})" for uid, each in users.items())
-    return {"users": words} if len(users) > 1 else None
-
-
 # Cores.
 
 _SLOW_CPU = 2.0
-_THROTTLED = 2
 
 
 def is_bound(facts: Facts) -> bool:
@@ -580,18 +502,10 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
     """Compares the best of many repetitions: other load for a moment doesn't count, a slow core does."""
-    runs = {number: runs_of(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
-    best = {number: min(run.best_ms for run in each) for number, each in runs.items() if each}
+    runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
+    best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
         yield Match([evidence.facts_of(number)], took_ms=took_ms, middle_ms=middle_ms)
-
-
-def throttled(evidence: Evidence) -> Iterator[Match]:
-    every = range(1, len(evidence.arrivals) + 1)
-    periods = {number: sum(run.throttled for run in runs_of(evidence, number)) for number in every}
-    stopped = [number for number in every if periods[number] >= _THROTTLED]
-    for numbers in grouped(stopped, evidence.host_of).values():
-        yield Match([evidence.facts_of(number) for number in numbers], periods=max(map(periods.__getitem__, numbers)))
 
 
 # GPUs.
@@ -611,16 +525,6 @@ def shared_gpu(evidence: Evidence, group: Group) -> Words | None:
 
 def model_of(facts: Facts) -> str:
     return next((each.name for each in facts.gpus.devices if each.uuid == facts.gpus.own), "")
-
-
-def _most_nvlinks(ranks: Group) -> int:
-    return max((path.nvlinks for path in ranks[0].gpus.paths), default=0)
-
-
-def fewer_nvlinks(evidence: Evidence, ranks: Group) -> Words | None:
-    most = _most_nvlinks(ranks)
-    fewer = [f"{path}: {path.nvlinks}" for path in ranks[0].gpus.paths if 0 <= path.nvlinks < most]
-    return {"most": most, "fewer": ", ".join(fewer[:4])} if fewer else None
 
 
 def no_peer_access(evidence: Evidence, ranks: Group) -> Words | None:

@@ -187,7 +187,7 @@ class Session:
 
     def _measure(self, plan: Plan) -> Measured:
         meeting, found = self.meeting, Measured()
-        found.cpu.append(system.run_cpu())
+        found.cpu_ms.append(system.run_cpu())
         taking_part = {number for pairs in plan.links for pair in pairs for number in pair}
         shortest, longest = _PAIR_S
         budget_s = min(longest, max(shortest, _LINKS_S / max(1, len(plan.links))))
@@ -202,7 +202,7 @@ class Session:
                         known[target] = links.better(known.get(target, link), link)
                 meeting.meet(f"round/{at}", len(mine), len(pairs), min(self._until(0.7), time.monotonic() + 3.0))
             found.links = list(known.values())
-        found.cpu.append(system.run_cpu())
+        found.cpu_ms.append(system.run_cpu())
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:

@@ -31,7 +31,6 @@ from parallel_state.startup.job_store import JOB_STORE
 from parallel_state.startup.watch import in_thread
 from parallel_state.tools.check.facts import (
     Cpu,
-    CpuRun,
     Facts,
     GpuFact,
     GpuPath,
@@ -202,9 +201,6 @@ def network() -> Network:
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
     found.nccl_interface = nccl_interface(found.interfaces, os.environ)
-    first, last, *_ = *map(_number, _text("/proc/sys/net/ipv4/ip_local_port_range").split()), 0, 0
-    if first:
-        found.ephemeral_ports = first, last
     return found
 
 
@@ -326,29 +322,12 @@ def compiled_part() -> tuple[str, str]:
 
 
 def limits() -> Limits:
-    found = Limits(uid=os.geteuid())
+    found = Limits()
     _read_shared_memory(found)
-    found.tmp_folder = os.environ.get("TMPDIR") or "/tmp"
-    _, found.tmp_free_bytes, found.tmp_problem = _try_folder(found.tmp_folder)
     found.files_hard = _bound(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with contextlib.suppress(OSError):
         found.files_open = len(os.listdir("/proc/self/fd"))
     found.memlock_bytes = _bound(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    found.address_space_bytes = _bound(resource.getrlimit(resource.RLIMIT_AS)[0])
-    found.file_size_bytes = _bound(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
-    found.processes = _bound(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    if found.processes >= 0 and found.uid != 0:  # the limit doesn't apply to root
-        found.processes_taken = _threads_of(found.uid)
-    most, now = _cgroup_file("pids", "pids.max"), _cgroup_file("pids", "pids.current")
-    if most.isdecimal() and now.isdecimal():
-        found.cgroup_pids_left = int(most) - int(now)
-    most = _cgroup_file("memory", "memory.max") or _cgroup_file("memory", "memory.limit_in_bytes")
-    now = _cgroup_file("memory", "memory.current") or _cgroup_file("memory", "memory.usage_in_bytes")
-    if most.isdecimal() and now.isdecimal() and int(most) < 1 << 60:
-        cached = re.search(r"^(?:total_)?inactive_file (\d+)", _cgroup_file("memory", "memory.stat"), re.MULTILINE)
-        found.cgroup_memory_left_bytes = int(most) - int(now) + int(cached[1] if cached else 0)
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
-    found.memory_available_bytes = int(available[1]) << 10 if available else -1
     return found
 
 
@@ -356,38 +335,21 @@ def _bound(value: int) -> int:
     return -1 if value == resource.RLIM_INFINITY else value
 
 
-def _try_folder(folder: str) -> tuple[int, int, str]:
-    """Writes a test file. Returns the folder's size and free space in bytes (-1: unknown), and the problem."""
-    total = free = -1
+def _read_shared_memory(found: Limits) -> None:
+    folder = "/dev/shm"
     try:
         state = os.statvfs(folder)
-        total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+        found.shm_bytes, found.shm_free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+        found.shm_device = os.stat(folder).st_dev
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0" * 4096)
             file.flush()
     except OSError as error:
-        return total, free, f"{error.strerror or error}"
-    return total, free, ""
-
-
-def _read_shared_memory(found: Limits) -> None:
-    folder = "/dev/shm"
-    found.shm_bytes, found.shm_free_bytes, found.shm_problem = _try_folder(folder)
-    with contextlib.suppress(OSError):
-        found.shm_device = os.stat(folder).st_dev
+        found.shm_problem = error.strerror or str(error)
     mounted = [line.split() for line in _text("/proc/self/mounts").splitlines()]
     kinds = [words[2] for words in mounted if len(words) > 2 and words[1] == folder]
     if not found.shm_problem and kinds and kinds[-1] not in ("tmpfs", "ramfs"):
         found.shm_problem = f"it is a {kinds[-1]}, not a tmpfs"
-
-
-def _threads_of(uid: int) -> int:
-    total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid == uid:
-                total += len(os.listdir(folder / "task"))
-    return total
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
@@ -404,10 +366,6 @@ def _cgroup_folders(controller: str) -> list[Path]:
         found = [here, *here.parents]
         return found[: found.index(root) + 1] if root in found else [root]
     return []
-
-
-def _cgroup_file(controller: str, name: str) -> str:
-    return next((text for folder in _cgroup_folders(controller) if (text := _text(folder / name))), "")
 
 
 def cpu_quota() -> tuple[float, str]:
@@ -438,27 +396,18 @@ def cpu() -> Cpu:
     for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
         found.numa_nodes[node.name.removeprefix("node")] = parse_list(_text(node / "cpulist"))
     found.quota_cores, found.cgroup = cpu_quota()
-    found.governor = _text(f"/sys/devices/system/cpu/cpu{affinity[0]}/cpufreq/scaling_governor") if affinity else ""
     return found
 
 
-def run_cpu(repeats: int = 25) -> CpuRun:
-    """Times a fixed piece of work of about 1.5 ms, repeatedly."""
-    throttled, wall_ms = _throttled(), []
+def run_cpu(repeats: int = 25) -> float:
+    """Returns the best time of a fixed piece of work of about 1.5 ms, in milliseconds."""
+    wall_ms = []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
         for _ in range(15_000):
             value = (value * 1_103_515_245 + 12_345) & 0x7FFF_FFFF
         wall_ms.append((time.perf_counter() - started) * 1e3)
-    return CpuRun(min(wall_ms), _throttled() - throttled)
-
-
-def _throttled() -> int:
-    total = 0
-    for folder in _cgroup_folders("cpu"):
-        count = re.search(r"^nr_throttled (\d+)", _text(folder / "cpu.stat"), re.MULTILINE)
-        total += int(count[1]) if count else 0
-    return total
+    return min(wall_ms)
 
 
 # GPUs.
@@ -479,7 +428,7 @@ def gpus() -> Gpus:
         ],
         visible=[device.uuid for device in visible.devices],
         paths=[
-            GpuPath(one, two, -1 if path.nvlinks is None else path.nvlinks, path.pcie or "", path.peer_problem or "")
+            GpuPath(one, two, path.peer_problem or "")
             for (one, two), path in topology.paths.items()
             if one < two
         ],

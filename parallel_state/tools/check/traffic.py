@@ -59,7 +59,7 @@ def run(
             found.groups.append(_measure(kind, group, quick))
         enter("load")
         ps.get_world_group().barrier()
-        found.cpu.append(run_cpu())
+        found.cpu_ms.append(run_cpu())
         enter("end")
         ps.destroy_model_parallel()
         ps.destroy_distributed_environment()
