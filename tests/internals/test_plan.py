@@ -456,7 +456,7 @@ def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: py
 FORKS = """
 import gc, json, os, runpy, sys
 from parallel_state.tools import topology
-from parallel_state.tools.plan import command, picture
+from parallel_state.tools.plan import command
 
 gc.freeze()
 reader, writer = os.pipe()

@@ -1,11 +1,9 @@
-"""The pictures of a plan, parsed without a browser: cells, colors and numbers match Layout.groups; escaping."""
+"""The page of a plan, without a browser: what its script draws from matches Layout.groups; colors; escaping."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,25 +12,12 @@ from typing import Any
 import pytest
 
 from parallel_state.__main__ import main
+from parallel_state.tools.plan import page as page_module
 from parallel_state.tools.plan.groups import Plan, Request, make_plan
-from parallel_state.tools.plan.page import for_script, page
-from parallel_state.tools.plan.picture import (
-    DARK,
-    DARK_TEXT,
-    LIGHT,
-    LIGHT_TEXT,
-    MAX_NUMBERED,
-    MAX_RANKS,
-    MAX_TITLED,
-    STYLE,
-    Geometry,
-    default_kind,
-    group_of_each_rank,
-    nodes,
-)
+from parallel_state.tools.plan.page import MAX_RANKS, default_kind, for_script, page
 from parallel_state.tools.plan.remarks import Remark, remarks_on
 
-SVG = "{http://www.w3.org/2000/svg}"
+STYLE = Path(page_module.__file__).with_suffix(".css").read_text(encoding="utf-8")
 MAX_BYTES = 2_000_000
 HOSTILE = "</script><script>alert(1)</script><!--&\"'<b>"
 
@@ -49,11 +34,6 @@ PLANS = {
     "one": Request(1, {}, "megatron", 8),
 }
 each_plan = pytest.mark.parametrize("request_", PLANS.values(), ids=PLANS)
-
-
-def drawing(plan: Plan, name: str) -> str:
-    """The page's drawing as a document of its own."""
-    return f"<svg xmlns='{SVG[1:-1]}'>{''.join(nodes(plan, name, Geometry.of(plan)))}</svg>"
 
 
 class Page(HTMLParser):
@@ -90,83 +70,9 @@ class Page(HTMLParser):
         return json.loads(self.texts["script"][index])
 
 
-def classes(element: ElementTree.Element) -> list[str]:
-    return element.get("class", "").split()
-
-
-def gpus(svg: str) -> list[ElementTree.Element]:
-    return [element for element in ElementTree.fromstring(svg).iter() if "gpu" in classes(element)]
-
-
-def place_in(plan: Plan, name: str) -> list[int]:
-    index = [-1] * plan.world_size
-    for number, ranks in enumerate(plan.layout.groups(name)):
-        for rank in ranks:
-            index[rank] = number
-    return index
-
-
-# --- SVG
-
-
-@each_plan
-def test_cells_have_the_color_number_and_title_of_their_group(request_: Request) -> None:
-    plan = make_plan(request_)
-    for kind in plan.kinds:
-        index = place_in(plan, kind.name)
-        assert index == group_of_each_rank(plan, kind.name)
-        cells = gpus(drawing(plan, kind.name))
-        assert len(cells) == plan.world_size
-        for rank, cell in enumerate(cells):
-            group = index[rank]
-            assert classes(cell) == ["gpu", f"c{group % len(LIGHT)}" if group >= 0 else "none"]
-            assert cell.findall(f"{SVG}text")[-1].text == (str(group) if group >= 0 else "–")
-            node, gpu = divmod(rank, plan.gpus_per_node)
-            told = f"{kind.name} group {group}" if group >= 0 else f"in no {kind.name} group"
-            assert cell.findtext(f"{SVG}title") == f"rank {rank}: node {node}, GPU {gpu}, {told}"
-
-
-@each_plan
-def test_a_node_holds_its_own_ranks(request_: Request) -> None:
-    plan = make_plan(request_)
-    root = ElementTree.fromstring(drawing(plan, "tp"))
-    nodes = [element for element in root.iter() if "node" in classes(element)]
-    assert len(nodes) == plan.nodes
-    rank = 0
-    for number, node in enumerate(nodes):
-        assert node.findtext(f"{SVG}text") == f"node {number}"
-        inside = [element for element in node.iter() if "gpu" in classes(element)]
-        assert len(inside) == min(plan.gpus_per_node, plan.world_size - rank)
-        rank += len(inside)
-
-
-@each_plan
-def test_nothing_overlaps(request_: Request) -> None:
-    plan = make_plan(request_)
-    geometry = Geometry.of(plan)
-    boxes = []
-    for rank in range(plan.world_size):
-        node, gpu = plan.place(rank)
-        (x, y), (dx, dy) = geometry.node_at(node), geometry.cell_at(gpu)
-        assert dx + geometry.cell_width <= geometry.node_width and dy + geometry.cell_height <= geometry.node_height
-        assert x + geometry.node_width <= geometry.width + 1e-6 and y + geometry.node_height <= geometry.height + 1e-6
-        boxes.append((x + dx, y + dy))
-    assert len({(round(x, 3), round(y, 3)) for x, y in boxes}) == plan.world_size
-    for row in {y for _, y in boxes}:
-        columns = sorted(x for x, y in boxes if y == row)
-        assert all(right - left >= geometry.cell_width for left, right in itertools.pairwise(columns))
-
-
-@pytest.mark.parametrize("world_size", [MAX_NUMBERED, MAX_TITLED, MAX_RANKS])
-def test_large_worlds_stay_small(world_size: int) -> None:
-    plan = make_plan(Request(world_size, {"tp": 8, "pp": 8}, "megatron", 8))
-    svg, html = drawing(plan, "pp"), page(plan, "pp", remarks_on(plan))
-    assert max(len(svg.encode()), len(html.encode())) < MAX_BYTES
-    cells = gpus(svg)
-    assert [classes(cell)[1] for cell in cells] == [f"c{group % len(LIGHT)}" for group in place_in(plan, "pp")]
-    assert all(bool(cell.findtext(f"{SVG}title")) == (world_size <= MAX_TITLED) for cell in cells)
-    assert all(bool(cell.findall(f"{SVG}text")) == (world_size <= MAX_NUMBERED) for cell in cells)
-    assert ("too small" in html) == (world_size > MAX_NUMBERED)
+def test_large_worlds_stay_small() -> None:
+    plan = make_plan(Request(MAX_RANKS, {"tp": 8, "pp": 8}, "megatron", 8))
+    assert len(page(plan, "pp", remarks_on(plan)).encode()) < MAX_BYTES
 
 
 def contrast(one: str, other: str) -> float:
@@ -181,15 +87,14 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize(("colors", "text"), [(LIGHT, LIGHT_TEXT), (DARK, DARK_TEXT)])
-def test_numbers_are_legible(colors: tuple[str, ...], text: str) -> None:
-    assert len(set(colors)) == len(colors)
-    assert min(contrast(color, text) for color in colors) >= 4.5  # WCAG AA
-
-
-def test_light_and_dark() -> None:
-    assert STYLE.count("prefers-color-scheme:dark") == 1
-    assert all(color in STYLE for color in (*LIGHT, *DARK, LIGHT_TEXT, DARK_TEXT))
+def test_numbers_are_legible_in_light_and_dark() -> None:
+    light, dark = (
+        dict(re.findall(r"--(c\d+|cell):(#\w{6})", part)) for part in STYLE.split("@media(prefers-color", 2)[:2]
+    )
+    for colors in (light, dark):
+        text = colors.pop("cell")
+        assert len(set(colors.values())) == len(colors) == 12
+        assert min(contrast(color, text) for color in colors.values()) >= 4.5  # WCAG AA
 
 
 def test_default_kind() -> None:
@@ -246,9 +151,6 @@ def test_the_page_starts_with_the_chosen_kind(request_: Request) -> None:
         assert len(pressed) == 1
         assert chosen in found.data["kinds"][int(str(pressed[0]["data-kind"]))]["names"]
         assert len(found.all("button")) == len(found.data["kinds"])
-        cells = [each for tag in ("g", "rect") for each in found.all(tag) if str(each.get("class")).startswith("gpu ")]
-        expected = [f"gpu c{group % len(LIGHT)}" if group >= 0 else "gpu none" for group in place_in(plan, chosen)]
-        assert [each["class"] for each in cells] == expected
 
 
 def test_the_page_needs_nothing_else() -> None:

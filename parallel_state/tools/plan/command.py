@@ -16,8 +16,7 @@ from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.output import add_json, as_json, write, write_chosen
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
-from parallel_state.tools.plan.page import page
-from parallel_state.tools.plan.picture import MAX_RANKS, default_kind
+from parallel_state.tools.plan.page import MAX_RANKS, default_kind, page
 from parallel_state.tools.plan.remarks import remarks_on
 from parallel_state.tools.plan.report import plan_json, plan_text, rank_text, refusal_json
 

@@ -2,10 +2,25 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const drawing = document.getElementById("drawing"), panel = document.getElementById("panel");
 const field = document.getElementById("number"), buttons = [...document.querySelectorAll("button[data-kind]")];
-const cells = [...drawing.querySelectorAll(".gpu")];            // in the order of ranks
+const cells = Array.from({length: data.world}, (_, rank) => draw(rank));          // in the order of ranks
 const rankOf = new Map(cells.map((cell, rank) => [cell, rank]));
 let kind = data.kinds.find(each => each.names.includes(data.chosen));
 let shown = 0, held = false, highlighted = [];
+
+// Appends a rank's cell to the box of its node, which the node's first rank makes.
+function draw(rank) {
+  if (rank % data.perNode === 0) {
+    const box = add(drawing, "div", undefined, "node"), fewest = Math.ceil(Math.sqrt(data.perNode));
+    let columns = fewest;
+    while (data.perNode % columns) columns++;
+    box.style.setProperty("--columns", columns > 2 * fewest ? fewest : columns);  // 4 for 8 GPUs, 9 for 72
+    add(box, "small", `node ${rank / data.perNode}`);
+  }
+  const cell = add(drawing.lastChild, "div");
+  add(cell, "small", rank);
+  add(cell, "b");
+  return cell;
+}
 
 function digits(rank, grid) {
   return grid.map(([name, size]) => {
@@ -66,12 +81,11 @@ function add(parent, tag, text, className) {
 function recolor() {
   cells.forEach((cell, rank) => {
     const group = locate(rank, kind).group;
-    cell.setAttribute("class", `gpu ${group < 0 ? "none" : "c" + group % data.colors}`);
+    cell.className = `gpu ${group < 0 ? "none" : "c" + group % data.colors}`;
     const told = group < 0 ? `in no ${kind.names[0]} group` : `${kind.names[0]} group ${group}`;
-    const text = `rank ${rank}: node ${Math.floor(rank / data.perNode)}, GPU ${rank % data.perNode}, ${told}`;
-    const title = cell.querySelector("title"), number = cell.querySelector("text:not(.rank)");
-    if (title) { title.textContent = text; cell.setAttribute("aria-label", text); }
-    if (number) number.textContent = group < 0 ? "–" : group;
+    cell.title = `rank ${rank}: node ${Math.floor(rank / data.perNode)}, GPU ${rank % data.perNode}, ${told}`;
+    cell.setAttribute("aria-label", cell.title);
+    cell.lastChild.textContent = group < 0 ? "–" : group;
   });
   buttons.forEach(button => button.setAttribute("aria-pressed", data.kinds[button.dataset.kind] === kind));
   document.getElementById("shows").textContent = kind.shows;
@@ -138,26 +152,26 @@ function letGo() {
   drawing.classList.remove("chosen");
 }
 
-// Returns the neighbouring cell's rank, also across nodes; at the border of the drawing the same rank.
+// Returns the rank of the nearest cell in a direction, also in another node; at the border of the drawing the same rank.
 function neighbour(rank, right, down) {
-  const node = Math.floor(rank / data.perNode), gpu = rank % data.perNode;
-  const column = node % data.nodeColumns * data.gpuColumns + gpu % data.gpuColumns + right;
-  const row = Math.floor(node / data.nodeColumns) * data.gpuRows + Math.floor(gpu / data.gpuColumns) + down;
-  if (column < 0 || row < 0 || column >= data.nodeColumns * data.gpuColumns) return rank;
-  const inNode = row % data.gpuRows * data.gpuColumns + column % data.gpuColumns;
-  const next = (Math.floor(row / data.gpuRows) * data.nodeColumns + Math.floor(column / data.gpuColumns)) *
-    data.perNode + inNode;
-  return inNode < data.perNode && next < data.world ? next : rank;
+  const from = cells[rank].getBoundingClientRect();
+  let next = rank, least = Infinity;
+  cells.forEach((cell, other) => {
+    const box = cell.getBoundingClientRect(), x = box.x - from.x, y = box.y - from.y;
+    const ahead = x * right + y * down, distance = ahead + 4 * Math.abs(x * down + y * right);
+    if (ahead > 1 && distance < least) [next, least] = [other, distance];
+  });
+  return next;
 }
 
 const steps = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
 const cellOf = event => event.target.closest && event.target.closest(".gpu");
+drawing.classList.add(data.world <= 128 ? "large" : data.world <= 2048 ? "medium" : "small");
 drawing.addEventListener("pointerover", event => {
   const cell = cellOf(event);
   if (cell && !held) show(rankOf.get(cell));
 });
 drawing.addEventListener("pointerleave", () => { if (!held && !drawing.contains(document.activeElement)) letGo(); });
-// On the document: an svg with a focus listener would become a tab stop.
 document.addEventListener("focusin", event => { const cell = cellOf(event); if (cell) show(rankOf.get(cell)); });
 drawing.addEventListener("click", event => {
   const cell = cellOf(event);

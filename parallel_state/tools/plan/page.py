@@ -1,7 +1,8 @@
-"""Writes a plan as one HTML page: the drawing of `picture`, buttons for the kinds of groups, and a panel for one rank.
+"""Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, and a panel for one rank.
 
-Styles and script are in the page, and its policy forbids external resources. The page has no lists of ranks: its
-script, `page.js`, computes groups from the axes, as `layout.Grid` does. The script sets text only, never HTML.
+Styles and script are in the page, and its policy forbids external resources. Neither drawing nor lists of ranks are in
+it: its script, `page.js`, computes groups from the axes, as `layout.Grid` does, and draws the nodes. It sets text only,
+never HTML.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from parallel_state.layout.axes import BY_NAME
 from parallel_state.layout.ranks import Grid
 from parallel_state.tools.output import html_page
 from parallel_state.tools.plan.groups import Kind, Plan, whole_of
-from parallel_state.tools.plan.picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
 from parallel_state.tools.plan.remarks import Remark
+
+MAX_RANKS = 16384
+_COLORS = 12
+"""Classes `c0` to `c11` of `page.css`."""
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
     """Returns the page; `name` is the kind of group that it shows first."""
-    geometry = Geometry.of(plan)
-    kind = next(kind for kind in plan.kinds if kind.name == name)
-    shows, read = shown(kind), how_to_read(plan, kind)
-    data = json.dumps(page_data(plan, name, geometry), separators=(",", ":"), ensure_ascii=False)
+    data = json.dumps(page_data(plan, name), separators=(",", ":"), ensure_ascii=False)
     style, script = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
     body = f"""<header>
 <h1>{escape(str(plan.layout))}</h1>
@@ -35,12 +36,10 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
 {_buttons(plan, name)}</div>
 <main>
 <section aria-label="Nodes and GPUs">
-<p id="shows" aria-live="polite">{escape(shows)}</p>
-<p class="soft">{escape(read)} Arrow keys move from GPU to GPU. Enter or a click selects one, Escape deselects it.</p>
-<svg id="drawing" class="drawing" viewBox="-2 -2 {geometry.width + 4:g} {geometry.height + 4:g}" \
-style="max-width:{geometry.width * 1.3 + 4:.0f}px;--mark:{geometry.gap / 2:g}">
-{"".join(nodes(plan, name, geometry))}
-</svg>
+<p id="shows" aria-live="polite"></p>
+<p class="soft">A cell shows its rank and below it the number of its group, if there is room. Colours repeat every \
+{_COLORS} groups. Arrow keys move from GPU to GPU. Enter or a click selects one, Escape deselects it.</p>
+<div id="drawing"></div>
 </section>
 <aside aria-label="One rank">
 <form id="find"><label for="number">Rank</label> <input id="number" type="number" min="0" \
@@ -52,7 +51,7 @@ max="{plan.world_size - 1}" value="0"></form>
 <script>
 {script}</script>
 """
-    return html_page(str(plan.layout), f"{STYLE}\n{style}", body, scripts)
+    return html_page(str(plan.layout), f"\n{style}", body, scripts)
 
 
 def for_script(text: str) -> str:
@@ -60,7 +59,7 @@ def for_script(text: str) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
+def page_data(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the data of the page's script. Kinds with the same sets of ranks are one entry, with all their names.
 
     A kind has an index into `grids`, and axes of that grid. A rank's coordinates are its digits in the grid's mixed
@@ -72,15 +71,24 @@ def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
     return {
         "world": plan.world_size,
         "perNode": plan.gpus_per_node,
-        "colors": len(LIGHT),
-        "gpuColumns": geometry.gpu_columns,
-        "gpuRows": geometry.gpu_rows,
-        "nodeColumns": geometry.node_columns,
+        "colors": _COLORS,
         "chosen": name,
         "grids": grids,
         "axes": [axis for axis in BY_NAME if any(axis == each[0] for grid in grids for each in grid)],
         "kinds": [_kind_data(kind, plan) for kind in distinct_kinds(plan, name)],
     }
+
+
+def default_kind(plan: Plan) -> str:
+    """Returns the kind of group that the page shows first: the first with more than one rank, else tp."""
+    return next((kind.name for kind in plan.kinds if kind.made and kind.size > 1), plan.kinds[0].name)
+
+
+def _shown(kind: Kind) -> str:
+    name, long_name = kind.name, kind.axis.long_name
+    ranks, on = "rank" if kind.size == 1 else "ranks", "one node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
+    return (f"Coloured by {name}{'' if long_name == name else f' ({long_name})'}: {kind.count} groups of {kind.size} "
+            f"{ranks}, each on {on}. {kind.axis.about}")  # fmt: skip
 
 
 def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
@@ -104,7 +112,7 @@ def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
     return {
         "names": [kind.name, *kind.same_as],
         "size": kind.size,
-        "shows": shown(kind),
+        "shows": _shown(kind),
         "grid": plan.layout.grids.index(grid),
         "axes": [axis for axis in plan.layout.axes_of(whole) if grid.size(axis) > 1],
         "places": places,
