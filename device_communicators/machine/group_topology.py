@@ -51,9 +51,7 @@ class RankGpu:
     """A rank's device."""
 
     uuid: str | None
-    """UUID of the GPU or of its slice; None without a GPU, and for a slice without a UUID in CUDA."""
-    gpu_uuid: str | None
-    """UUID of the GPU; None without one."""
+    """UUID of the GPU; None without one, and in MIG mode."""
     problem: str | None
     """Why there is no GPU."""
 
@@ -64,7 +62,7 @@ class GroupTopology:
 
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
-    """Sets of ranks that share a GPU, or have slices of one."""
+    """Sets of ranks that share a GPU."""
     fewest_nvlinks: int | None
     """Minimum number of NVLinks between two GPUs of the group; None if unknown for all pairs."""
     nvlink_full_mesh: Vote
@@ -93,12 +91,12 @@ def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | Non
     # The rest depends only on data of all ranks, so the result is the same on every rank.
     users: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
-        if gpu.gpu_uuid is not None:
-            users[gpu.gpu_uuid].append(rank)
+        if gpu.uuid is not None:
+            users[gpu.uuid].append(rank)
     numbers = [view["nvlinks"] for row in views for view in row if view is not None]
     fewest = min((number for number in numbers if number is not None), default=None)
-    no_mesh = _objection(gpus, views, "nvlink_problem", "NVLink doesn't connect", " ")
-    no_peers = _objection(gpus, views, "peer_problem", "have no peer access", ": ")
+    no_mesh = _objection(gpus, views, "nvlink_problem", " ")
+    no_peers = _objection(gpus, views, "peer_problem", ": ")
     links = "there is one GPU" if fewest is None else f"{fewest} or more NVLinks between any two"
     return GroupTopology(
         tuple(gpus),
@@ -110,13 +108,13 @@ def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | Non
 
 
 def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
-    found = None if uuid is None else topology.find(uuid)
-    if found is None:
-        problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
-        return {"uuid": None, "gpu_uuid": None, "problem": problem}
-    gpu, part = found
-    device = part.uuid if part is not None else None if gpu.mig else gpu.uuid
-    return {"uuid": device, "gpu_uuid": gpu.uuid, "problem": None}
+    gpu = None if uuid is None else topology.find(uuid)
+    if gpu is not None and not gpu.mig:
+        return {"uuid": gpu.uuid, "problem": None}
+    if gpu is not None or (uuid or "").startswith("MIG-"):
+        return {"uuid": None, "problem": f"{uuid} is in MIG mode, whose slices have no links and no peer access"}
+    problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
+    return {"uuid": None, "problem": problem}
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
@@ -125,38 +123,34 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
     views: list[_View | None] = []
     for other in gpus:
         path = None
-        if mine.gpu_uuid is not None and other.gpu_uuid is not None:
-            path = topology.path(mine.gpu_uuid, other.gpu_uuid)
+        if mine.uuid is not None and other.uuid is not None:
+            path = topology.path(mine.uuid, other.uuid)
         if path is None:
             views.append(None)
             continue
-        view = {"nvlinks": path.nvlinks, "nvlink_problem": path.nvlink_problem, "peer_problem": path.peer_problem}
-        sliced = next((each for each in (mine, other) if each.uuid != each.gpu_uuid), None)
-        if sliced is not None:  # NVIDIA's MIG guide: no peer access, over PCIe or NVLink
-            view["peer_problem"] = view["nvlink_problem"] = f"{sliced.gpu_uuid} is divided into MIG slices"
-        views.append(view)
+        views.append({
+            "nvlinks": path.nvlinks, "nvlink_problem": path.nvlink_problem, "peer_problem": path.peer_problem,
+        })  # fmt: skip
     return views
 
 
 def _objection(
-    gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, slices: str, joint: str
+    gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, joint: str
 ) -> str | None:
     """Describes the first pair of devices that fails the check, or returns None.
 
-    `problem`: the key of the check in a view. `slices`: the text for slices of one GPU. `joint`: separates pair and
-    problem.
+    `problem`: the key of the check in a view. `joint`: separates pair and problem.
     """
     for rank, gpu in enumerate(gpus):
-        if gpu.gpu_uuid is None:
+        if gpu.uuid is None:
             return f"rank {rank} has no GPU: {gpu.problem}"
     for rank, other in permutations(range(len(gpus)), 2):
         one, two, view = gpus[rank], gpus[other], views[rank][other]
-        if one.gpu_uuid == two.gpu_uuid:
-            if one.uuid is None or one.uuid != two.uuid:
-                return f"ranks {rank} and {other} have slices of one GPU, which {slices}"
-        elif view is None:
+        if one.uuid == two.uuid:
+            continue
+        if view is None:
             return f"rank {rank} doesn't see the GPU of rank {other}: another host or container"
-        elif view[problem] is not None:
+        if view[problem] is not None:
             return f"from the GPU of rank {rank} to that of rank {other}{joint}{view[problem]}"
     return None
 

@@ -1,29 +1,20 @@
 """Queries NVML through pynvml, in this file only. `topology` interprets the answers.
 
-`topology` uses only `Reader.ask`, so a recorded machine can replace a real one: `Recorder` records the answers of a
-machine, and `Recording` replays them. Tests and `python -m parallel_state topology --replay` use such records.
+`topology` uses only `Reader.ask`, so that tests can replace the machine by recorded answers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
-
-_NO_ANSWER = "no answer"
-_ALL = "*"
 
 
 class NoAnswerError(Exception):
     """NVML has no answer; the text is the reason. Callers in this package handle it."""
-
-
-class RecordError(Exception):
-    """A text is not a valid record. The command handles it."""
 
 
 class Reader(Protocol):
@@ -66,7 +57,6 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
     "pci_id": ("nvmlDeviceGetPciInfo", 1, lambda info: _text(info.busId)),
     "name": ("nvmlDeviceGetName", 1, _text),
     "memory_bytes": ("nvmlDeviceGetMemoryInfo", 1, lambda info: int(info.total)),
-    "max_slices": ("nvmlDeviceGetMaxMigDeviceCount", 1, int),
     "link_is_active": ("nvmlDeviceGetNvLinkState", 1, bool),
     "link_remote_type": ("nvmlDeviceGetNvLinkRemoteDeviceType", 1, int),
     "link_remote_pci_id": ("nvmlDeviceGetNvLinkRemotePciInfo", 1, lambda info: _text(info.busId)),
@@ -131,64 +121,6 @@ class Nvml:
     def _mig_enabled(self, gpu: int) -> bool:
         current, _ = self._pynvml.nvmlDeviceGetMigMode(self._handle(gpu))
         return bool(current == self._pynvml.NVML_DEVICE_MIG_ENABLE)
-
-    def _slice(self, gpu: int, number: int) -> dict[str, Any]:
-        pynvml = self._pynvml
-        handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle(gpu), number)
-        return {
-            "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
-            "name": _text(pynvml.nvmlDeviceGetName(handle)),
-            "gpu_instance": int(pynvml.nvmlDeviceGetGpuInstanceId(handle)),
-            "compute_instance": int(pynvml.nvmlDeviceGetComputeInstanceId(handle)),
-        }
-
-
-class Recorder:
-    """Queries another reader, and records its answers in `record`, which is JSON-compatible."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.record: dict[str, Any] = {}
-        self._reader = reader
-
-    def ask(self, question: str, *where: int) -> Any:
-        answers = self.record.setdefault(question, {})
-        key = " ".join(map(str, where))
-        try:
-            answers[key] = self._reader.ask(question, *where)
-        except NoAnswerError as error:
-            answers[key] = {_NO_ANSWER: str(error)}
-            raise
-        return answers[key]
-
-    def text(self) -> str:
-        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(self.record[key])}" for key in self.record) + "\n}\n"
-
-
-class Recording:
-    """Replays a record: question -> arguments ("0 5", or "*" for all others) -> answer."""
-
-    def __init__(self, record: Mapping[str, Mapping[str, Any]]) -> None:
-        self._record = record
-
-    @classmethod
-    def parse(cls, text: str) -> Recording:
-        """Parses the text of `Recorder.text`. Raises RecordError."""
-        try:
-            record = json.loads(text)
-        except ValueError as error:
-            raise RecordError(str(error)) from error
-        if not isinstance(record, dict) or not all(isinstance(answers, dict) for answers in record.values()):
-            raise RecordError("it must be an object of objects")
-        if not isinstance(record.get("gpu_count", {}).get(""), int):
-            raise RecordError("the question gpu_count is missing")
-        return cls(record)
-
-    def ask(self, question: str, *where: int) -> Any:
-        answers = self._record.get(question, {})
-        answer = answers.get(" ".join(map(str, where)), answers.get(_ALL, {_NO_ANSWER: "not recorded"}))
-        if isinstance(answer, dict) and _NO_ANSWER in answer:
-            raise NoAnswerError(answer[_NO_ANSWER])
-        return answer
 
 
 def _bits(words: Any) -> list[int]:

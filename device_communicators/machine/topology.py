@@ -33,16 +33,6 @@ FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A MIG device: a part of a GPU that CUDA sees as a device of its own."""
-
-    uuid: str
-    name: str
-    gpu_instance: int
-    compute_instance: int
-
-
-@dataclass(frozen=True)
 class Link:
     """An active NVLink of a GPU."""
 
@@ -90,8 +80,7 @@ class Gpu:
     """Active NVLinks."""
     fabric: Fabric | None = None
     mig: bool | None = None
-    """True in MIG mode: CUDA then shows slices instead of the GPU."""
-    slices: tuple[Slice, ...] = ()
+    """True in MIG mode: CUDA then shows slices instead of the GPU, which have no links and no peers."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Unknown facts, each with the reason."""
 
@@ -155,24 +144,14 @@ class Topology:
     """Why there are no GPUs."""
     remarks: tuple[str, ...] = ()
 
-    def find(self, uuid: str) -> tuple[Gpu, Slice | None] | None:
-        """Returns the GPU, or GPU and slice, with this UUID. Its prefix (GPU-, MIG-) is optional: torch omits it."""
-        for gpu in self.gpus:
-            if _same_uuid(uuid, gpu.uuid):
-                return gpu, None
-            for part in gpu.slices:
-                if _same_uuid(uuid, part.uuid):
-                    return gpu, part
-        return None
+    def find(self, uuid: str) -> Gpu | None:
+        """Returns the GPU with this UUID, or None. The prefix GPU- is optional: torch omits it."""
+        return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
         """Returns the path between two GPUs by UUID; None if one isn't on this machine, or both are the same."""
         one, two = self.find(uuid), self.find(other)
-        return None if one is None or two is None else self.paths.get((one[0].index, two[0].index))
-
-
-def _same_uuid(uuid: str, known: str) -> bool:
-    return uuid in (known, known.partition("-")[2])
+        return None if one is None or two is None else self.paths.get((one.index, two.index))
 
 
 _GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…
@@ -232,7 +211,6 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
     uuid = reader.ask("uuid", index)
     facts = _Facts(reader)
     pci_id, cores = facts.get("pci_id", index), facts.get("cores", index)
-    mig = facts.get("mig", index, question="mig_enabled")
     return Gpu(
         index,
         uuid,
@@ -243,8 +221,7 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
         None if cores is None else tuple(cores),
         _links(facts, index),
         _fabric(facts, index),
-        mig,
-        _slices(facts, index) if mig else (),
+        facts.get("mig", index, question="mig_enabled"),
         facts.unknown,
     )
 
@@ -307,17 +284,6 @@ def _fabric(facts: _Facts, gpu: int) -> Fabric | None:
     if answer["status"] != 0 and state == "completed":
         state = f"completed with error {answer['status']}"
     return Fabric(answer["cluster"], answer["clique"], state)
-
-
-def _slices(facts: _Facts, gpu: int) -> tuple[Slice, ...]:
-    found = []
-    for number in range(facts.get("slices", gpu, question="max_slices") or 0):
-        answer = facts.get(f"slice {number}", gpu, number, question="slice")
-        if answer is None:
-            del facts.unknown[f"slice {number}"]  # there is no slice with this number
-        else:
-            found.append(Slice(answer["uuid"], answer["name"], answer["gpu_instance"], answer["compute_instance"]))
-    return tuple(found)
 
 
 def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from device_communicators.base.cores import spans
 from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology
-from device_communicators.machine.visible_devices import Device, Visible
+from device_communicators.machine.visible_devices import Visible
 
 _STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), strict=True))
 
@@ -29,7 +29,7 @@ def _heading(topology: Topology) -> list[str]:
 
 
 def _gpu_lines(topology: Topology, visible: Visible) -> list[str]:
-    places = {device.uuid: place for place, device in enumerate(visible.devices)}
+    places = {gpu.uuid: place for place, gpu in enumerate(visible.gpus)}
     alike = len({gpu.name for gpu in topology.gpus}) == 1  # the heading then has the model
     lines = []
     for gpu in topology.gpus:
@@ -37,12 +37,7 @@ def _gpu_lines(topology: Topology, visible: Visible) -> list[str]:
         if gpu.memory_bytes is not None:
             facts.append(f"{gpu.memory_bytes / 2**30:.0f} GiB")
         facts += [_numa(gpu), _links(gpu), *_fabric(gpu)]
-        lines.append(f"GPU{gpu.index}  {', '.join(facts)}; {_cuda(Device(gpu), places)}")
-        lines += [
-            f"      {part.uuid}, {part.name}, instances {part.gpu_instance}/{part.compute_instance}; "
-            f"{_cuda(Device(gpu, part), places)}"
-            for part in gpu.slices
-        ]
+        lines.append(f"GPU{gpu.index}  {', '.join(facts)}; {_cuda(gpu, places)}")
     return lines
 
 
@@ -68,10 +63,10 @@ def _fabric(gpu: Gpu) -> list[str]:
     return [] if fabric.state == "completed" else [f"fabric: {fabric.problem}"]
 
 
-def _cuda(device: Device, places: Mapping[str, int]) -> str:
-    if device.uuid in places:
-        return f"cuda:{places[device.uuid]}"
-    return "MIG mode" if device.slice is None and device.gpu.mig else "not visible to this process"
+def _cuda(gpu: Gpu, places: Mapping[str, int]) -> str:
+    if gpu.uuid in places:
+        return f"cuda:{places[gpu.uuid]}"
+    return "MIG mode" if gpu.mig else "not visible to this process"
 
 
 def _matrix(topology: Topology) -> list[str]:
@@ -141,6 +136,6 @@ def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> 
 
 _FACTS = {"pci_id": "PCI id", "name": "model", "memory_bytes": "memory", "numa_node": "NUMA node", "cores": "cores",
           "links": "NVLinks", "link_ends": "what its NVLinks lead to is", "fabric": "fabric", "mig": "MIG mode",
-          "slices": "MIG slices", "pcie": "PCIe path", "p2p read": "P2P read", "p2p write": "P2P write"}  # fmt: skip
+          "pcie": "PCIe path", "p2p read": "P2P read", "p2p write": "P2P write"}  # fmt: skip
 _OFTEN_ABSENT = ("fabric", "mig")
 _ABSENT = ("Not Supported", "Function Not Found")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,25 +39,12 @@ def test_the_command(arguments: list[str]) -> None:
         assert isinstance(json.loads(out), dict)
 
 
-def test_a_record_of_this_machine_says_the_same(tmp_path: Path) -> None:
-    needs_a_gpu("there is no GPU to record")
-
-    def shown(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "parallel_state", "topology", "--json", "-", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-        told = json.loads(done.stdout)
-        return {name: value for name, value in told.items() if name not in ("visible", "remarks")}  # this process's
-
-    file = str(tmp_path / "record.json")
-    assert shown("--record", file) == shown("--replay", file)
-
-
 def _agreed_body() -> dict[str, Any]:
     group = ps.get_world_group()
     found = agree_on_topology(group.context, read_topology(), uuid_of(device()))
     return {
         "on a GPU": on_gpu(),
-        "gpus": [gpu.gpu_uuid for gpu in found.gpus],
+        "gpus": [gpu.uuid for gpu in found.gpus],
         "problems": [gpu.problem for gpu in found.gpus],
         "shared": [list(ranks) for ranks in found.shared_gpus],
         "mesh": [bool(found.nvlink_full_mesh), found.nvlink_full_mesh.reason],

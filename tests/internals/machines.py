@@ -6,19 +6,34 @@ import copy
 import json
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from device_communicators.cpu import native_build
-from device_communicators.machine.nvml import Recording
+from device_communicators.machine.nvml import NoAnswerError
 from device_communicators.machine.topology import Topology, read_topology
 from tests.internals import compiled
 
 FOLDER = Path(__file__).parents[1] / "topologies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 _SOURCES = Path(__file__).parents[1] / "native"
+
+
+class Recording:
+    """Answers `topology` from a record: question -> arguments ("0 5", or "*" for all others) -> answer."""
+
+    def __init__(self, record: Mapping[str, Mapping[str, Any]]) -> None:
+        self._record = record
+
+    def ask(self, question: str, *where: int) -> Any:
+        answers = self._record.get(question, {})
+        answer = answers.get(" ".join(map(str, where)), answers.get("*", {"no answer": "not recorded"}))
+        if isinstance(answer, dict) and "no answer" in answer:
+            raise NoAnswerError(answer["no answer"])
+        return answer
 
 
 def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:

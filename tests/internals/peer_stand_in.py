@@ -130,7 +130,7 @@ class Device(PeerDevice):
         return {"driver": "580.1", "nccl": "2.28.9", "torch": self.torch}
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        gpus = (RankGpu(None, None, None),) * context.size
+        gpus = (RankGpu(None, None),) * context.size
         return GroupTopology(gpus, self.shared, None, self.mesh, self.connected)
 
     def words(self, count: int) -> HostWords:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,34 +107,12 @@ def test_torch_writes_uuids_without_prefix() -> None:
     assert found.shared_gpus == ((0, 1),)
 
 
-def test_slices_of_one_gpu() -> None:
-    node = machine("a100-mig")
-    parts = node.gpus[0].slices
-    found = one([(node, parts[0].uuid), (node, parts[2].uuid)])
-    assert found.shared_gpus == ((0, 1),)
-    assert [gpu.uuid for gpu in found.gpus] == [parts[0].uuid, parts[2].uuid]
-    assert "slices of one GPU" in found.peer_access.reason
-    assert "slices of one GPU" in found.nvlink_full_mesh.reason
-    assert not found.peer_access and not found.nvlink_full_mesh
-
-
-def test_ranks_in_one_slice_share_memory_unless_the_slice_is_not_known() -> None:
-    """CUDA may report the GPU when it means a slice of it."""
-    node = machine("a100-mig")
-    (gpu,) = node.gpus
-    assert one([(node, gpu.slices[1].uuid)] * 2).peer_access
-    unnamed = one([(node, gpu.uuid)] * 2)
-    assert unnamed.shared_gpus == ((0, 1),)
-    assert "slices of one GPU" in unnamed.peer_access.reason
-
-
-def test_a_slice_beside_a_gpu_has_no_peers() -> None:
-    node = machine("dgx-h100")
-    part = machine("a100-mig").gpus[0].slices[0]
-    mixed = replace(node, gpus=(replace(node.gpus[0], mig=True, slices=(part,)), *node.gpus[1:]))
-    found = one([(mixed, part.uuid), (mixed, mixed.gpus[1].uuid)])
-    assert f"{mixed.gpus[0].uuid} is divided into MIG slices" in found.peer_access.reason
-    assert found.nvlink_full_mesh.reason == found.peer_access.reason.replace(": GPU", " GPU")
+def test_a_gpu_in_mig_mode_has_no_peers() -> None:
+    (gpu,) = machine("a100-mig").gpus
+    for uuid in (gpu.uuid, "MIG-11111111-0000-0000-0000-000000000000"):
+        found = one([(machine("a100-mig"), uuid)] * 2)
+        assert found.peer_access.reason == found.nvlink_full_mesh.reason
+        assert f"rank 0 has no GPU: {uuid} is in MIG mode" in found.peer_access.reason
 
 
 def test_two_hosts() -> None:

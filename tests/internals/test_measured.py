@@ -27,7 +27,7 @@ CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
 
 
 def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], ...] = (), size: int = 8) -> Any:
-    gpu, vote = RankGpu(None, None, None), Vote(mesh, "says the test")
+    gpu, vote = RankGpu(None, None), Vote(mesh, "says the test")
     return GroupTopology((gpu,) * size, shared, links, vote, vote)
 
 

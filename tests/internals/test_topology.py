@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from device_communicators.base.cores import spans
-from device_communicators.machine.nvml import NoAnswerError, Recorder, RecordError, Recording
 from device_communicators.machine.topology import Fabric, Topology, read_topology, short_pci_id
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import visible_devices
 from parallel_state.__main__ import main
-from tests.internals.machines import FOLDER, NAMES, machine, record, stand_in
+from tests.internals.machines import NAMES, Recording, machine, record, stand_in
 from tests.programs import Program
 
 NVML = "libnvidia-ml.so.1"
@@ -91,15 +90,12 @@ def test_one_gpu_behind_hidden_switches() -> None:
     assert "nor does the kernel" in gpu.unknown["numa_node"]
 
 
-def test_slices() -> None:
-    (gpu,) = machine("a100-mig").gpus
-    assert gpu.mig
-    assert [part.name.split()[-1] for part in gpu.slices] == ["3g.20gb", "2g.10gb", "1g.5gb"]
+def test_a_gpu_is_found_by_its_uuid_and_its_slices_are_not_listed() -> None:
     found = machine("a100-mig")
-    assert found.find(gpu.uuid) == (gpu, None)
-    assert found.find(gpu.slices[1].uuid) == (gpu, gpu.slices[1])
-    assert found.find(gpu.slices[1].uuid.removeprefix("MIG-")) == (gpu, gpu.slices[1])  # as torch writes it
+    (gpu,) = found.gpus
+    assert gpu.mig and found.find(gpu.uuid) is found.find(gpu.uuid.removeprefix("GPU-")) is gpu  # as torch writes it
     assert found.find("GPU-") is None
+    assert "MIG mode" in text_of(found) and "CUDA shows one slice" in text_of(found)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -186,42 +182,7 @@ def test_peer_access_is_drawn() -> None:
     assert "peer access, as the driver reports it: OK between all" in text_of(machine("dgx-h100"))
 
 
-# The command, records, and NVML itself.
-
-
-def test_the_command_replays_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["topology", "--replay", str(FOLDER / "a100-mig.json")]) == 0
-    out = capsys.readouterr().out
-    assert "MIG 3g.20gb, instances 1/0; cuda:0" in out
-    again, as_json = tmp_path / "again.json", tmp_path / "topology.json"
-    arguments = ["--replay", str(FOLDER / "h200-nvl-2x4.json"), "--record", str(again), "--json", str(as_json)]
-    assert main(["topology", *arguments]) == 0
-    assert read_topology(Recording.parse(again.read_text())) == machine("h200-nvl-2x4")
-    told = json.loads(as_json.read_text())
-    assert [gpu["uuid"] for gpu in told["gpus"]] == told["visible"]
-    assert {(path["from"], path["to"]): path["label"] for path in told["paths"]}[0, 1] == "NV6"
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu_count": 3}', '{"gpu_count": {"": "x"}}', '{"uuid": {}}'])
-def test_what_is_no_record(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RecordError):
-        Recording.parse(text)
-    path = tmp_path / "record.json"
-    path.write_text(text)
-    with pytest.raises(SystemExit) as caught:
-        main(["topology", "--replay", str(path)])
-    assert caught.value.code == 2
-    assert "isn't a file that --record wrote" in capsys.readouterr().err
-
-
-def test_a_recorder_keeps_refusals() -> None:
-    recorder = Recorder(Recording({"gpu_count": {"": 1}, "uuid": {"0": REFUSAL}}))
-    assert recorder.ask("gpu_count") == 1
-    with pytest.raises(NoAnswerError, match=r"^Not Supported$"):
-        recorder.ask("uuid", 0)
-    with pytest.raises(NoAnswerError, match=r"^Not Supported$"):
-        Recording.parse(recorder.text()).ask("uuid", 0)
-    assert recorder.record == {"gpu_count": {"": 1}, "uuid": {"0": REFUSAL}}
+# The command, and NVML itself.
 
 
 def run_command(library: Path, *commands: list[str], **environment: str) -> str:
@@ -305,6 +266,6 @@ def test_this_machine() -> None:
     assert set(found.paths) == set(permutations([gpu.index for gpu in found.gpus], 2))
     assert text_of(found)
     if torch.cuda.is_available():
-        seen = visible_devices(found.gpus, os.environ).devices
+        seen = visible_devices(found.gpus, os.environ).gpus
         torchs = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
         assert [device.uuid.partition("-")[2] for device in seen] == torchs

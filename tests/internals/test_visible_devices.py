@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES: NVIDIA's examples, MIG slices, and torch's parsing of random lists."""
+"""CUDA_VISIBLE_DEVICES: NVIDIA's examples, and torch's parsing of random lists."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import random
 import pytest
 import torch
 
-from device_communicators.machine.topology import Gpu, Slice
+from device_communicators.machine.topology import Gpu
 from device_communicators.machine.visible_devices import visible_devices
 
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-8932aaaa-0000-4106-c12f-20bd9faed9f6",
          "GPU-12345678-d72c-4106-c12f-20bd9faed9f6", "GPU-b0b0b0b0-d72c-4106-c12f-20bd9faed9f6"]  # fmt: skip
 GPUS = [Gpu(index, uuid, name="H100") for index, uuid in enumerate(UUIDS)]
-SLICES = (
-    Slice("MIG-11111111-0000-0000-0000-000000000000", "1g", 7, 0),
-    Slice("MIG-11112222-0000-0000-0000-000000000000", "2g", 3, 1),
-)
-DIVIDED = Gpu(0, UUIDS[0], name="A100", mig=True, slices=SLICES)
 
 
 def indices(text: str | None, gpus: list[Gpu] = GPUS) -> list[int]:
     environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
-    return [device.gpu.index for device in visible_devices(gpus, environ).devices]
+    return [gpu.index for gpu in visible_devices(gpus, environ).gpus]
 
 
 @pytest.mark.parametrize(
@@ -87,35 +82,7 @@ def test_as_torch_does() -> None:
     assert len(seen) > 20
 
 
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        (None, [SLICES[0]]),
-        ("0", [SLICES[0]]),
-        (UUIDS[0], [SLICES[0]]),
-        (SLICES[1].uuid, [SLICES[1]]),
-        ("MIG-11112", [SLICES[1]]),
-        ("MIG-1111", []),
-        (f"MIG-{UUIDS[0]}/3/1", [SLICES[1]]),  # drivers before R470
-        (f"MIG-{UUIDS[0]}/3/0", []),
-        (f"{SLICES[1].uuid},{SLICES[0].uuid}", [SLICES[1]]),  # CUDA shows one slice per process
-        (f"{SLICES[1].uuid},{SLICES[1].uuid}", []),
-    ],
-)
-def test_slices(text: str | None, seen: list[Slice]) -> None:
-    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
-    devices = visible_devices([DIVIDED], environ).devices
-    assert [device.slice for device in devices] == seen
-    assert [device.uuid for device in devices] == [part.uuid for part in seen]
-
-
-def test_slices_beside_whole_gpus() -> None:
-    found = visible_devices([*GPUS[1:3], DIVIDED], {"CUDA_VISIBLE_DEVICES": "1,2,0"})
-    assert [device.uuid for device in found.devices] == UUIDS[1:3]
-    assert any("one MIG slice per process" in remark for remark in found.remarks)
-
-
-def test_a_gpu_in_mig_mode_without_slices_is_nothing() -> None:
+def test_a_gpu_in_mig_mode_is_not_listed() -> None:
     assert indices("0", [Gpu(0, UUIDS[0], mig=True)]) == []
     assert indices(None, [Gpu(0, UUIDS[0], mig=True), GPUS[1]]) == [1]
 

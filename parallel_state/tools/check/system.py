@@ -426,7 +426,7 @@ def gpus() -> Gpus:
                     -1 if each.numa_node is None else each.numa_node, list(each.cores or ()))
             for each in topology.gpus
         ],
-        visible=[device.uuid for device in visible.devices],
+        visible=[gpu.uuid for gpu in visible.gpus],
         paths=[
             GpuPath(one, two, path.peer_problem or "")
             for (one, two), path in topology.paths.items()
