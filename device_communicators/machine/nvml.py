@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -93,30 +92,9 @@ class Nvml:
             self._handles[gpu] = self._pynvml.nvmlDeviceGetHandleByIndex(gpu)
         return self._handles[gpu]
 
-    def _numa_nodes(self, gpu: int) -> list[int]:
-        """Returns the NUMA nodes nearest to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
-        pynvml = self._pynvml
-        return _bits(pynvml.nvmlDeviceGetMemoryAffinity(self._handle(gpu), 16, pynvml.NVML_AFFINITY_SCOPE_NODE))
-
-    def _sysfs_numa_node(self, gpu: int) -> int:
-        """Returns the kernel's NUMA node of the GPU (-1: unknown), for drivers that report none."""
-        domain, bus, device = self.ask("pci_id", gpu).lower().split(":")
-        return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text(encoding="utf-8"))
-
     def _cores(self, gpu: int) -> list[int]:
         words = -(-(os.cpu_count() or 1) // 64)
         return _bits(self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), words))
-
-    def _fabric(self, gpu: int) -> dict[str, Any]:
-        pynvml = self._pynvml
-        info = pynvml.c_nvmlGpuFabricInfoV_t()
-        pynvml.nvmlDeviceGetGpuFabricInfoV(self._handle(gpu), ctypes.byref(info))
-        return {
-            "cluster": bytes(info.clusterUuid).hex(),
-            "clique": int(info.cliqueId),
-            "state": int(info.state),
-            "status": int(info.status),
-        }
 
     def _mig_enabled(self, gpu: int) -> bool:
         current, _ = self._pynvml.nvmlDeviceGetMigMode(self._handle(gpu))

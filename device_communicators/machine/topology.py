@@ -1,4 +1,4 @@
-"""The connections of this machine's GPUs as the driver reports them: NVLink, NVSwitch, PCIe, NUMA, fabrics, P2P.
+"""The connections of this machine's GPUs as the driver reports them: NVLink, NVSwitch, PCIe, the nearest cores, P2P.
 
 If a driver, a GPU or a virtual machine has no answer, the fact is None and `unknown` holds the reason. Nothing here
 raises because NVML lacks something. Without a driver, a topology has no GPUs and a `problem`.
@@ -29,8 +29,6 @@ P2P_STATUS = ("OK", "chipset not supported", "GPU not supported", "topology not 
 P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 """By NVML's number."""
 
-FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
-
 
 @dataclass(frozen=True)
 class Link:
@@ -44,25 +42,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Fabric:
-    """The NVLink domain that a GPU belongs to, which may span several hosts (MNNVL)."""
-
-    cluster: str
-    """32 hexadecimal digits; all 0 if NVLink doesn't leave the host, as in an HGX H100."""
-    clique: int
-    """GPUs with equal cluster and clique can reach each other."""
-    state: str
-    """One of FABRIC_STATES."""
-
-    @property
-    def problem(self) -> str | None:
-        """Returns why this GPU can't reach GPUs of other hosts over NVLink, or None."""
-        if self.state != "completed":
-            return f"registration with the fabric is {self.state}"
-        return None if self.cluster.strip("0") else "it belongs to no NVLink domain beyond its host"
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One GPU of this machine. `index` is NVML's, in the order of PCI ids."""
 
@@ -72,13 +51,10 @@ class Gpu:
     """As `0000:1b:00.0`."""
     name: str | None = None
     memory_bytes: int | None = None
-    numa_node: int | None = None
-    """The nearest NUMA node: a process that uses the GPU should run there."""
     cores: tuple[int, ...] | None = None
-    """The nearest CPU cores."""
+    """The nearest CPU cores: a process that uses the GPU should run there."""
     links: tuple[Link, ...] | None = None
     """Active NVLinks."""
-    fabric: Fabric | None = None
     mig: bool | None = None
     """True in MIG mode: CUDA then shows slices instead of the GPU, which have no links and no peers."""
     unknown: dict[str, str] = field(default_factory=dict)
@@ -217,29 +193,11 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
         None if pci_id is None else short_pci_id(pci_id),
         facts.get("name", index),
         facts.get("memory_bytes", index),
-        _numa_node(facts, index),
         None if cores is None else tuple(cores),
         _links(facts, index),
-        _fabric(facts, index),
         facts.get("mig", index, question="mig_enabled"),
         facts.unknown,
     )
-
-
-def _numa_node(facts: _Facts, gpu: int) -> int | None:
-    nodes = facts.get("numa_node", gpu, question="numa_nodes")
-    if nodes is not None and len(nodes) == 1:
-        return int(nodes[0])
-    if nodes:
-        facts.unknown["numa_node"] = f"nodes {', '.join(map(str, nodes))} are equally near"
-        return None
-    why = facts.unknown.get("numa_node", "NVML names no node")
-    node = facts.get("numa_node", gpu, question="sysfs_numa_node")
-    if node is None or node < 0:
-        facts.unknown["numa_node"] = why if node is None else f"{why}; nor does the kernel, as on a one-node machine"
-        return None
-    facts.unknown.pop("numa_node", None)
-    return int(node)
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
@@ -274,16 +232,6 @@ def _link(facts: _Facts, gpu: int, number: int) -> Link:
         # An active link to an unknown device is a switch that the virtual machine hides (NCCL issue 1182).
         kind = "switch"
     return Link(number, kind, pci_id)
-
-
-def _fabric(facts: _Facts, gpu: int) -> Fabric | None:
-    answer = facts.get("fabric", gpu)
-    if answer is None:
-        return None
-    state = FABRIC_STATES[answer["state"]] if answer["state"] < len(FABRIC_STATES) else f"state {answer['state']}"
-    if answer["status"] != 0 and state == "completed":
-        state = f"completed with error {answer['status']}"
-    return Fabric(answer["cluster"], answer["clique"], state)
 
 
 def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> Path:

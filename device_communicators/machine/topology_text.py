@@ -36,14 +36,9 @@ def _gpu_lines(topology: Topology, visible: Visible) -> list[str]:
         facts = [gpu.uuid, gpu.pci_id or "PCI id unknown", *([] if alike else [gpu.name or "unknown model"])]
         if gpu.memory_bytes is not None:
             facts.append(f"{gpu.memory_bytes / 2**30:.0f} GiB")
-        facts += [_numa(gpu), _links(gpu), *_fabric(gpu)]
+        facts += [*([f"cores {spans(gpu.cores)}"] if gpu.cores else []), _links(gpu)]
         lines.append(f"GPU{gpu.index}  {', '.join(facts)}; {_cuda(gpu, places)}")
     return lines
-
-
-def _numa(gpu: Gpu) -> str:
-    node = f"NUMA node {'unknown' if gpu.numa_node is None else gpu.numa_node}"
-    return f"{node}, cores {spans(gpu.cores)}" if gpu.cores else node
 
 
 def _links(gpu: Gpu) -> str:
@@ -52,15 +47,6 @@ def _links(gpu: Gpu) -> str:
     if not gpu.links:
         return "no NVLink"
     return f"{len(gpu.links)} NVLinks" + (" to switches" if gpu.switch_links == len(gpu.links) else "")
-
-
-def _fabric(gpu: Gpu) -> list[str]:
-    fabric = gpu.fabric
-    if fabric is None or fabric.state == "not supported":
-        return []
-    if fabric.problem is None:
-        return [f"NVLink domain {fabric.cluster} clique {fabric.clique}"]
-    return [] if fabric.state == "completed" else [f"fabric: {fabric.problem}"]
 
 
 def _cuda(gpu: Gpu, places: Mapping[str, int]) -> str:
@@ -134,8 +120,8 @@ def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> 
         yield f"{'all ' + of_what if len(names) == len(holders) > 1 else ', '.join(names)}: {text}"
 
 
-_FACTS = {"pci_id": "PCI id", "name": "model", "memory_bytes": "memory", "numa_node": "NUMA node", "cores": "cores",
-          "links": "NVLinks", "link_ends": "what its NVLinks lead to is", "fabric": "fabric", "mig": "MIG mode",
+_FACTS = {"pci_id": "PCI id", "name": "model", "memory_bytes": "memory", "cores": "cores",
+          "links": "NVLinks", "link_ends": "what its NVLinks lead to is", "mig": "MIG mode",
           "pcie": "PCIe path", "p2p read": "P2P read", "p2p write": "P2P write"}  # fmt: skip
-_OFTEN_ABSENT = ("fabric", "mig")
+_OFTEN_ABSENT = ("mig",)
 _ABSENT = ("Not Supported", "Function Not Found")

@@ -28,7 +28,7 @@ def test_the_driver_tells_its_gpus(record_property: Callable[[str, object], None
         assert gpu.uuid.startswith("GPU-")
         assert gpu.name
         assert gpu.pci_id is not None or "pci_id" in gpu.unknown
-        record_property(gpu.uuid, {"name": gpu.name, "pci": gpu.pci_id, "numa": gpu.numa_node, "unknown": gpu.unknown})
+        record_property(gpu.uuid, {"name": gpu.name, "pci": gpu.pci_id, "unknown": gpu.unknown})
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json", "-"]], ids=" ".join)

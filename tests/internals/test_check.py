@@ -64,7 +64,7 @@ def job(*ranks_per_host: int) -> list[Facts]:
 def with_gpus(arrivals: list[Facts], count: int = 2) -> list[Facts]:
     for facts in arrivals:
         host = facts.network.hostname
-        facts.gpus.devices = [GpuFact(at, f"GPU-{host}-{at}", "H100", "", 0, [0, 1, 2, 3]) for at in range(count)]
+        facts.gpus.devices = [GpuFact(at, f"GPU-{host}-{at}", "H100", [0, 1, 2, 3]) for at in range(count)]
         facts.gpus.visible = [device.uuid for device in facts.gpus.devices]
         facts.gpus.torch_cuda = True
         facts.gpus.paths = [GpuPath(0, 1)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from device_communicators.base.cores import spans
-from device_communicators.machine.topology import Fabric, Topology, read_topology, short_pci_id
+from device_communicators.machine.topology import Topology, read_topology, short_pci_id
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import visible_devices
 from parallel_state.__main__ import main
@@ -41,11 +41,8 @@ def test_switches_connect_all() -> None:
     found = machine("dgx-h100")
     assert matrix(found) == islands(8, "NV18", "")
     assert all(path.switched and path.peer_problem is None is path.nvlink_problem for path in found.paths.values())
-    assert [gpu.numa_node for gpu in found.gpus] == [0] * 4 + [1] * 4
     assert found.gpus[4].pci_id == "0000:9d:00.0"
     assert spans(found.gpus[4].cores or ()) == "56-111,168-223"
-    assert found.gpus[0].fabric == Fabric("0" * 32, 0, "completed")
-    assert "belongs to no NVLink domain beyond its host" in str(found.gpus[0].fabric.problem)
     assert (found.driver_version, found.cuda_version, found.problem) == ("550.90.07", "12.4", None)
 
 
@@ -77,17 +74,13 @@ def test_pcie_only() -> None:
     found = machine("l40s-pcie")
     assert matrix(found) == islands(2, "NODE", "SYS", of=4)
     assert [gpu.links for gpu in found.gpus] == [()] * 4
-    assert [gpu.numa_node for gpu in found.gpus] == [0, 0, 1, 1]
     assert found.paths[0, 1].peer_problem is None
     assert found.paths[1, 2].peer_problem == "P2P read is chipset not supported"
-    assert found.gpus[0].fabric is None
 
 
 def test_one_gpu_behind_hidden_switches() -> None:
     (gpu,) = machine("one-h200").gpus
     assert gpu.switch_links == 18
-    assert gpu.numa_node is None
-    assert "nor does the kernel" in gpu.unknown["numa_node"]
 
 
 def test_a_gpu_is_found_by_its_uuid_and_its_slices_are_not_listed() -> None:
@@ -104,7 +97,7 @@ def test_a_driver_that_says_nothing_but_uuids(name: str) -> None:
     found = read_topology(Recording(told))
     assert [gpu.uuid for gpu in found.gpus] == list(told["uuid"].values())
     for gpu in found.gpus:
-        for fact in ("pci_id", "name", "memory_bytes", "numa_node", "cores", "links", "fabric", "mig"):
+        for fact in ("pci_id", "name", "memory_bytes", "cores", "links", "mig"):
             assert getattr(gpu, fact) is None
             assert "not recorded" in gpu.unknown[fact]
     for path in found.paths.values():
@@ -131,21 +124,6 @@ def test_a_gpu_that_is_lost() -> None:
     assert "GPU 2 doesn't answer: GPU is lost" in text_of(found)
 
 
-def test_a_fabric_that_spans_hosts() -> None:
-    domain = {"cluster": "12" * 16, "clique": 3, "state": 3, "status": 0}
-    states = [{}, {"state": 2}, {"state": 0}, {"status": 15}, {"state": 9}]
-    found = machine("dgx-h100", fabric={str(gpu): {**domain, **change} for gpu, change in enumerate(states)})
-    problems = [gpu.fabric.problem for gpu in found.gpus[:5] if gpu.fabric is not None]
-    assert problems == [
-        None,
-        "registration with the fabric is in progress",
-        "registration with the fabric is not supported",
-        "registration with the fabric is completed with error 15",
-        "registration with the fabric is state 9",
-    ]
-    assert f"NVLink domain {'12' * 16} clique 3" in text_of(found)
-
-
 def test_unknown_numbers_of_newer_drivers() -> None:
     found = machine("l40s-pcie", common_ancestor={"0 1": 99}, p2p_status={"0 1 0": 77}, link_is_active={"0 0": True})
     assert found.paths[0, 1].label == "?"
@@ -165,7 +143,7 @@ def test_the_matrix_is_drawn() -> None:
     assert "  NV#   # NVLinks" in lines
     assert "  SYS   PCIe, between NUMA nodes" in lines
     assert not [line for line in lines if line.startswith("  PIX")], "only what is in the matrix is explained"
-    assert sum(line.startswith("GPU") and "NUMA node" in line for line in lines) == 8
+    assert sum(line.startswith("GPU") and ", cores " in line for line in lines) == 8
 
 
 def test_peer_access_is_drawn() -> None:
@@ -213,10 +191,7 @@ def test_through_pynvml(nvml_folder: Path) -> None:
         "GPU-00000000-1111-2222-3333-444444444444", "0000:3b:00.0", "Test GPU",
     )  # fmt: skip
     assert one["memory_bytes"] == 80 << 30
-    assert [gpu["numa_node"] for gpu in (one, two)] == [0, 9]
     assert [gpu["cores"] for gpu in (one, two)] == [[0, 1], [2, 3]]
-    assert one["fabric"] == {"cluster": bytes(range(0xA0, 0xB0)).hex(), "clique": 7, "state": "completed"}
-    assert two["fabric"]["state"] == "in progress"
     assert len(one["links"]) == 11, "the sixth is down"
     assert {path["label"] for path in told["paths"]} == {"NV11"}
     assert [path["p2p"]["write"] for path in told["paths"]] == ["OK", "disabled by registry key"]

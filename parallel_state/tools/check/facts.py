@@ -64,9 +64,7 @@ class Versions(msgspec.Struct):
     """Digest of its sources; empty if the compiled library is missing."""
     compiled_problem: str = ""
     nccl: str = ""
-    cuda: str = ""
     driver: str = ""
-    kernel: str = ""
 
 
 class Limits(msgspec.Struct):
@@ -84,7 +82,6 @@ class Limits(msgspec.Struct):
 class Cpu(msgspec.Struct):
     """The cores that this rank may use."""
 
-    model: str = ""
     online: int = 0
     affinity: list[int] = []
     siblings: dict[str, list[int]] = {}
@@ -101,8 +98,6 @@ class GpuFact(msgspec.Struct):
     index: int
     uuid: str
     name: str = ""
-    pci_id: str = ""
-    numa_node: int = -1
     cores: list[int] = []
 
 

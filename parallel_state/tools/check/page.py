@@ -163,8 +163,7 @@ def html(report: Report) -> str:
 <p class="soft">{escape(started_by(report))}<br>{escape(versions(report))}</p>
 {"".join(map(_finding, report.findings))}
 {_matrix(report)}
-{"".join(map(_html_table, tables(report)))}
-{_ranks(report)}"""
+{"".join(map(_html_table, tables(report)))}"""
     return html_page(f"check: {heading(report)}", f"\n{style}", body)
 
 
@@ -216,17 +215,3 @@ def _html_table(table: Table) -> str:
         f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}'
         "</tbody></table></div>\n"
     )
-
-
-def _ranks(report: Report) -> str:
-    rows = []
-    for facts in sorted(report.ranks, key=lambda each: each.place.rank):
-        variables = " ".join(f"{name}={value}" for name, value in facts.place.variables.items())
-        limits = facts.limits
-        rows.append((
-            str(facts.place.rank), facts.network.hostname, str(facts.pid), ", under ".join(facts.place.started_by[:3]),
-            spans(facts.cpu.affinity), str(limits.files_hard), "unlimited" if limits.memlock_bytes < 0 else
-            f"{limits.memlock_bytes >> 10} KiB", facts.gpus.own, variables,
-        ))  # fmt: skip
-    head = ("rank", "host", "pid", "started by", "cores", "files", "memlock", "GPU", "variables")
-    return f"<details><summary>Each rank</summary>{_html_table(Table('Ranks', head, rows))}</details>"

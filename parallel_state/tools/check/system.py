@@ -298,8 +298,6 @@ def versions() -> Versions:
     found = Versions(
         python=platform.python_version(),
         torch=str(torch.__version__),
-        cuda=torch.version.cuda or "",
-        kernel=platform.release(),
         driver=_text("/sys/module/nvidia/version"),
     )
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -387,8 +385,6 @@ def cpu_quota() -> tuple[float, str]:
 def cpu() -> Cpu:
     affinity = sorted(os.sched_getaffinity(0))
     found = Cpu(online=os.cpu_count() or 0, affinity=affinity, threads=torch.get_num_threads())
-    model = re.search(r"^model name\s*: (.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    found.model = model[1] if model else platform.machine()
     for core in affinity:
         siblings = parse_list(_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
         if len(siblings) > 1:
@@ -422,8 +418,7 @@ def gpus() -> Gpus:
     visible = visible_devices(topology.gpus, os.environ)
     return Gpus(
         devices=[
-            GpuFact(each.index, each.uuid, each.name or "", each.pci_id or "",
-                    -1 if each.numa_node is None else each.numa_node, list(each.cores or ()))
+            GpuFact(each.index, each.uuid, each.name or "", list(each.cores or ()))
             for each in topology.gpus
         ],
         visible=[gpu.uuid for gpu in visible.gpus],
