@@ -22,7 +22,7 @@ COMMANDS = {
         "tests if this job will work here, and how fast; under any launcher",
     ),
     "plan": ("parallel_state.tools.plan.command", "shows groups, warnings and a picture of a layout; starts nothing"),
-    "topology": ("parallel_state.tools.topology", "shows this machine's GPUs: NVLink, PCIe, NUMA nodes, peer access"),
+    "topology": ("parallel_state.tools.topology", "shows this machine's GPUs: NVLink, PCIe, cores, peer access"),
     "debug": ("parallel_state.tools.debug", "shows each rank's last call from records in a folder, and missing ranks"),
     "trace": ("parallel_state.tools.trace", "merges the ranks' traces: arrows, and the longest waits"),
     "bench": ("parallel_state.tools.bench.command", "measures latency and bandwidth here, also of torch.distributed"),

@@ -55,7 +55,6 @@ from device_communicators.calls.work import TransferError
 from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, method_of
-from device_communicators.routing.comparison import check_alike
 from device_communicators.routing.failures import (
     ADVICE,
     all_died,
@@ -66,7 +65,7 @@ from device_communicators.routing.failures import (
     is_of_transport,
     kind_of_failure,
 )
-from device_communicators.routing.reports import add_calls, explained, publish
+from device_communicators.routing.reports import add_calls, check_alike, explained, publish
 from device_communicators.routing.started import Handle
 from device_communicators.routing.states import waiting_for
 

@@ -15,7 +15,7 @@ from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import World
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
-from parallel_state.startup.answers import ask_for_store
+from parallel_state.startup.stores import ask_for_store
 
 SSH = b"SSH-2.0-OpenSSH_9.2\r\n"
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"

@@ -12,9 +12,9 @@ import pytest
 
 from device_communicators.base.cores import spans
 from device_communicators.machine.topology import Topology, read_topology, short_pci_id
-from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import visible_devices
 from parallel_state.__main__ import main
+from parallel_state.tools.topology import topology_text
 from tests.internals.machines import NAMES, Recording, machine, record, stand_in
 from tests.programs import Program
 
