@@ -33,9 +33,6 @@ from device_communicators.routing.communicator import (
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scatterv")
 """These need a connection between every two ranks on different hosts."""
-_SIZED_BYTES_TO_ONE = 1 << 20
-_SIZED_BYTES = 64 << 10
-"""Tensor bytes of a message that are sent together with its head, to one other host and to several."""
 
 
 class CpuCommunicator(Communicator):
@@ -59,14 +56,12 @@ class CpuCommunicator(Communicator):
         self._channels = memory.channels
         self._is_meshed = memory.in_one_segment or memory.is_meshed
         self._streams: Transfers | None = None
-        if not memory.in_one_segment:
-            self.sized_bytes = _SIZED_BYTES_TO_ONE if len(memory.domains) == 2 else _SIZED_BYTES
-            if memory.is_meshed:
-                gather = partial(context.gather, operation="connect")
-                address, self._connections = connect_streams(memory, gather, context.watcher, context.failure_ranks)
-                library, tag = self._group.library, context.tag(0)
-                self._streams = Transfers(library, memory.members, address, self._group.number, tag=tag)
-                memory.streams = MessageStreams(self._streams, context.tag(1))
+        if not memory.in_one_segment and memory.is_meshed:
+            gather = partial(context.gather, operation="connect")
+            address, self._connections = connect_streams(memory, gather, context.watcher, context.failure_ranks)
+            library, tag = self._group.library, context.tag(0)
+            self._streams = Transfers(library, memory.members, address, self._group.number, tag=tag)
+            memory.streams = MessageStreams(self._streams, context.tag(1))
         self._sizes = ctypes.c_size_t * context.size
         self._pointers = ctypes.c_void_p * context.size
 
@@ -154,9 +149,6 @@ class CpuCommunicator(Communicator):
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         self._group.call("broadcast", x.data_ptr(), x.nbytes, src)
         return DONE
-
-    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
-        return self._group.broadcast_sized(x, src, most_bytes)
 
     def barrier(self) -> None:
         self._group.call("barrier")

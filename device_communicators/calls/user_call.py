@@ -81,7 +81,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "scatter": ("", "dim", "root"),
     "broadcast": ("root",),
     "broadcast_": ("root",),
-    "broadcast_sized": ("root",),
     "ibroadcast_": ("root",),
 }
 """Communicator's method -> names of its arguments after the first tensor."""

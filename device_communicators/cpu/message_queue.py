@@ -208,6 +208,12 @@ class Message(NamedTuple):
     more_head: bytes | Pinned = b""
     """The rest of a long head, to avoid a copy."""
 
+    @property
+    def pieces(self) -> tuple[bytes | None, int, int]:
+        """Returns `pieces_of` all but `head`, and how many of them are `more_head`."""
+        more = self.more_head
+        return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
+
 
 class _Sending:
     """A message that didn't fit into the ring at once; done when all of it is written."""
@@ -310,10 +316,8 @@ class Sender(_End):
                 self._hand_on(writer, work)
 
     def _begin(self, message: Message, timeout_s: float) -> int:
-        head, tensors, fingerprint, more_head = message
-        pieces, count = pieces_of(tensors, more_head)
-        more_heads = len(more_head.pieces) if isinstance(more_head, Pinned) else 1 if more_head else 0
-        return self._library.ps_queue_send(self.end, head, len(head), pieces, count, more_heads, fingerprint, timeout_s)
+        head = message.head
+        return self._library.ps_queue_send(self.end, head, len(head), *message.pieces, message.fingerprint, timeout_s)
 
     def _later(self, message: Message) -> _Sending:
         work = _Sending(self, message)

@@ -1,21 +1,27 @@
 """Messages between hosts: the ends of a group's connections, with the methods that the ends of message queues have.
 
-A message is one transfer (csrc/transfers.h). The library keeps its memory until it is sent, and its progress thread
-sends what nobody waits for.
+A message to one rank is one transfer (csrc/transfers.h). The library keeps its memory until it is sent, and its
+progress thread sends what nobody waits for. A message to all ranks is one call of the group (csrc/hosts_group.h).
 """
 
 from __future__ import annotations
 
+import ctypes
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from device_communicators.base.errors import UsageError
-from device_communicators.calls.user_call import handler_error
+from device_communicators.calls.user_call import UserCall, begin_sending, handler_error
 from device_communicators.calls.work import Work
 from device_communicators.cpu.message_queue import Message
 from device_communicators.cpu.native import QueueReport
+from device_communicators.cpu.native_group import NativeGroup
 from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.cpu.transfers import Transfers
+
+_STATUS = 9
+"""`QueueReport::broken` of csrc/queue.h."""
 
 
 class MessageStreams:
@@ -59,26 +65,34 @@ class StreamSender:
         return self._transfers.started_message(number, self._dst)
 
 
-class StreamReceiver:
-    """The receiving end."""
+class _StreamEnd:
+    """A receiving end: what it found last."""
 
-    def __init__(self, transfers: Transfers, src: int, tag: int) -> None:
-        self.members = transfers.members
-        self.lock: AbstractContextManager[None] = nullcontext()
-        self._transfers = transfers
-        self._src = src
-        self._tag = tag
+    lock: AbstractContextManager[None] = nullcontext()
+
+    def __init__(self) -> None:
         self._report = QueueReport()
-
-    def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns the object of the next message, as `PastPython.receive_at`; NotImplemented after a failure."""
-        return self._transfers.receive_message(past, self._src, self._tag, group, self._report, *arguments)
 
     @property
     def found_bytes(self) -> tuple[int, int]:
         """Returns the bytes of the last message's head, and of its tensors."""
         _, total_bytes, head_bytes, *_ = self._report
         return head_bytes, total_bytes - head_bytes
+
+
+class StreamReceiver(_StreamEnd):
+    """The receiving end of messages to this rank."""
+
+    def __init__(self, transfers: Transfers, src: int, tag: int) -> None:
+        super().__init__()
+        self.members = transfers.members
+        self._transfers = transfers
+        self._src = src
+        self._tag = tag
+
+    def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
+        """Returns the object of the next message, as `PastPython.receive_at`; NotImplemented after a failure."""
+        return self._transfers.receive_message(past, self._src, self._tag, group, self._report, *arguments)
 
     @property
     def is_held_here(self) -> bool:
@@ -96,3 +110,40 @@ class StreamReceiver:
     def in_a_handler(self, operation: str) -> UsageError:
         """Returns the error for a handler of signals that would wait for the message that its thread is in."""
         return handler_error(operation, str(self.members), "recv")
+
+
+class ToAllSender:
+    """The sending end of one message to all ranks."""
+
+    def __init__(self, group: NativeGroup, past: PastPython, call: UserCall) -> None:
+        self._group, self._past, self._call = group, past, call
+
+    def send(self, message: Message, operation: str = "") -> None:
+        """Sends, and returns once the tensors may be changed."""
+        begin_sending()
+        started, (pieces, _, more_heads) = time.monotonic(), message.pieces
+        words = self._call.words
+        status = self._past.broadcast_between(self._group.number, *words, message.head, pieces or b"", more_heads)
+        if status != 0:
+            self._group.fail(status, self._call, started)
+
+
+class ToAllReceiver(_StreamEnd):
+    """The receiving end of one message to all ranks."""
+
+    is_held_here = False
+
+    def __init__(self, group: NativeGroup, src: int, call: UserCall) -> None:
+        super().__init__()
+        self._group, self._src, self._call = group, src, call
+
+    def check(self, operation: str = "") -> None:
+        """Does nothing: `receive` raises the group's failure."""
+
+    def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
+        """Returns the object of the message, as `PastPython.receive_value`. Raises as `NativeGroup.call`."""
+        started, report = time.monotonic(), ctypes.addressof(self._report)
+        found = past.receive_between(self._group.number, *self._call.words, self._src, report, *arguments)
+        if found is NotImplemented:
+            self._group.fail(self._report[_STATUS], self._call, started)
+        return found

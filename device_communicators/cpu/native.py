@@ -50,7 +50,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 17
+_VERSION = 18
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the words of `Told` in csrc/call.h."""
@@ -122,11 +122,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
     "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p, c_int)),
     "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
-    "ps_broadcast_sized": (
-        c_int,
-        (*_CALL, c_void_p, c_uint64, c_int, c_uint64, POINTER(c_void_p), POINTER(c_uint64)),
-    ),
-    "ps_free": (None, (c_void_p,)),
     "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
     "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
     "ps_all_reduce_add_rms_norm": (c_int, (*_CALL, *(c_void_p,) * 5, c_size_t, c_size_t, c_float, c_int)),

@@ -155,20 +155,7 @@ class NativeGroup:
         started = time.monotonic()
         status = getattr(self.library, f"ps_{operation}")(self.number, *user_call.words, *args)
         if status != 0:
-            self._fail(status, user_call, started)
-
-    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
-        """Returns the bytes of `src`, whose number other ranks don't know. Raises as `call`."""
-        found, size = ctypes.c_void_p(), ctypes.c_uint64()
-        given = (None, 0) if x is None else (x.data_ptr(), x.nbytes)
-        self.call("broadcast_sized", *given, src, most_bytes, ctypes.byref(found), ctypes.byref(size))
-        if x is not None and src == self.rank:
-            return x
-        out = torch.empty(size.value, dtype=torch.uint8, device="cpu")
-        if found.value:
-            ctypes.memmove(out.data_ptr(), found.value, size.value)
-            self.library.ps_free(found)
-        return out
+            self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
         """Orders a broadcast message among collectives; other ranks wait for `src`. Raises as `call`."""
@@ -176,9 +163,10 @@ class NativeGroup:
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
         if status != 0:
-            self._fail(status, user_call, started)
+            self.fail(status, user_call, started)
 
-    def _fail(self, status: int, user_call: UserCall, started: float) -> NoReturn:
+    def fail(self, status: int, user_call: UserCall, started: float) -> NoReturn:
+        """Raises the failure of a call of the library, or what a signal's handler raised in it."""
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         raise self.failure(status, user_call.method, time.monotonic() - started)
@@ -232,6 +220,12 @@ class NativeGroup:
                 members, CommunicationError, operation, suspect, elapsed_s,
                 f"{operation} of {members}: global rank {suspect} sends {sent} bytes, more than {expected}. {LOST}; "
                 "send less at once",
+            )  # fmt: skip
+        if status == _FAILED:
+            return _failure(
+                members, CommunicationError, operation, suspect, elapsed_s,
+                f"an earlier call of {members} refused a message of global rank {suspect}. {LOST}; destroy it and "
+                "initialise again",
             )  # fmt: skip
         if status == _INTERRUPTED:
             return _failure(

@@ -173,6 +173,9 @@ class PastPython:
         """As `receive_value`; of a reader's end, the message's number, the timeout and the number of the group."""
         self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
         """As `receive_value`, between hosts; see `ps_transfers_receiving` in csrc/messages_api.cpp."""
+        self.broadcast_between: Callable[..., int] = method("ps_group_broadcasting")
+        self.receive_between: Callable[..., Any] = method("ps_group_receiving")
+        """As `receive_value`, of a message to all ranks on several hosts; see csrc/messages_api.cpp."""
 
 
 class PlainObjects:

@@ -34,10 +34,10 @@ from device_communicators.base.limits import describe_address_space
 from device_communicators.base.member import LOST
 from device_communicators.calls.user_call import DTYPE_NUMBERS, handler_error
 from device_communicators.calls.work import DONE, TransferError, Work
-from device_communicators.cpu.message_queue import Message, pieces_of
+from device_communicators.cpu.message_queue import Message
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
-from device_communicators.cpu.plain_tree import PastPython, Pinned
+from device_communicators.cpu.plain_tree import PastPython
 
 _TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP, _NO_MEMORY, _CLOSED, _BROKEN = 1, 2, 4, 5, 7, 8, 9
 """`QueueStatus` in csrc/queue.h and the statuses of `TransferFailure`; any other is of a malformed message."""
@@ -248,10 +248,8 @@ class Transfers:
     def isend_message(self, message: Message, dst: int, tag: int) -> Work:
         """Starts to send a message, which is kept until it is sent."""
         self._refuse_inside(1, dst)
-        head, tensors, _, more = message
-        more_heads = len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
-        pieces, _ = pieces_of(tensors, more)
-        number = self._functions.send_message(self.address, dst, tag, head, pieces or b"", more_heads, message)
+        pieces, _, more_heads = message.pieces
+        number = self._functions.send_message(self.address, dst, tag, message.head, pieces or b"", more_heads, message)
         return self._work(number, 1, dst)
 
     def started_message(self, number: int, dst: int) -> Work:

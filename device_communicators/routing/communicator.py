@@ -185,9 +185,6 @@ class Communicator(ABC):
     carries_the_device: ClassVar[bool] = False
     """True if it supports every tensor on the group's device, so that later communicators need no preparation."""
 
-    sized_bytes: int = 0
-    """Largest size for which `broadcast_sized` is supported and fast; 0: unsupported."""
-
     tells_sending: ClassVar[bool] = False
     """True if it calls `begin_sending` before it sends. A failure before that call leaves the group usable."""
 
@@ -286,10 +283,6 @@ class Communicator(ABC):
             self.flat_all_gather(blocks, x.contiguous())
             out.unflatten(dim, (self.context.size, x.shape[dim])).copy_(blocks.movedim(0, dim))
         return out
-
-    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
-        """Broadcasts the bytes of `src`. Other ranks don't know their number, only the bound `most_bytes`."""
-        raise UnsupportedError(f"{self.name} has no broadcast_sized")
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Gathers as all_gather. `sizes[r]` is the length of rank r's `dim`."""

@@ -17,12 +17,17 @@ from torch import Tensor
 
 from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveMismatchError, RemoteError, UnsupportedError
-from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.user_call import TRANSFERS, UserCall, message_word, transfer_number
 from device_communicators.cpu.channels import MESSAGES, Channels
-from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
-from device_communicators.cpu.message_streams import MessageStreams, StreamReceiver
+from device_communicators.cpu.message_queue import Message, Receiver, Sender, pieces_of
+from device_communicators.cpu.message_streams import (
+    MessageStreams,
+    StreamReceiver,
+    StreamSender,
+    ToAllReceiver,
+    ToAllSender,
+)
 from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
@@ -33,7 +38,6 @@ from parallel_state.messages.reader import Reader
 from parallel_state.messages.wire import (
     DONE,
     FRAME_BYTES,
-    HEADER_BYTES,
     NO_ROOM,
     STARTED,
     Cut,
@@ -44,8 +48,6 @@ from parallel_state.messages.wire import (
 # Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
 # may be posted before the body of this one arrives, and would take it in.
 _FRAME, _BODY = 1, 2
-_MOST_PACKED_BYTES = 1 << 20
-"""Of CPU tensors that travel with the head of a message to all."""
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
 """The names under which messages are counted: one call each, however many transfers it takes."""
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
@@ -96,10 +98,9 @@ def medium_of(route: Route) -> Medium:
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
-    if memory is not None and memory.channels is not None:
-        return LibraryMedium(route, memory.channels)
-    to_each = RouteMedium(route)
-    return to_each if memory is None or memory.streams is None else LibraryMedium(route, memory.streams, to_each)
+    if memory is None or memory.collectives is None:
+        return RouteMedium(route)
+    return LibraryMedium(route, memory.channels or memory.streams)
 
 
 def _counted(reader: Reader, call: UserCall | None) -> str:
@@ -143,18 +144,7 @@ class FakeMedium(Medium):
 # Each part a transfer of its own.
 
 
-class _ByTransfers(Medium):
-    """Carries tensors as transfers of the group's route, which are counted as parts of a message."""
-
-    route: Route
-
-    def _receive_part(self, x: Tensor, src: int, call: UserCall | None, counted: str, kind: int = _BODY) -> Handle:
-        if call is None:
-            return self.route.start("irecv_", x, src, self.route.context.tag(kind), part_of=counted)
-        return self.route.start("ibroadcast_", x, src, part_of=counted, method=call.method)
-
-
-class RouteMedium(_ByTransfers):
+class RouteMedium(Medium):
     """Sends each part as a transfer of its own, over the transport of the group's tensors.
 
     A tensor without elements is no part: the head describes it.
@@ -164,6 +154,11 @@ class RouteMedium(_ByTransfers):
 
     def __init__(self, route: Route) -> None:
         self.route = route
+
+    def _receive_part(self, x: Tensor, src: int, call: UserCall | None, counted: str, kind: int = _BODY) -> Handle:
+        if call is None:
+            return self.route.start("irecv_", x, src, self.route.context.tag(kind), part_of=counted)
+        return self.route.start("ibroadcast_", x, src, part_of=counted, method=call.method)
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         rest = [] if outgoing.rest is None else [outgoing.rest]
@@ -176,36 +171,14 @@ class RouteMedium(_ByTransfers):
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, src, method = self.route, self.route.context.rank, call.method
-        # First, and waited for, the head or its beginning, by which ranks in another call notice.
-        name = outgoing.counted or _BROADCAST
-        if sized_bytes := self.sized_bytes:
-            head, pieces = wire.packed(outgoing, min(sized_bytes, _MOST_PACKED_BYTES))
-            route.run("broadcast_sized", None, head, src, len(head), part_of=name, method=method)
-            route.count(name, 0, max(FRAME_BYTES, len(head)))
-            parts = self._broadcast_each(pieces, src, name, method)
-        else:
-            frame = outgoing.frame
-            route.run("broadcast_", frame, frame, src, part_of=name, method=method)
-            pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
-            parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
+        frame, name = outgoing.frame, outgoing.counted or _BROADCAST
+        # First, and waited for, the head's beginning, by which ranks in another call notice.
+        route.run("broadcast_", frame, frame, src, part_of=name, method=method)
+        pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
+        parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
         for part in parts:
             part.wait()
         route.count(name)
-
-    @property
-    def sized_bytes(self) -> int:
-        """Returns up to how many bytes a message to all is one transfer; 0 where none is."""
-        return next((each.sized_bytes for each in self.route.communicators if each.sized_bytes), 0)
-
-    def _broadcast_each(self, tensors: Sequence[Tensor], src: int, name: str, method: str) -> list[Handle]:
-        """Broadcasts those of the CPU one after the other, as communicators do that know hosts; starts the others."""
-        parts = []
-        for tensor in _parts_of(tensors):
-            if tensor.device.type == "cpu":
-                self.route.run("broadcast_", tensor, tensor, src, part_of=name, method=method)
-            else:
-                parts.append(self.route.start("ibroadcast_", tensor, src, part_of=name, method=method))
-        return parts
 
     def start_receive(self, reader: Reader) -> None:
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
@@ -213,8 +186,6 @@ class RouteMedium(_ByTransfers):
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
         route, src, name = self.route, reader.src, _counted(reader, call)
-        if call is not None and self.sized_bytes:
-            return self._receive_packed(reader, call, name)
         if call is None and reader.posted is None:
             self.start_receive(reader)
         route.check_usable()  # after a failure, or the end, of the group nothing more comes
@@ -236,22 +207,6 @@ class RouteMedium(_ByTransfers):
                 part.wait()
         return parts
 
-    def _receive_packed(self, reader: Reader, call: UserCall, name: str) -> list[Handle]:
-        """Receives a message to all that is one transfer of its head, and of its CPU tensors if they are small."""
-        route, src, method = self.route, reader.src, call.method
-        route.check_usable()
-        most_bytes = HEADER_BYTES + settings.MAX_METADATA_BYTES.get() + _MOST_PACKED_BYTES
-        data = route.run("broadcast_sized", None, None, src, most_bytes, part_of=name, method=method)
-        route.count(name, 1, max(FRAME_BYTES, len(data)))
-        header, body, packed = wire.unpacked(data, route.context, src)
-        tensors = reader.take_head(header, body, packed.numel() or None)
-        on_cpu, on_device = split_by_device(tensors)
-        if not packed.numel():
-            return self._broadcast_each(tensors, src, name, method)
-        for tensor, piece in zip(on_cpu, packed.split([tensor.nbytes for tensor in on_cpu]), strict=True):
-            as_bytes(tensor).copy_(piece)
-        return [self._receive_part(tensor, src, call, name) for tensor in _parts_of(on_device)]
-
 
 def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.numel()]
@@ -259,8 +214,10 @@ def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 # One message of the library.
 
+_Receiver = Receiver | StreamReceiver | ToAllReceiver
 
-class LibraryMedium(_ByTransfers):
+
+class LibraryMedium(RouteMedium):
     """Carries head and CPU tensors in one piece: through queues in shared memory, or over connections between hosts.
 
     Where the library serves the group it records and counts messages itself; else they are recorded here.
@@ -268,14 +225,15 @@ class LibraryMedium(_ByTransfers):
 
     takes_many = True
 
-    def __init__(self, route: Route, channels: Channels | MessageStreams, to_all: RouteMedium | None = None) -> None:
-        """`to_all`: carries messages to all ranks, if `channels` don't."""
-        self.route = route
+    def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
+        """`channels`: None where only the hosts' first ranks are connected. Messages to one rank are transfers then."""
+        super().__init__(route)
         self.channels = channels
-        self._to_all = to_all
         self._open: set[tuple[int, bool]] = set()
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
+        self._hosts = None if isinstance(channels, Channels) else collectives
+        """The group, if it carries messages to all ranks between hosts."""
         self._objects = codec_values.use_library()  # which is there where the queues are
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
@@ -284,7 +242,7 @@ class LibraryMedium(_ByTransfers):
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
         past, key, limit = self.past_python, self.route.context.key, settings.MAX_METADATA_BYTES.get()
-        if past is None or (call is not None and self._to_all is not None):
+        if past is None:
             return False
         if call is None:
             outcome = past.send_object(key, dst, transfer_number("send_tensor_dict"), obj, limit, *cut, waits)
@@ -304,8 +262,17 @@ class LibraryMedium(_ByTransfers):
         """Returns the connections, of a group on several hosts."""
         return cast(MessageStreams, self.channels)
 
-    def _receiver(self, src: int, of_all: bool) -> Receiver | StreamReceiver:
-        return self._queues.receiver(src, MESSAGES, broadcast=True) if of_all else self.channels.message_receiver(src)
+    @property
+    def _pairs(self) -> Channels | MessageStreams:
+        """Returns what carries messages to one rank."""
+        return cast("Channels | MessageStreams", self.channels)
+
+    def _receiver(self, src: int, call: UserCall | None) -> _Receiver:
+        if call is None:
+            return self._pairs.message_receiver(src)
+        if self._hosts is not None:
+            return ToAllReceiver(self._hosts, src, call)
+        return self._queues.receiver(src, MESSAGES, broadcast=True)
 
     def _started(self, number: int, dst: int) -> Handle:
         """Records a message that the library has started to send, and counted."""
@@ -313,13 +280,15 @@ class LibraryMedium(_ByTransfers):
         return Handle(self.route, self.route.note(SENT, None, None, peer=dst), work, wire.NO_BYTES)
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        if self.channels is None:
+            return super().isend(outgoing, dst)
         route, started = self.route, time.monotonic()
         name = outgoing.counted or SENT
         on_cpu, on_device = split_by_device(outgoing.tensors)
         route.check_usable()
         route.check_recordable(name)
         try:
-            work = self.channels.message_sender(dst).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
+            work = self._pairs.message_sender(dst).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
         except Exception as error:
             self._note_sent(outgoing, name, dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
@@ -333,13 +302,10 @@ class LibraryMedium(_ByTransfers):
         return parts + self._start_sending(on_device, dst, None, name)
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
-        for part in self._write(outgoing, dst, None):
+        for part in self._write(outgoing, dst, None) if self.channels is not None else super().isend(outgoing, dst):
             part.wait()
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        if self._to_all is not None:
-            self._to_all.broadcast(outgoing, call)
-            return
         for part in self._write(outgoing, None, call):
             part.wait()
 
@@ -351,15 +317,19 @@ class LibraryMedium(_ByTransfers):
         on_cpu, on_device = split_by_device(outgoing.tensors)
         route.check_usable()
         route.check_recordable(name)
-        number = self._queues.begin_broadcast() if is_to_all else 0
+        number = self._queues.begin_broadcast() if is_to_all and self._hosts is None else 0
         record = self._note_sent(outgoing, name, -1 if dst is None else dst, started, call)
         try:
             with waiting_for(route.context, record):
-                if call is not None:
+                sender: Sender | StreamSender | ToAllSender
+                if call is None:
+                    sender = self._pairs.message_sender(cast(int, dst))
+                elif self._hosts is not None:
+                    sender = ToAllSender(self._hosts, self._objects.past_python, call)
+                else:
                     self.announce(call)
-                message = Message(outgoing.head, on_cpu, number, outgoing.more or b"")
-                sender = self._queues.sender(None, MESSAGES) if dst is None else self.channels.message_sender(dst)
-                sender.send(message, operation)
+                    sender = self._queues.sender(None, MESSAGES)
+                sender.send(Message(outgoing.head, on_cpu, number, outgoing.more or b""), operation)
         except Exception as error:
             raise route.failure_of(error, operation, started)  # noqa: B904  (the same error, noted by the route)
         record.ended_s = time.monotonic()
@@ -391,21 +361,24 @@ class LibraryMedium(_ByTransfers):
         return record
 
     def start_receive(self, reader: Reader) -> None:
+        if self.channels is None:
+            super().start_receive(reader)
+            return
         self.route.check_usable()
         self.route.check_recordable(_counted(reader, None))
-        receiver = self.channels.message_receiver(reader.src)
+        receiver = self._pairs.message_receiver(reader.src)
         if receiver.is_held_here:  # a handler of signals, whose message would be another call's
             raise receiver.in_a_handler("recv")
         receiver.reserve(1)
 
     def end_receive(self, reader: Reader) -> None:
-        self.channels.message_receiver(reader.src).reserve(-1)
+        if self.channels is not None:
+            self.channels.message_receiver(reader.src).reserve(-1)
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
         src, past, key = reader.src, self.past_python, self.route.context.key
-        if call is not None and self._to_all is not None:
-            with self.route.alone(call):
-                return self._to_all.receive(reader, call)
+        if call is None and self.channels is None:
+            return super().receive(reader)
         on_device: list[Tensor] = []
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
@@ -418,7 +391,7 @@ class LibraryMedium(_ByTransfers):
         if past is not None:
             end = src, call is not None
             if end not in self._open:
-                self._receiver(*end)
+                self._receiver(src, call)
                 self._open.add(end)
             if call is None:
                 found = past.receive_value(key, src, _method_of(reader), *reader.wanted, take)
@@ -435,16 +408,17 @@ class LibraryMedium(_ByTransfers):
     def _receive_recorded(self, reader: Reader, call: UserCall | None, take: Any) -> Any:
         """Receives a message that is recorded here; raises why the library has not received it."""
         route, name, operation = self.route, _counted(reader, call), "recv" if call is None else call.method
+        started, is_queued = time.monotonic(), call is not None and self._hosts is None
         route.check_usable()
         route.check_recordable(name)
-        receiver = self._receiver(reader.src, call is not None)
-        if receiver.is_held_here:
+        receiver = self._receiver(reader.src, call)
+        if not isinstance(receiver, ToAllReceiver) and receiver.is_held_here:
             raise receiver.in_a_handler(operation)
-        number = 0 if call is None else self._queues.begin_broadcast()
+        number = self._queues.begin_broadcast() if is_queued else 0
         record = route.note(name, None, call, peer=-1 if call is not None else reader.src)
         with waiting_for(route.context, record), receiver.lock:
             self._check(receiver, call, operation)
-            if call is not None and not cast(Receiver, receiver).has_found:  # else that call has announced itself
+            if call is not None and is_queued and not cast(Receiver, receiver).has_found:  # else it was announced
                 self.announce(call)
             try:
                 past = self._objects.past_python
@@ -452,6 +426,8 @@ class LibraryMedium(_ByTransfers):
             except RemoteError:  # a whole message
                 self._end(record, name, receiver)
                 raise
+            except Exception as error:
+                raise route.failure_of(error, operation, started)  # noqa: B904  (the same error, noted by the route)
             if found is NotImplemented:
                 self._check(receiver, call, operation)
                 end = cast(Receiver, receiver)
@@ -464,13 +440,15 @@ class LibraryMedium(_ByTransfers):
             self._end(record, name, receiver)
         return found
 
-    def _end(self, record: Operation, name: str, receiver: Receiver | StreamReceiver) -> None:
+    def _end(self, record: Operation, name: str, receiver: _Receiver) -> None:
         """Counts a message, which has come."""
         record.ended_s = time.monotonic()
         head_bytes, tensor_bytes = receiver.found_bytes
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
-    def _check(self, receiver: Receiver | StreamReceiver, call: UserCall | None, operation: str) -> None:
+    def _check(
+        self, receiver: Receiver | StreamReceiver | ToAllReceiver, call: UserCall | None, operation: str
+    ) -> None:
         """Raises the failure of a receive, also of one that the library has recorded."""
         try:
             receiver.check(operation)

@@ -39,7 +39,7 @@ from device_communicators.base.errors import (
     RemoteError,
 )
 from device_communicators.base.torch_internals import mark_constant
-from device_communicators.calls.memory import as_bytes, dense
+from device_communicators.calls.memory import dense
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec import coding as codec
@@ -333,24 +333,6 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
     """Returns the body that came as a frame and the rest of it."""
     body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
     return body if rest is None else body + bytes_of(rest)
-
-
-def packed(outgoing: Outgoing, most_bytes: int) -> tuple[Tensor, list[Tensor]]:
-    """Returns a message's head, with its CPU tensors behind it if they have `most_bytes` at most, and other tensors."""
-    on_cpu, on_device = split_by_device(outgoing.tensors)
-    head = _view_of(outgoing.whole_head, 0)
-    if outgoing.cpu_bytes > most_bytes:
-        return head, outgoing.tensors
-    return torch.cat([head, *map(as_bytes, on_cpu)]) if outgoing.cpu_bytes else head, list(on_device)
-
-
-def unpacked(data: Tensor, context: GroupContext, src: int) -> tuple[Header, bytes, Tensor]:
-    """Returns the header and body of `packed` data, and the bytes of tensors behind them. Raises as parse_header."""
-    header = parse_header(bytes_of(data[:HEADER_BYTES]), context, src)
-    end = HEADER_BYTES + header.body_bytes
-    if end > len(data):
-        raise not_a_message(f"its head has {len(data)} bytes, not {end}", context, src)
-    return header, bytes_of(data[HEADER_BYTES:end]), data[end:]
 
 
 def read_body(

@@ -43,7 +43,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 17; }
+int ps_version() { return 18; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -388,19 +388,6 @@ int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t shape, v
   return with(group, word, shape,
               [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
 }
-
-// On other ranks than `src`, `out` is freed with ps_free; null if the call fails.
-int ps_broadcast_sized(std::uint64_t group, std::uint64_t word, std::uint64_t shape, const void* in,
-                       std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out, std::uint64_t* out_bytes) {
-  *out = nullptr;
-  const int status = with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.broadcast_sized(in, bytes, src, most_bytes, out, out_bytes, timeout_s);
-  });
-  if (status != static_cast<int>(Status::kDone)) std::free(std::exchange(*out, nullptr));
-  return status;
-}
-
-void ps_free(void* memory) { std::free(memory); }
 
 int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                std::size_t bytes, int src) {

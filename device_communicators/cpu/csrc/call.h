@@ -21,7 +21,7 @@ enum class Kind : std::uint64_t {
   kAllReduceAddRmsNorm,
   kMessage,
   kReduce,
-  kBroadcastSized,
+  kBroadcastSized,  // within a host, of a message between hosts
   kPass
 };
 
@@ -53,7 +53,7 @@ struct Told {
   std::uint64_t shape = 0;
 };
 
-// Ranks of an all_to_all whose sizes differ, or the source of a broadcast_sized that is too large. -1: none.
+// Ranks of an all_to_all whose sizes differ, or of a message whose head is too large. -1: none.
 struct Misfit {
   int from = -1;
   int to = -1;

@@ -211,18 +211,34 @@ Status HostGroup::reduce(void* out, const void* in, std::size_t count, Dtype dty
   return Status::kDone;
 }
 
-Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
-                                  std::uint64_t* out_bytes, double timeout_s) {
-  *out = nullptr;
-  RETURN_IF_FAILED(broadcast(&bytes, sizeof bytes, src, timeout_s));
-  *out_bytes = bytes;
-  if (rank_ == src) return bytes == 0 ? Status::kDone : broadcast(const_cast<void*>(in), bytes, src, timeout_s);
-  if (bytes > most_bytes || (*out = std::malloc(bytes == 0 ? 1 : bytes)) == nullptr) {
-    suspect_ = src;
-    misfit_ = {src, rank_, bytes, most_bytes};
-    return Status::kTooLarge;
+// The size precedes the data in the first slot, so that a small message takes one tick.
+Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src,
+                                  const std::function<char*(std::uint64_t)>& room, double timeout_s) {
+  constexpr std::size_t kSizeBytes = 64;
+  begin(timeout_s);
+  const std::uint64_t call = call_of(Kind::kBroadcastSized, 0, Method::kNone, 0, -1, src);
+  const Slot slot = next_slot(tuning_.small_slot_bytes);
+  const auto first_part = [&] { return std::min<std::uint64_t>(bytes, tuning_.small_slot_bytes - kSizeBytes); };
+  auto* data = static_cast<char*>(const_cast<void*>(in));
+  RETURN_IF_FAILED(reuse(*slot.used));
+  if (rank_ == src) {
+    std::memcpy(place(rank_, slot), &bytes, sizeof bytes);
+    copy(place(rank_, slot) + kSizeBytes, data, first_part());
   }
-  return bytes == 0 ? Status::kDone : broadcast(*out, bytes, src, timeout_s);
+  const std::uint64_t tick = *slot.used = publish(call);
+  if (rank_ == src) {
+    RETURN_IF_FAILED(look(tick, call));
+  } else {
+    RETURN_IF_FAILED(wait_one(src, tick, call));
+    std::memcpy(&bytes, place(src, slot), sizeof bytes);
+    if ((data = room(bytes)) == nullptr) {
+      suspect_ = src;
+      misfit_ = {src, rank_, bytes, 0};
+      return Status::kTooLarge;
+    }
+    copy(data, place(src, slot) + kSizeBytes, first_part());
+  }
+  return first_part() == bytes ? Status::kDone : broadcast(data + first_part(), bytes - first_part(), src, timeout_s);
 }
 
 Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,

@@ -21,10 +21,11 @@ enum class Status : int {
   kClosed = 4,
   kInterrupted = 5,
   kUnsupported = 6,
+  kFailed = 7,  // this rank could not take a message
   kBusy = 8,
   kUnmapped = 9,
   kBroken = 10,   // a connection to another host failed: see Group::text
-  kTooLarge = 11  // broadcast_sized: the misfit has the bytes sent and the maximum
+  kTooLarge = 11  // of a message's head: the misfit has the bytes sent and the maximum
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to
@@ -82,18 +83,15 @@ class Group {
   // caller copies its own bytes.
   virtual Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) = 0;
   virtual Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) = 0;
-  // Other ranks than `src` don't know `bytes`. They receive memory from malloc, which they own, or kTooLarge.
-  virtual Status broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
-                                 std::uint64_t* out_bytes, double timeout_s) = 0;
   // `in` on `src` has a block of `bytes` per rank.
   virtual Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) = 0;
   virtual Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                             double timeout_s) = 0;
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
-  // Consumes one tick, to order a broadcast message, which is sent otherwise, among collectives. `src` returns at once,
-  // others when `src` has entered the call. They spin for `spin_ns`, because `src` may compute first.
-  virtual Status announce(int src, double timeout_s, std::int64_t spin_ns) = 0;
+  // Within a host: consumes one tick, to order a broadcast message, which a queue carries, among collectives. `src`
+  // returns at once, others when `src` has entered the call. They spin for `spin_ns`, because `src` may compute first.
+  virtual Status announce(int, double, std::int64_t) { return Status::kUnsupported; }
 
   // Returns kMismatch if a rank is known to have made a different call.
   virtual Status compare(double timeout_s) = 0;

@@ -137,6 +137,7 @@ class Handle {
   // As `enter` and `leave`, around several calls of this thread.
   bool hold();
   void release();
+  bool is_held() const;  // by this thread
   bool is_busy() const { return busy_.load(std::memory_order_relaxed); }
 
   Failure failure() {
@@ -199,8 +200,6 @@ class Handle {
     Handle& handle;
     ~Leave() { handle.leave(); }
   };
-  bool is_held() const;
-
   void note(Status status, double elapsed_s);
   void doom();
 
@@ -224,6 +223,22 @@ class Handle {
   Queues queues_;
   std::mutex transfers_mutex_;
   std::weak_ptr<Transfers> transfers_;
+};
+
+// The group's other calls keep out for as long as this lives, also those of this thread's signal handlers.
+class Entered {
+ public:
+  explicit Entered(Handle& handle) : handle_(handle), has_it_(handle.enter()) {}
+  ~Entered() {
+    if (has_it_) handle_.leave();
+  }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+  explicit operator bool() const { return has_it_; }
+
+ private:
+  Handle& handle_;
+  const bool has_it_;
 };
 
 // Numbers begin at 1 and are never reused.

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -52,8 +53,6 @@ class HostGroup final : public Group {
   Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) override;
   Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) override;
   Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) override;
-  Status broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
-                         std::uint64_t* out_bytes, double timeout_s) override;
   Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) override;
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s) override;
@@ -66,6 +65,10 @@ class HostGroup final : public Group {
                          bool wide, double timeout_s);
   // Reduces into rank 0's `out`; partially if `wide`. Other ranks don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
+
+  // As broadcast, of a size that only `src` knows. Others write to `room(bytes)`; null fails the call with kTooLarge.
+  Status broadcast_sized(const void* in, std::uint64_t bytes, int src, const std::function<char*(std::uint64_t)>& room,
+                         double timeout_s);
 
   // Consumes one tick without data. Waits only for ranks that are some 60 ticks behind.
   Status pass(double timeout_s);

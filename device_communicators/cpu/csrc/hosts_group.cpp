@@ -21,6 +21,7 @@ constexpr std::int64_t kNoticeNs = 200'000'000;   // NOTICE_S of liveness/health
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // broadcasts up to this size go directly to every other host
 constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the deadline
 constexpr std::size_t kCopiedBytes = 1 << 20;
+constexpr std::size_t kMostKept = 1 << 20;      // of a message, for the next one
 constexpr std::uint64_t kPieceBytes = 4 << 20;  // forwarded while the next one arrives
 
 }  // namespace
@@ -147,6 +148,7 @@ void HostsGroup::begin(Kind kind, std::uint64_t size, Method method, double time
   // Earlier than the local ranks that wait for this one, so that they get its failure.
   waits_until_ns_ = deadline_ns_ - static_cast<std::int64_t>(std::min(1.0, most_s / 10) * 1e9);
   noticed_ns_ = 0;
+  was_left_ = false;
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
   record_.history = mixed(note_of_call(kind, told_, digest, reduction, root) + size + record_.history);
   ++record_.sequence;
@@ -437,12 +439,23 @@ void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) co
 
 Status HostsGroup::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
   begin(Kind::kBroadcast, bytes, Method::kBroadcast, timeout_s, 0, -1, src);
-  return send_to_all(static_cast<char*>(data), bytes, src);
+  if (host_ != host_of_rank_[static_cast<std::size_t>(src)]) RETURN_IF_FAILED(pass());
+  chunks_.clear();
+  cut(static_cast<char*>(data), bytes);
+  return send_to_all(bytes, src);
 }
 
-// The tree's root is the source or, if only leads are connected, the lead of its host. A host forwards each piece, then
-// shares it.
-Status HostsGroup::send_to_all(char* data, std::uint64_t bytes, int src) {
+// Adds the chunks that are sent one after the other, of no bytes one.
+void HostsGroup::cut(char* data, std::uint64_t bytes) {
+  std::uint64_t start = 0;
+  do {
+    chunks_.push_back({data + start, std::min(kPieceBytes, bytes - start)});
+  } while ((start += kPieceBytes) < bytes);
+}
+
+// The chunks have `bytes` in all. The tree's root is the source or, if only leads are connected, the lead of its host.
+// A host forwards each chunk, then shares it.
+Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   int parent = root_host;
   children_.clear();
@@ -451,78 +464,155 @@ Status HostsGroup::send_to_all(char* data, std::uint64_t bytes, int src) {
   } else if (host_ == root_host) {
     for_other_hosts([&](int host) { children_.push_back(host); });
   }
-  const auto pieces = std::max<std::uint64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes);
-  const auto length = [&](std::uint64_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
   const bool is_root = rank_ == root, receives = host_ != root_host && is_lead();
-  if (host_ != root_host) RETURN_IF_FAILED(pass());
   peers_ = {parent == root_host ? root : parent < 0 ? rank_ : at(parent)};
-  for (std::uint64_t piece = 0; piece < pieces && receives; ++piece) {
-    expect(peers_[0], data + piece * kPieceBytes, length(piece));
+  std::uint32_t awaited = receives ? link(peers_[0]).in.expected() : 0;  // a message's head came before
+  for (const Piece& chunk : chunks_) {
+    if (receives) expect(peers_[0], chunk.address, chunk.bytes);
   }
-  for (std::uint64_t piece = 0; piece < pieces; ++piece) {
-    char* const at_piece = data + piece * kPieceBytes;
+  for (const Piece& chunk : chunks_) {
     const auto at_home_now = [&] {
       if (is_alone()) return Status::kDone;
       const int source = host_ == root_host ? place_of(src) : 0;
-      return at_home(local_.broadcast(at_piece, length(piece), source, left_s()));
+      return at_home(local_.broadcast(chunk.address, chunk.bytes, source, left_s()));
     };
     const bool has_it = is_root && rank_ == src;
     if (is_root && !has_it) RETURN_IF_FAILED(at_home_now());
-    if (receives) RETURN_IF_FAILED(wait_from(peers_, static_cast<std::uint32_t>(piece + 1)));
+    if (receives) RETURN_IF_FAILED(wait_from(peers_, ++awaited));
     if (is_root || receives) {
-      for (const int child : children_) send(at(child), at_piece, length(piece));
+      for (const int child : children_) send(at(child), chunk.address, chunk.bytes);
     }
     if (!is_root || has_it) RETURN_IF_FAILED(at_home_now());
   }
   return finish();
 }
 
-Status HostsGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
-                                   std::uint64_t* out_bytes, double timeout_s) {
-  begin(Kind::kBroadcastSized, 0, Method::kNone, timeout_s, 0, -1, src);
-  const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
-  const auto at_home_now = [&](const void* data, int source) {
-    if (is_alone()) return Status::kDone;
-    return at_home(local_.broadcast_sized(data, bytes, source, most_bytes, out, out_bytes, left_s()));
-  };
-  *out = nullptr;
-  *out_bytes = bytes;
-  if (host_ == root_host) {
-    if (rank_ == src && rank_ == root) {
-      for_other_hosts([&](int host) { send(at(host), in, bytes); });
-    }
-    RETURN_IF_FAILED(at_home_now(in, place_of(src)));
-    if (rank_ != src && rank_ == root) {
-      for_other_hosts([&](int host) { send(at(host), *out, *out_bytes); });
-    }
-    return finish();
+namespace {
+
+// Precedes the head of a message. Tensors that don't follow at once are broadcast next.
+struct MessageSizes {
+  std::uint64_t head_bytes, tensor_bytes;
+};
+
+}  // namespace
+
+Status HostsGroup::send_message(const std::vector<Piece>& pieces, int heads, double timeout_s) {
+  const auto tensors = pieces.begin() + heads;
+  const auto total = [](std::uint64_t bytes, const Piece& piece) { return bytes + piece.bytes; };
+  MessageSizes sizes{};
+  sizes.head_bytes = std::accumulate(pieces.begin(), tensors, sizes.head_bytes, total);
+  sizes.tensor_bytes = std::accumulate(tensors, pieces.end(), sizes.tensor_bytes, total);
+  const bool is_packed = sizes.tensor_bytes <= kPackedBytes;
+  forget_message();
+  message_.resize(sizeof sizes + sizes.head_bytes + (is_packed ? sizes.tensor_bytes : 0));
+  std::memcpy(message_.data(), &sizes, sizeof sizes);
+  char* to = message_.data() + sizeof sizes;
+  for (auto piece = pieces.begin(); piece != (is_packed ? pieces.end() : tensors); ++piece) {
+    if (piece->bytes != 0) std::memcpy(to, piece->address, piece->bytes);
+    to += piece->bytes;
   }
-  RETURN_IF_FAILED(pass());
-  if (!is_lead()) return at_home_now(nullptr, 0);
+  begin(Kind::kMessage, 0, Method::kNone, timeout_s, 0, -1, rank_);
+  RETURN_IF_FAILED(share_message(message_.size(), rank_, 0));
+  if (is_packed) return finish();
+  chunks_.clear();
+  for (auto piece = tensors; piece != pieces.end(); ++piece) {
+    if (piece->bytes != 0) cut(static_cast<char*>(piece->address), piece->bytes);
+  }
+  return send_to_all(sizes.tensor_bytes, rank_);
+}
+
+Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double timeout_s) {
+  const std::uint64_t most_bytes = sizeof(MessageSizes) + taker.most_head_bytes() + kPackedBytes;
+  if (!was_left_) {
+    forget_message();
+    begin(Kind::kMessage, 0, Method::kNone, timeout_s, 0, -1, src);
+    if (host_ != host_of_rank_[static_cast<std::size_t>(src)]) RETURN_IF_FAILED(pass());
+    RETURN_IF_FAILED(share_message(0, src, most_bytes));
+  }
+  const auto refuse = [&] {
+    suspect_ = src;
+    text_ = kForeignText;
+    return Status::kBroken;
+  };
+  MessageSizes sizes{};
+  if (message_.size() < sizeof sizes) return refuse();
+  std::memcpy(&sizes, message_.data(), sizeof sizes);
+  const std::uint64_t rest = message_.size() - sizeof sizes;
+  if (sizes.head_bytes > rest) return refuse();
+  const bool is_packed = sizes.tensor_bytes <= kPackedBytes;
+  if (rest - sizes.head_bytes != (is_packed ? sizes.tensor_bytes : 0)) return refuse();
+  const std::uint64_t found = sizes.head_bytes > taker.most_head_bytes() ? kHeadStart : sizes.head_bytes;
+  char* const head = taker.head_buffer(found);
+  const char* from = message_.data() + sizeof sizes;
+  std::memcpy(head, from, found);
+  from += sizes.head_bytes;
+  *taken = {sizes.head_bytes, sizes.tensor_bytes, false};
+  std::vector<Piece> places;
+  std::vector<Loan> loans;
+  const bool is_at_hand = is_packed && connections_->is_idle();
+  was_left_ = false;
+  if (!taker.take_head({head, found, sizes.head_bytes, sizes.tensor_bytes, is_at_hand, &loans}, &places)) {
+    taken->is_refused = true;
+    was_left_ = taker.leaves_message();
+    RETURN_IF_FAILED(finish());
+    return is_packed || was_left_ ? Status::kDone : Status::kFailed;
+  }
+  std::uint64_t wanted = 0;
+  for (const Piece& place : places) wanted += place.bytes;
+  if (wanted != sizes.tensor_bytes) return refuse();
+  chunks_.clear();
+  for (const Piece& place : places) {
+    if (place.bytes == 0) continue;
+    if (!is_packed) {
+      cut(static_cast<char*>(place.address), place.bytes);
+      continue;
+    }
+    std::memcpy(place.address, from, place.bytes);
+    from += place.bytes;
+  }
+  return is_packed ? finish() : send_to_all(sizes.tensor_bytes, src);
+}
+
+// Frees the memory of a long head.
+void HostsGroup::forget_message() {
+  if (message_.capacity() > kMostKept) message_ = {};
+}
+
+// Brings `message_` of the source to all ranks.
+Status HostsGroup::share_message(std::uint64_t bytes, int src, std::uint64_t most_bytes) {
+  const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
+  const auto room = [&](std::uint64_t found) {
+    if (found > most_bytes) return static_cast<char*>(nullptr);
+    message_.resize(found);
+    return message_.data();
+  };
+  const auto too_large = [&](std::uint64_t found) {
+    suspect_ = src;
+    misfit_ = {src, rank_, found, most_bytes};
+    return Status::kTooLarge;
+  };
+  const auto at_home_now = [&](int source) {
+    if (is_alone()) return Status::kDone;
+    const Status status = at_home(local_.broadcast_sized(message_.data(), bytes, source, room, left_s()));
+    return status == Status::kTooLarge && reporter_ < 0 ? too_large(misfit_.sent_bytes) : status;
+  };
+  const auto send_on = [&] { for_other_hosts([&](int host) { send(at(host), message_.data(), message_.size()); }); };
+  if (host_ == root_host) {
+    if (rank_ == src && rank_ == root) send_on();
+    RETURN_IF_FAILED(at_home_now(place_of(src)));
+    if (rank_ != src && rank_ == root) send_on();
+    return Status::kDone;
+  }
+  if (!is_lead()) return at_home_now(0);
   Inbox& inbox = link(root).in;
   inbox.expect_any();
   RETURN_IF_FAILED(wait([&] { return inbox.state() == Inbox::State::kChosen; }));
-  *out_bytes = bytes = inbox.head().bytes;
-  if (bytes > most_bytes || (*out = std::malloc(std::max<std::uint64_t>(1, bytes))) == nullptr) {
-    suspect_ = src;
-    misfit_ = {src, rank_, bytes, most_bytes};
-    return Status::kTooLarge;
-  }
-  void* const made = *out;
-  inbox.take(static_cast<char*>(made));
-  RETURN_IF_FAILED(finish());
-  const Status status = at_home_now(made, 0);
-  *out = made;
-  *out_bytes = bytes;
-  return status;
-}
-
-Status HostsGroup::announce(int src, double timeout_s, std::int64_t spin_ns) {
-  begin(Kind::kMessage, 0, Method::kNone, timeout_s, 0, -1, src);
-  const std::int64_t usual_ns = std::exchange(policy_.spin_ns, spin_ns);
-  const Status status = send_to_all(nullptr, 0, src);
-  policy_.spin_ns = usual_ns;
-  return status;
+  bytes = inbox.head().bytes;
+  if (room(bytes) == nullptr) return too_large(bytes);
+  inbox.take(message_.data());
+  peers_ = {root};
+  RETURN_IF_FAILED(wait_from(peers_, 1));
+  return at_home_now(0);
 }
 
 Status HostsGroup::compare(double timeout_s) {

@@ -23,6 +23,7 @@
 #include "../../control/csrc/end_listeners.h"
 #include "connections.h"
 #include "host_group.h"
+#include "taker.h"
 
 namespace parallel_state {
 
@@ -53,13 +54,19 @@ class HostsGroup final : public Group {
   Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) override;
   Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) override;
   Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) override;
-  Status broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
-                         std::uint64_t* out_bytes, double timeout_s) override;
   Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) override;
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s) override;
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) override;
-  Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
+  // Messages to all ranks: see taker.h. The first `heads` pieces are the head, the others the tensors.
+  static constexpr std::uint64_t kPackedBytes = 64 << 10;  // tensors of at most so many bytes are sent with the head
+  Status send_message(const std::vector<Piece>& pieces, int heads, double timeout_s);
+  struct Taken {
+    std::uint64_t head_bytes = 0, tensor_bytes = 0;
+    bool is_refused = false;  // by the taker
+  };
+  // If the taker refuses a message and its tensors haven't arrived, the call fails with kFailed.
+  Status receive_message(int src, Taker& taker, Taken* taken, double timeout_s);
   Status compare(double timeout_s) override;
   void give_up(Status status) override;
   // Reports that this rank failed outside of a call.
@@ -155,7 +162,10 @@ class HostsGroup final : public Group {
   Status share_at_home(const std::vector<int>& ranks, void* const* outs, const std::size_t* bytes, const void* in);
   Status exchange_at_home(char* out, const char* in, const std::size_t* out_bytes, const std::size_t* in_bytes);
   void put_in_place(char* out, const char* blocks, std::size_t outer, std::size_t inner_bytes) const;
-  Status send_to_all(char* data, std::uint64_t bytes, int src);
+  void cut(char* data, std::uint64_t bytes);
+  Status send_to_all(std::uint64_t bytes, int src);
+  void forget_message();
+  Status share_message(std::uint64_t bytes, int src, std::uint64_t most_bytes);
   void find_tree(int root, int* parent, std::vector<int>* children) const;
 
   HostGroup& local_;
@@ -182,6 +192,9 @@ class HostsGroup final : public Group {
 
   std::vector<Scratch> parts_, received_, rounded_parts_, padded_;
   Scratch blocks_, totals_;
+  std::vector<char> message_;  // a message's head, and its tensors if they are small
+  std::vector<Piece> chunks_;  // that are broadcast
+  bool was_left_ = false;      // by the taker, for the next call
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
   // Of all_to_all:

@@ -147,22 +147,6 @@ class Reading {
   const std::int64_t started_ns_;
 };
 
-// The group's other calls keep out for as long as this lives, also those of this thread's signal handlers.
-class Entered {
- public:
-  explicit Entered(Handle& handle) : handle_(handle), has_it_(handle.enter()) {}
-  ~Entered() {
-    if (has_it_) handle_.leave();
-  }
-  Entered(const Entered&) = delete;
-  Entered& operator=(const Entered&) = delete;
-  explicit operator bool() const { return has_it_; }
-
- private:
-  Handle& handle_;
-  const bool has_it_;
-};
-
 // Takes the place of a message to all among the group's collectives; see Group::announce.
 bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
   return handle.run_entered([&](Group& self, double timeout_s) {
@@ -184,6 +168,22 @@ Outcome receive(Served& served, ToOne from, Read read) {
   const Outcome outcome = read(Reading{*open, open->timeout_s}, 0, &bytes);
   const bool has_come = outcome == Outcome::kDone || (outcome == Outcome::kRaised && bytes != 0);
   if (has_come) served.end(transfer.record(), from.received(), bytes);
+  return outcome;
+}
+
+// Records a message to all of a group on several hosts. `carry` returns its outcome, and the bytes that it counts as.
+template <typename Carry>
+Outcome record_between_hosts(Served& served, Told told, Carry carry) {
+  const Entered entered{served.handle()};
+  if (!entered) return Outcome::kLeft;
+  Record& record = served.begin_broadcast(counted(told), told);
+  std::uint64_t bytes = 0;
+  const Outcome outcome = carry(&bytes);
+  if (outcome == Outcome::kLeft) {
+    served.drop_broadcast(record);
+  } else {
+    served.end(record, counted(told), bytes);
+  }
   return outcome;
 }
 
@@ -234,6 +234,16 @@ class Expected final : public Taker {
   const std::vector<Piece>& pieces_;
   std::vector<char> head_;
 };
+
+Outcome receive_between_hosts(Served& served, Told told, int src, Taker& taker) {
+  return record_between_hosts(served, told, [&](std::uint64_t* bytes) {
+    HostsGroup::Taken taken;
+    const Status status = receive_entered(served.handle(), told, src, taker, &taken);
+    *bytes = std::max(kFrameBytes, taken.head_bytes) + taken.tensor_bytes;
+    if (taken.is_refused) return taker.leaves_message() ? Outcome::kLeft : Outcome::kRaised;
+    return status == Status::kDone ? Outcome::kDone : Outcome::kLeft;
+  });
+}
 
 Outcome outcome_of(const Transfers::Received& received) {
   if (received.is_refused && received.how != kLeftMessage) return Outcome::kRaised;
@@ -321,8 +331,28 @@ Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces,
   return Outcome::kDone;
 }
 
+Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pieces, int heads) {
+  return handle.run_entered([&](Group& self, double timeout_s) {
+    self.tell(told);
+    return handle.hosts()->send_message(pieces, heads, timeout_s);
+  });
+}
+
+Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken) {
+  return handle.run_entered([&](Group& self, double timeout_s) {
+    self.tell(told);
+    return handle.hosts()->receive_message(src, taker, taken, timeout_s);
+  });
+}
+
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads) {
   Handle& handle = served.handle();
+  if (handle.hosts() != nullptr) {
+    return record_between_hosts(served, told, [&](std::uint64_t* bytes) {
+      *bytes = counted_bytes(pieces, heads);
+      return broadcast_entered(handle, told, pieces, heads) == Status::kDone ? Outcome::kDone : Outcome::kLeft;
+    });
+  }
   const std::shared_ptr<OpenWriter> open = handle.queues().writer(-1);
   if (open == nullptr) return Outcome::kLeft;
   const InTurn<QueueWriter> turn{*open};
@@ -353,6 +383,10 @@ Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pi
 }
 
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces) {
+  if (served.handle().hosts() != nullptr) {
+    Expected expected{pieces};
+    return receive_between_hosts(served, told, src, expected);
+  }
   return receive_of_all(served, told, src, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
     *bytes = counted_bytes(pieces, 1);
     return reading.read(number, pieces);
@@ -374,6 +408,7 @@ Outcome receive_value(Served& served, ToOne from, Taker& taker) {
 }
 
 Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker) {
+  if (served.handle().hosts() != nullptr) return receive_between_hosts(served, told, src, taker);
   return receive_of_all(served, told, src, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
     return reading.read_value(number, taker, bytes);
   });

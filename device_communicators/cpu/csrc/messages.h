@@ -58,6 +58,9 @@ std::shared_ptr<Transfers> connections_of(Served& served, int rank);
 // As `send_message`, over connections; `waits` until it is sent, else only starts. Returns what Transfers::start does.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
+// Messages to all ranks of a group on several hosts, for a thread that has entered `handle`.
+Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pieces, int heads);
+Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken);
 // As the group's next collective, which all ranks are told of as `told`.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 

@@ -163,6 +163,23 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
 }
 
+// Messages that Python encodes: bytes with the addresses and sizes of pieces.
+std::vector<Piece> pieces_of(void* bytes) {
+  std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(bytes)) / sizeof(Piece));
+  if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(bytes), pieces.size() * sizeof(Piece));
+  return pieces;
+}
+
+// Runs `call` of a group on several hosts; the thread may have entered it.
+template <typename Call>
+Status run_between_hosts(std::uint64_t group, Call call) {
+  const std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr || handle->hosts() == nullptr) return Status::kClosed;
+  if (handle->is_held()) return call(*handle);
+  const Entered entered{*handle};
+  return entered ? call(*handle) : Status::kBusy;
+}
+
 // Sends the packed message to all ranks. If there is no room, and it is `wanted`, `ps_packed` returns it.
 Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
   Kept kept{python};
@@ -550,8 +567,7 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
     const Piece start{const_cast<char*>(calling.as_bytes(given[3])),
                       static_cast<std::uint64_t>(calling.bytes_size(given[3]))};
     message.head.push_back(start);
-    std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(given[4])) / sizeof(Piece));
-    if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(given[4]), pieces.size() * sizeof(Piece));
+    const std::vector<Piece> pieces = pieces_of(given[4]);
     const auto end = pieces.begin() + static_cast<std::ptrdiff_t>(std::min<std::uint64_t>(more_heads, pieces.size()));
     message.head.insert(message.head.end(), pieces.begin(), end);
     message.tensors.assign(end, pieces.end());
@@ -583,6 +599,43 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   auto* const report = static_cast<QueueReport*>(pointer_of(given[5]));
   return Received(python, given + 6, find(number_of(given[4]))).run([&](Taker& taker) {
     return receive_value(*transfers, src, tag, timeout_s, taker, report);
+  });
+}
+
+// Sends to all ranks of a group on several hosts: its number, the words of the call, the beginning of the message's
+// head, addresses and sizes of what follows, how many of these are of the head. Returns a `Status`.
+void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 6) return nullptr;
+  const Told told{number_of(given[1]), number_of(given[2])};
+  std::vector<Piece> pieces = pieces_of(given[4]);
+  pieces.insert(pieces.begin(), {const_cast<char*>(calling.as_bytes(given[3])),
+                                 static_cast<std::uint64_t>(calling.bytes_size(given[3]))});
+  const int heads = 1 + int_of(given[5]);
+  const std::uint64_t group = number_of(given[0]);
+  Status status;
+  {
+    const Unlocked others;
+    status = run_between_hosts(group, [&](Handle& handle) { return broadcast_entered(handle, told, pieces, heads); });
+  }
+  return calling.make_integer(static_cast<int>(status));
+}
+
+// Receives from a rank, for all ranks of a group on several hosts: its number, the words of the call, the rank, the
+// address of a QueueReport whose `broken` becomes the `Status`, and the arguments of Received.
+void* ps_group_receiving(void* self, void* const* given, std::ptrdiff_t count) {
+  if (count != 5 + Received::kArguments) return nullptr;
+  const Told told{number_of(given[1]), number_of(given[2])};
+  const std::uint64_t group = number_of(given[0]);
+  const int src = int_of(given[3]);
+  auto* const report = static_cast<QueueReport*>(pointer_of(given[4]));
+  return Received(python_of(self), given + 5, find(group)).run([&](Taker& taker) {
+    HostsGroup::Taken taken;
+    const Status status =
+        run_between_hosts(group, [&](Handle& handle) { return receive_entered(handle, told, src, taker, &taken); });
+    report->broken = static_cast<std::int64_t>(status);
+    report->head_bytes = static_cast<std::int64_t>(taken.head_bytes);
+    report->total_bytes = static_cast<std::int64_t>(taken.head_bytes + taken.tensor_bytes);
+    return taken.is_refused ? Outcome::kRaised : status == Status::kDone ? Outcome::kDone : Outcome::kLeft;
   });
 }
 
