@@ -288,7 +288,7 @@ class LibraryMedium(RouteMedium):
         route.check_usable()
         route.check_recordable(name)
         try:
-            work = self._pairs.message_sender(dst).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
+            work = self.channels.message_sender(dst).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
         except Exception as error:
             self._note_sent(outgoing, name, dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
@@ -366,7 +366,7 @@ class LibraryMedium(RouteMedium):
             return
         self.route.check_usable()
         self.route.check_recordable(_counted(reader, None))
-        receiver = self._pairs.message_receiver(reader.src)
+        receiver = self.channels.message_receiver(reader.src)
         if receiver.is_held_here:  # a handler of signals, whose message would be another call's
             raise receiver.in_a_handler("recv")
         receiver.reserve(1)

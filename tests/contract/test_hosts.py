@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators.cpu import native
 from tests.contract.attempts import Outcome, attempt, world
+from tests.contract.test_objects import own_group
 from tests.extent import LONG
 from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
 from tests.internals.host_faults import (
@@ -159,6 +160,51 @@ def _messages(placement: Sequence[int]) -> None:
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1), (0, 1, 2, 1)], ids=str)
 def test_messages_to_all(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
     on_hosts(placement).run(_messages, placement, tp=len(placement))
+
+
+class _Foreign:
+    """Travels only where pickle is allowed."""
+
+
+def _refused(kind: str, large: bool) -> tuple[Outcome, Outcome]:
+    """A message of rank 0 that the others can't take, and the call after it."""
+    tensors = torch.ones(1 << 20 if large else 10)
+    with pytest.MonkeyPatch.context() as patch, own_group(allow_pickle=ps.get_world_group().rank == 0) as group:
+        sends = group.is_first_rank
+        obj: Any = [_Foreign(), tensors]
+        if kind == "head":
+            obj = ["a" * 300_000 if large else "a" * 3000, tensors]
+            if not sends:
+                patch.setenv("PARALLEL_STATE_MAX_METADATA_BYTES", "1000")
+        return attempt(group.broadcast_object, obj if sends else None, 0), attempt(group.barrier)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", ["pickle", "head"])
+def test_messages_that_receivers_refuse(on_hosts: OnHosts, kind: str, large: bool) -> None:
+    told = on_hosts((0, 0, 1, 1)).run(_refused, kind, large, tp=4)
+    for rank, (sent, following) in enumerate(told):
+        # A receiver that is told of another's refusal first raises that.
+        expected = {"MessageDecodeError", "CommunicationError"} if rank else {"ok", "CommunicationError"}
+        assert sent.kind in expected and sent.seconds < SOON_S, told
+        assert following.kind in ("GroupFailedError", "CommunicationError") and following.seconds < SOON_S, told
+    words = "more than" if kind == "head" else "pickled value"
+    assert any(words in sent.text for sent, _ in told[1:]), told
+
+
+def _dict_of_another_root(rank_of_host_1: int) -> Outcome:
+    with own_group() as group:
+        odd = group.rank_in_group == rank_of_host_1
+        root = 1 if odd else 0
+        outcome = attempt(group.broadcast_object, 1 if group.rank_in_group == root else None, root)
+        return outcome if outcome.kind != "ok" else attempt(group.barrier)  # a source waits for nobody
+
+
+@pytest.mark.parametrize("odd", [2, 3])
+def test_messages_of_another_root(on_hosts: OnHosts, odd: int) -> None:
+    told = on_hosts((0, 0, 1, 1)).run(_dict_of_another_root, odd, tp=4)
+    for rank, outcome in enumerate(told):
+        assert outcome.kind == "CollectiveMismatchError" and outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
 
 
 def _under_a_default_device(size: int) -> None:
@@ -597,6 +643,34 @@ def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) ->
         assert outcome.seconds < 3.0 + SOON_S, f"rank {rank}: {outcome}"
 
 
+def _dying_in_a_dict(share: float, victim: int) -> Outcome:
+    """Large dicts of rank 0. `victim` is killed in the third, when `share` of its bytes have moved."""
+    with world(_world_size()):
+        group = ps.get_tp_group()
+        dicts = {"x": torch.ones(2 * LARGE_COUNT), "y": 1} if group.is_first_rank else None
+        before = moved_bytes(group)
+        group.broadcast_tensor_dict(dicts, 0)
+        group.barrier()
+        if group.rank == victim:
+            each = moved_bytes(group) - before
+            when_moved(group, before + (2 + share) * each, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        for _ in range(50):
+            outcome = attempt(group.broadcast_tensor_dict, dicts, 0)
+            if outcome.kind != "ok":
+                break
+        return outcome
+
+
+@pytest.mark.parametrize(("share", "victim"), [(0.4, 0), (0.6, 2)])
+def test_a_rank_that_dies_within_a_large_dict_fails_all_ranks(hosts: Hosts, share: float, victim: int) -> None:
+    with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="20") as ranks:
+        outcomes = ranks.survivors(_dying_in_a_dict, share, victim, timeout_s=60.0)
+    assert outcomes.keys() == {0, 1, 2, 3} - {victim}
+    for rank, outcome in outcomes.items():
+        assert outcome.kind == "PeerDiedError" and outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
+        assert victim in outcome.suspect_ranks, f"rank {rank}: {outcome}"
+
+
 def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
     """An all_reduce that works, and one in which host 1 has no link or makes another call.
 
@@ -641,8 +715,10 @@ def _interrupted(what: str) -> list[Outcome]:
     calls: list[Callable[[], object]] = [lambda: group.all_reduce(torch.ones(3))] * 2
     if what == "recv":
         calls = [lambda: group.recv((3,), torch.float32, 2)] * 2
+    if what == "broadcast_object":
+        calls = [lambda: group.broadcast_object("x" if group.rank == 2 else None, 2)] * 2
     if group.rank:
-        if what == "recv" or group.rank == 1:
+        if what != "all_reduce" or group.rank == 1:
             time.sleep(1.0)  # so that rank 0 still waits
         # One more sum can succeed with what rank 0 sent before the interrupt.
         return [attempt(call) for call in calls][1:] if what == "all_reduce" else []
@@ -660,7 +736,7 @@ def _interrupted(what: str) -> list[Outcome]:
     return [attempt(calls[1])]
 
 
-@pytest.mark.parametrize("what", ["recv", "all_reduce"])
+@pytest.mark.parametrize("what", ["recv", "all_reduce", "broadcast_object"])
 def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
     """Resuming would be wrong: the next receive would get the first one's message."""
     with hosts.ranks((0, 1, 1) if what == "all_reduce" else (0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="30") as ranks:

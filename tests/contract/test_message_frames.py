@@ -76,6 +76,8 @@ CALLS: list[tuple[str, str]] = [
     ("send_object", "recv_object"),
     ("isend_tensor_dict", "irecv_tensor_dict"),
     ("isend_object", "irecv_object"),
+    ("broadcast_tensor_dict", "broadcast_tensor_dict"),
+    ("broadcast_object", "broadcast_object"),
 ]
 SPECIFIED: dict[str, Any] = {"hidden": torch.ones(4, 8), "ids": torch.arange(5), "n": 1}
 
@@ -92,6 +94,8 @@ def _exchange_between_hosts() -> dict[str, int]:
                     continue
                 call = getattr(group, send if sends else receive)
                 arguments = (value, 1) if sends else (0,)
+                if send.startswith("broadcast"):
+                    arguments = (value if sends else None, 0)
                 received, found[f"{call.__name__} {number}"] = _frames_of(lambda: call(*arguments))  # noqa: B023
                 if send.startswith("isend"):
                     received, found[f"wait {call.__name__} {number}"] = _frames_of(received.wait)
@@ -103,8 +107,11 @@ def _exchange_between_hosts() -> dict[str, int]:
             else:
                 received, frames = _frames_of(lambda: group.recv_tensor_dict(0, spec=spec))
                 assert same(received, SPECIFIED)
+            given = SPECIFIED if sends else None
+            received, to_all = _frames_of(lambda: group.broadcast_tensor_dict(given, 0, spec=spec))  # noqa: B023
+            assert same(received, SPECIFIED)
             if number > 0:  # the form of a spec is made once
-                found["a dict with a spec"] = frames
+                found["a dict with a spec"], found["a dict with a spec to all"] = frames, to_all
             group.barrier()
     return found
 
@@ -113,4 +120,4 @@ def test_between_hosts_a_message_takes_as_few_frames(on_hosts: Callable[[Sequenc
     if not native.load().has_ops:
         pytest.skip("the plain build doesn't look into tensors")
     for found in on_hosts((0, 1)).run(_exchange_between_hosts, tp=2, timeout_s=DEADLINE_S):
-        assert len(found) == 16 and max(found.values()) <= MOST_FRAMES, found
+        assert len(found) == 22 and max(found.values()) <= MOST_FRAMES, found

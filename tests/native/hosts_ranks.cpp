@@ -244,6 +244,63 @@ void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_pl
   CHECK(right);
 }
 
+// Takes a message whose tensors go to `places`.
+class Places final : public Taker {
+ public:
+  enum class How { kTakes, kRefuses, kLeaves };
+  explicit Places(How how = How::kTakes, std::uint64_t most = 1 << 20) : how_(how), most_(most) {}
+  std::uint64_t most_head_bytes() const override { return most_; }
+  bool wants_loans() const override { return false; }
+  char* head_buffer(std::uint64_t bytes) override { return head.resize(bytes), head.data(); }
+  bool take_head(const Head& found, std::vector<Piece>* pieces) override {
+    if (how_ != How::kTakes) return false;
+    for (std::vector<char>& place : places) pieces->push_back({place.data(), place.size()});
+    return found.bytes == found.head_bytes;
+  }
+  bool leaves_message() const override { return how_ == How::kLeaves; }
+
+  std::vector<char> head;
+  std::vector<std::vector<char>> places;
+
+ private:
+  const How how_;
+  const std::uint64_t most_;
+};
+
+Status send_message(Handle& handle, const std::vector<Piece>& pieces, int heads) {
+  return run(handle, told(Method::kBroadcast, 1, handle.rank()),
+             [&](Group&, double limit) { return handle.hosts()->send_message(pieces, heads, limit); });
+}
+
+Status receive_message(Handle& handle, int root, Taker& taker, HostsGroup::Taken* taken) {
+  return run(handle, told(Method::kBroadcast, 1, root),
+             [&](Group&, double limit) { return handle.hosts()->receive_message(root, taker, taken, limit); });
+}
+
+// A head in two pieces and three tensors, one of no bytes. A receiver leaves it once.
+void message(Handle& handle, int root, std::size_t head_bytes, std::size_t bytes) {
+  const std::vector<char> head = bytes_of(root + 1, head_bytes);
+  const std::vector<std::vector<char>> tensors{bytes_of(root, bytes), {}, bytes_of(root + 2, bytes / 3)};
+  if (handle.rank() == root) {
+    const auto piece = [](const char* at, std::size_t size) { return Piece{const_cast<char*>(at), size}; };
+    std::vector<Piece> pieces{piece(head.data(), head_bytes / 2),
+                              piece(head.data() + head_bytes / 2, head_bytes - head_bytes / 2)};
+    for (const auto& each : tensors) pieces.push_back(piece(each.data(), each.size()));
+    CHECK(send_message(handle, pieces, 2) == Status::kDone);
+    return;
+  }
+  HostsGroup::Taken taken;
+  Places leaving{Places::How::kLeaves}, places;
+  if (head_bytes % 2 == 0) {
+    CHECK(receive_message(handle, root, leaving, &taken) == Status::kDone && taken.is_refused);
+    CHECK(leaving.head == head);
+  }
+  for (const auto& each : tensors) places.places.emplace_back(each.size());
+  CHECK(receive_message(handle, root, places, &taken) == Status::kDone && !taken.is_refused);
+  CHECK(places.head == head && places.places == tensors);
+  CHECK(taken.head_bytes == head_bytes && taken.tensor_bytes == bytes + bytes / 3);
+}
+
 void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed, Draw& draw) {
   const int size = handle.size(), rank = handle.rank();
   const auto ranks = static_cast<std::size_t>(size);
@@ -266,18 +323,11 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
           return group.broadcast(data.data(), bytes, root, limit);
         }) == Status::kDone);
   CHECK(data == bytes_of(root, bytes));
-  void* sized = nullptr;
-  std::uint64_t sized_bytes = 0;
-  CHECK(run(handle, told(Method::kBroadcast, 1, root), [&](Group& group, double limit) {
-          return group.broadcast_sized(rank == root ? in.data() : nullptr, rank == root ? bytes : 0, root, bytes,
-                                       &sized, &sized_bytes, limit);
-        }) == Status::kDone);
-  CHECK(sized_bytes == bytes && (rank == root || are_same(sized, bytes_of(root, bytes))));
-  if (rank != root) std::free(sized);
+  for (const std::size_t tensor_bytes : {bytes, bytes * 3, std::size_t{90'000}}) {
+    message(handle, root, 1 + draw(tensor_bytes > 80'000 ? 90'000 : 5000), tensor_bytes);
+  }
   CHECK(run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); }) ==
         Status::kDone);
-  CHECK(run(handle, told(Method::kBroadcast, 3, root),
-            [&](Group& group, double limit) { return group.announce(root, limit, 1000); }) == Status::kDone);
   if (!meshed) {  // refused before sending; the group stays usable
     const Status status = run(handle, told(Method::kScatter, bytes, root), [&](Group& group, double limit) {
       return group.scatter(data.data(), nullptr, bytes, root, limit);
@@ -564,19 +614,35 @@ void absences() {
   Team team;
   team.host_of_rank = {0, 1};
   team.run([&](Handle& handle) {
-    char data[64] = {};
-    void* made = nullptr;
-    std::uint64_t made_bytes = 0;
-    const Status status = run(handle, told(Method::kBroadcast, 1, 0), [&](Group& group, double limit) {
-      return group.broadcast_sized(data, handle.rank() == 0 ? 64 : 0, 0, 10, &made, &made_bytes, limit);
-    });
-    CHECK(status == (handle.rank() == 0 ? Status::kDone : Status::kTooLarge));
+    std::vector<char> head(70'000);
+    HostsGroup::Taken taken;
+    Places places{Places::How::kTakes, 10};
+    if (handle.rank() == 0) CHECK(send_message(handle, {{head.data(), head.size()}}, 1) == Status::kDone);
+    if (handle.rank() == 1) CHECK(receive_message(handle, 0, places, &taken) == Status::kTooLarge);
     const Status next =
         run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); });
     CHECK(next == Status::kTooLarge);
     const Failure failure = handle.failure();
-    CHECK(failure.misfit.from == 0 && failure.misfit.to == 1 && failure.misfit.sent_bytes == 64);
+    CHECK(failure.misfit.from == 0 && failure.misfit.to == 1 && failure.misfit.sent_bytes == 70'016);
     CHECK(failure.reporter == (handle.rank() == 0 ? 1 : -1));
+  });
+  // So does that of a rank that refused a message whose tensors hadn't arrived; a small one is complete.
+  team.host_of_rank = {0, 0, 1, 1};
+  team.run([&](Handle& handle) {
+    for (const std::size_t bytes : {std::size_t{100}, std::size_t{200'000}}) {
+      const bool is_small = bytes == 100;
+      std::vector<char> head(64), tensor(bytes);
+      HostsGroup::Taken taken;
+      Places places{handle.rank() == 2 ? Places::How::kRefuses : Places::How::kTakes};
+      places.places.push_back(tensor);
+      const Status status = handle.rank() == 0 ? send_message(handle, {{head.data(), 64}, {tensor.data(), bytes}}, 1)
+                                               : receive_message(handle, 0, places, &taken);
+      if (handle.rank() == 2) CHECK(taken.is_refused && status == (is_small ? Status::kDone : Status::kFailed));
+      if (handle.rank() == 3) CHECK(status == (is_small ? Status::kDone : Status::kFailed));
+    }
+    const Status next =
+        run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); });
+    CHECK(next == Status::kFailed);
   });
 }
 
