@@ -259,20 +259,15 @@ class LibraryMedium(RouteMedium):
 
     @property
     def _streams(self) -> MessageStreams:
-        """Returns the connections, of a group on several hosts."""
+        """Returns the connections between the ranks, of a group on several hosts."""
         return cast(MessageStreams, self.channels)
-
-    @property
-    def _pairs(self) -> Channels | MessageStreams:
-        """Returns what carries messages to one rank."""
-        return cast("Channels | MessageStreams", self.channels)
 
     def _receiver(self, src: int, call: UserCall | None) -> _Receiver:
         if call is None:
-            return self._pairs.message_receiver(src)
-        if self._hosts is not None:
-            return ToAllReceiver(self._hosts, src, call)
-        return self._queues.receiver(src, MESSAGES, broadcast=True)
+            return cast("Channels | MessageStreams", self.channels).message_receiver(src)
+        if self._hosts is None:
+            return self._queues.receiver(src, MESSAGES, broadcast=True)
+        return ToAllReceiver(self._hosts, src, call)
 
     def _started(self, number: int, dst: int) -> Handle:
         """Records a message that the library has started to send, and counted."""
@@ -302,7 +297,7 @@ class LibraryMedium(RouteMedium):
         return parts + self._start_sending(on_device, dst, None, name)
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
-        for part in self._write(outgoing, dst, None) if self.channels is not None else super().isend(outgoing, dst):
+        for part in super().isend(outgoing, dst) if self.channels is None else self._write(outgoing, dst, None):
             part.wait()
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
@@ -311,24 +306,23 @@ class LibraryMedium(RouteMedium):
 
     def _write(self, outgoing: Outgoing, dst: int | None, call: UserCall | None) -> list[Handle]:
         """Sends head and CPU tensors, and starts to send the others."""
-        route, started, is_to_all = self.route, time.monotonic(), call is not None
-        name = outgoing.counted or (_BROADCAST if is_to_all else SENT)
+        route, started, hosts = self.route, time.monotonic(), self._hosts
+        name = outgoing.counted or (SENT if call is None else _BROADCAST)
         operation = "send" if call is None else call.method
         on_cpu, on_device = split_by_device(outgoing.tensors)
         route.check_usable()
         route.check_recordable(name)
-        number = self._queues.begin_broadcast() if is_to_all and self._hosts is None else 0
+        number = self._queues.begin_broadcast() if call is not None and hosts is None else 0
         record = self._note_sent(outgoing, name, -1 if dst is None else dst, started, call)
         try:
             with waiting_for(route.context, record):
-                sender: Sender | StreamSender | ToAllSender
-                if call is None:
-                    sender = self._pairs.message_sender(cast(int, dst))
-                elif self._hosts is not None:
-                    sender = ToAllSender(self._hosts, self._objects.past_python, call)
-                else:
+                if call is not None and hosts is None:
                     self.announce(call)
-                    sender = self._queues.sender(None, MESSAGES)
+                sender: Sender | StreamSender | ToAllSender
+                if call is not None and hosts is not None:
+                    sender = ToAllSender(hosts, self._objects.past_python, call)
+                else:
+                    sender = self._queues.sender(None, MESSAGES) if dst is None else self._queues.message_sender(dst)
                 sender.send(Message(outgoing.head, on_cpu, number, outgoing.more or b""), operation)
         except Exception as error:
             raise route.failure_of(error, operation, started)  # noqa: B904  (the same error, noted by the route)
