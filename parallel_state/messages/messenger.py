@@ -243,7 +243,7 @@ class Messenger:
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
-        """Waits, in a thread, for sends over gloo or between hosts that no caller waits for. Drops their tensors."""
+        """Waits, in a thread, for sends over gloo that no caller waits for. Drops their tensors."""
         time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
         while True:
             self._forget_sent()

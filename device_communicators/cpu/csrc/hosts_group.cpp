@@ -554,6 +554,7 @@ Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double t
   if (!taker.take_head({head, found, sizes.head_bytes, sizes.tensor_bytes, is_at_hand, &loans}, &places)) {
     taken->is_refused = true;
     was_left_ = taker.leaves_message();
+    suspect_ = src;
     RETURN_IF_FAILED(finish());
     return is_packed || was_left_ ? Status::kDone : Status::kFailed;
   }
