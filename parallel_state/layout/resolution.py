@@ -293,8 +293,8 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
         return 1
     if isinstance(experts, str):
         raise LayoutError(
-            f"optimizer instances divide the ranks with the same experts, but order {order!r} doesn't number the ranks "
-            "for expert layers; leave num_distributed_optimizer_instances out"
+            f"num_distributed_optimizer_instances divides the ranks that hold the same experts, but order {order!r} "
+            "has no separate layout for expert layers; leave it out, or use the default order"
         )
     if dense.size("dp_replicate") > 1:
         raise LayoutError(

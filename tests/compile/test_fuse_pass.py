@@ -260,7 +260,7 @@ def test_the_report_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         _compile(_late_residual, _inputs())
     assert "1 of 2 all-reduces fused" in caplog.text
     assert "all_reduce_add_rms_norm of [5, 32] torch.float32 on tp" in caplog.text
-    assert "it is a max, not a sum" in caplog.text
+    assert "the all_reduce computes max, not sum" in caplog.text
 
 
 def test_twice_is_fine_and_a_graph_without_all_reduces_too() -> None:

@@ -526,7 +526,7 @@ def test_each_copy_of_the_weights_is_an_optimizer_instance_unless_their_number_i
         ({"inter_dist_opt": 5}, DEFAULT_ORDER, ["dp · cp size", "24 is not divisible", "instances=5"]),
         ({"inter_dist_opt": 8, "ep": 2}, DEFAULT_ORDER, ["expert-data-parallel size", "12 is not divisible"]),
         ({"inter_dist_opt": 2, "dp_replicate": 2}, DEFAULT_ORDER, ["data_parallel_replicate_size=2", "pass only one"]),
-        ({"inter_dist_opt": 2}, "vllm", ["order 'vllm' doesn't number the ranks for expert layers"]),
+        ({"inter_dist_opt": 2}, "vllm", ["order 'vllm' has no separate layout for expert layers"]),
         ({"inter_dist_opt": 2, "tp": 2, "cp": 2, "pp": 2}, "tp-cp-pp-dp", ["are 4 ranks apart"]),
     ],
 )

@@ -178,7 +178,9 @@ class MessageQueue:
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
         """Returns the reading end of `rank`. It must be one of the handle's local readers."""
         if rank not in handle.local_reader_ranks or handle.buffer_handle is None:
-            raise UsageError(f"the readers of the message queue are {handle.local_reader_ranks}, without rank {rank}")
+            raise UsageError(
+                f"rank {rank} isn't a reader of this message queue; its readers are ranks {handle.local_reader_ranks}"
+            )
         self: MessageQueue = object.__new__(MessageQueue)
         self._begin(handle, is_writer=False)
         readers, chunk_bytes, chunks, name = handle.buffer_handle

@@ -91,7 +91,9 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
     for each in route:
         if each.name != "peer_memory" and each.refusal(request) is None:
             return each
-    raise TuneError(f"nothing to compare with: no other communicator supports {device_type} tensors")
+    raise TuneError(
+        f"tune has nothing to compare its kernels with: no other communicator supports {device_type} tensors"
+    )
 
 
 class Tuning:
@@ -249,7 +251,6 @@ class Candidates(GroupTeam):
 
 
 def _collective(operation: str) -> str:
-    """Returns the name that `bench` uses for the operation's collective."""
     return "all_reduce" if operation == FUSED else operation
 
 
