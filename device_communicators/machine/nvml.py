@@ -20,7 +20,7 @@ class Reader(Protocol):
     """Answers the questions of `topology`."""
 
     def ask(self, question: str, *where: int) -> Any:
-        """Returns the answer for a GPU index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
+        """Returns NVML's answer to a question about one GPU, one link of a GPU, or two GPUs. Raises NoAnswerError."""
 
 
 @contextlib.contextmanager

@@ -383,7 +383,7 @@ class _Driver:
     def call(self, name: str, *arguments: Any) -> None:
         error = getattr(self._library, name)(*arguments)
         if error:
-            raise KernelError(f"{name} failed: {self.name_of(error)}")
+            raise KernelError(f"CUDA's function {name} failed: {self.name_of(error)}")
 
     def get(self, name: str, kind: type[Any], *arguments: Any) -> Any:
         """Calls a function that writes its result through its first argument; returns the result."""

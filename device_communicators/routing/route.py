@@ -349,7 +349,7 @@ class Route:
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Makes errors, on all ranks, name this thread's calls `method`, if it belongs to their class of methods."""
+        """Makes errors on all ranks name this thread's calls in the block by the user's `method`, not by its steps."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:

@@ -66,7 +66,7 @@ def _grid_of(layout: Layout, names: Sequence[str]) -> Grid:
     overlapping = sorted({axis for axis in axes if axes.count(axis) > 1})
     if overlapping:
         raise LayoutError(
-            f"the dims of a mesh must not overlap, but {list(names)} have {', '.join(overlapping)} in common"
+            f"the dims of a mesh must be separate axes, but {list(names)} have {', '.join(overlapping)} in common"
         )
     return grid
 

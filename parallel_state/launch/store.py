@@ -212,6 +212,6 @@ def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Liste
         if isinstance(error, socket.gaierror):
             raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
         raise RendezvousError(
-            f"can't listen on {address} port {port}: {error.strerror}; rank 0's node needs an address of its own and "
-            "a free port: pass another master_port, 0 for any, or preferred_port"
+            f"can't listen on {address} port {port}: {error.strerror}; pass an address of rank 0's node as "
+            "master_addr, and a free port as master_port (0 for any)"
         ) from error

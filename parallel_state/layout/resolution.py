@@ -143,7 +143,8 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
     if dp % known or (shard and replicate and known != dp):
         raise LayoutError(
             f"data_parallel_shard_size × data_parallel_replicate_size must be the data-parallel size, {dp}, but they "
-            f"are {shard or 'open'} and {replicate or 'open'}; choose sizes with product {dp}, or leave one open"
+            f"are {shard or 'not passed'} and {replicate or 'not passed'}; choose sizes with product {dp}, or pass "
+            "only one of them"
         )
     return {**full, "dp_shard": shard or dp // known, "dp_replicate": replicate or dp // known}
 
@@ -152,7 +153,9 @@ def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[s
     """Returns the names whose size is -1; raises LayoutError if there are several."""
     found = [name for name in names if given.get(name) == -1]
     if len(found) > 1:
-        raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, found))} are")
+        raise LayoutError(
+            f"at most one size may be -1, which takes the remaining ranks, but {' and '.join(map(repr, found))} are"
+        )
     return found
 
 

@@ -234,7 +234,7 @@ def test_which_data_parallel_sizes_follow_from_which(sizes: Sizes, expected: tup
         ({"dp": 12}, ["must be the world size, 24", "is dp=12;", "factor of 2"]),
         ({"dp": 1}, ["must be the world size, 24"]),
         ({"dp": 5}, ["24 ranks are not divisible by dp=5"]),
-        ({"dp_shard": 5}, ["must be the data-parallel size, 24", "5 and open", "leave one open"]),
+        ({"dp_shard": 5}, ["must be the data-parallel size, 24", "5 and not passed", "pass only one of them"]),
         ({"dp_replicate": 16}, ["must be the data-parallel size, 24", "open and 16"]),
         ({"dp": 24, "dp_shard": 2, "dp_replicate": 3}, ["must be the data-parallel size, 24", "2 and 3"]),
         ({"dp": 1, "dp_shard": 8, "dp_replicate": 3}, ["must be the world size, 24"]),

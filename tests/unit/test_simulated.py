@@ -97,7 +97,7 @@ def test_a_rank_of_a_large_layout() -> None:
         ({"world_size": 0}, ps.LayoutError, "world size must be at least 1, but is 0"),
         ({"world_size": 4, "tensor_model_parallel_size": 3}, ps.LayoutError, "not divisible by tp=3"),
         ({"world_size": 4, "tensor_model_parallel_size": 0}, ps.LayoutError, "'tp' must be a positive integer"),
-        ({"world_size": 4, "data_parallel_size": 2}, ps.LayoutError, "leave one size open"),
+        ({"world_size": 4, "data_parallel_size": 2}, ps.LayoutError, "pass -1 for one size"),
         ({"world_size": 4, "order": "tp-dp"}, None, ""),
         ({"world_size": 4, "order": "tp-pp"}, ps.LayoutError, "it lacks 'dp', whose size is 4"),
         ({"world_size": 4, "order": "tp-dp-xx"}, ps.LayoutError, "'xx', which isn't an axis"),

@@ -266,7 +266,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Adds the exited end's process to errors of the body. After `shutdown` raises RuntimeError instead."""
+        """Adds the PID of an exited process to errors of the block. After `shutdown` raises RuntimeError instead."""
         try:
             yield
         except (PeerDiedError, GroupDestroyedError) as error:

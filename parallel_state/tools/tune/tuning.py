@@ -208,7 +208,7 @@ class Tuning:
 
 
 class Candidates(GroupTeam):
-    """The candidates of one operation, as a team of `bench`. Every rank creates one."""
+    """The kernels that one operation can use, in the form in which `bench` measures them. Every rank creates one."""
 
     name = "tune"
 
