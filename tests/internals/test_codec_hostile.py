@@ -455,7 +455,7 @@ COLLIDING = {
 @pytest.mark.parametrize("way", WAYS)
 def test_colliding_keys_are_refused_before_they_take_long(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take_way("library" if name.startswith("msgpack") else way, monkeypatch)
-    with pytest.raises(MessageDecodeError, match=r"which collide|keys that no sender"):
+    with pytest.raises(MessageDecodeError, match=r"that collide|a type that no sender uses"):
         decode(HEADER + COLLIDING[name])
 
 
