@@ -143,8 +143,8 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
     if dp % known or (shard and replicate and known != dp):
         raise LayoutError(
             f"data_parallel_shard_size × data_parallel_replicate_size must be the data-parallel size, {dp}, but they "
-            f"are {shard or 'not passed'} and {replicate or 'not passed'}; choose sizes with product {dp}, or pass "
-            "only one of them"
+            f"are {shard or 'not passed'} and {replicate or 'not passed'}; choose sizes whose product is {dp}, or "
+            f"pass a divisor of {dp} for one of them"
         )
     return {**full, "dp_shard": shard or dp // known, "dp_replicate": replicate or dp // known}
 
