@@ -48,7 +48,9 @@ class CpuCommunicator(Communicator):
         super().__init__(context)
         memory = context.host_memory
         if memory is None or memory.collectives is None:
-            raise UnsupportedError(f"{context} has no compiled collectives")
+            raise UnsupportedError(
+                f"{context} can't use this library's CPU collectives, because their C++ part is missing"
+            )
         if not memory.in_one_segment:
             self.name = "hierarchical"
         self._memory = memory
@@ -178,7 +180,7 @@ class CpuCommunicator(Communicator):
         return self._channels.transfers
 
     def _tag(self, tag: int) -> int:
-        """Returns the tag of a transfer there. Rings belong to one group: they carry one kind of transfers."""
+        """Returns the transport's tag: 0 for rings, each of which serves one group and one kind of transfers."""
         if self._streams is not None:
             return tag
         if tag != self.context.tag(0):

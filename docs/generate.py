@@ -319,9 +319,9 @@ NAMES_INTRO = """# Names of other projects
 
 <!-- Written by docs/generate.py from the compat modules and from the projects' own files. -->
 
-Each module of `parallel_state.compat` has the names of one project. All modules share one state. A name is *the same*
-if its parameters and defaults equal those of the version named here. Members of a class are listed, and private names
-that the project itself imports. A test compares each name with the project's own files.
+Each module of `parallel_state.compat` has the names of another project, so that programs of that project can import it
+instead. This page lists the names. *The same* means that parameters and defaults equal those of the project's version
+below. Some are members of classes, or private names that the project's own code imports.
 """
 
 

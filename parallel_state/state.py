@@ -307,30 +307,28 @@ def initialize_model_parallel(
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups.
 
     Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first.
-    Groups of equal ranks share one process group. Groups of tp, dp, pp and of each axis with a given size are created
-    now. The others (model, dp_cp, embedding, …) are created when the group's ranks first use them.
+    Groups of tp, dp, pp and of each axis with a given size are created now. The others (model, dp_cp, embedding, …)
+    are created when the group's ranks first use them. Groups of equal ranks share one process group.
 
-    - `sizes`: of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
-      expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size
-      (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp,
-      dcp), external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size of
-      None is 1, but dp takes the remaining ranks unless another size is -1. Only tp and pp are positional: the third
-      argument differs between Megatron and vLLM.
+    - `sizes`: of the other axes: context_parallel_size (cp), expert_model_parallel_size (ep),
+      expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size (dp_shard), data_parallel_replicate_size
+      (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp), external_data_parallel_size
+      (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that isn't passed is 1, but dp takes
+      the remaining ranks. A size of -1 takes them instead.
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
     - `backend`, `timeout`: of all groups that `axis_options` doesn't override.
     - `axis_options`: options by group name.
-    - `allow_pickle`: lets objects of unregistered types be sent by pickle, which runs code that a peer sends. Only for
+    - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends. Only for
       processes that you trust.
     - `eager`: creates all groups now.
-    - `warm_up`: sends a small all-reduce over each created group.
+    - `warm_up`: runs a small all-reduce in each created group.
     - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
     - `get_position_embedding_ranks`: picks from a pipeline's ranks; default: the first.
-    - `device_mesh`: replaces sizes and order, and supplies process groups. Its dims must be named after axes, and a
-      size that is also given must be equal.
-    - `failure_domain`: `root`: the death of any rank fails all groups on all ranks, so that no rank waits for one that
-      failed elsewhere. `replica`: it fails the world and each group that touches the dead rank's data-parallel replica:
-      its tp, pp and cp groups, and the dp groups that join it to others. Other groups keep working.
+    - `device_mesh`: a torch DeviceMesh whose dims are named after axes. Replaces sizes and order, and supplies groups.
+    - `failure_domain`: with `root` the death of any rank fails all groups on all ranks, so that no rank waits for one
+      that failed elsewhere. With `replica` it fails the world and each group with ranks of the dead rank's
+      data-parallel replica; other groups keep working.
 
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
     ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.

@@ -38,7 +38,8 @@ def check_owner(path: Path) -> None:
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
             raise CacheError(
-                f"{path} must be this user's, and writable by nobody else; change that (chmod go-w), or remove it"
+                f"{path} has compiled code, so it must belong to this user and be writable by nobody else; run "
+                "`chmod go-w` on it, or remove it"
             )
 
 
@@ -70,7 +71,9 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise CacheError(f"another process has held {path} for {WAIT_S} s; end it (fuser {path})") from None
+                    raise CacheError(
+                        f"another process has held the lock {path} for {WAIT_S} s; find it by `fuser {path}` and end it"
+                    ) from None
                 time.sleep(_POLL_S)
         yield file
 

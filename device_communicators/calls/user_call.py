@@ -182,7 +182,7 @@ _TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
 
 
 def transfer_number(default: str) -> int:
-    """Returns the number of the method in which this thread sends or receives, else that of `default`."""
+    """Returns the number of the user's method that this thread runs (send_object, …); else that of `default`."""
     return _TRANSFER_NUMBERS.get(_THREAD.transfer) or _TRANSFER_NUMBERS[default]
 
 
@@ -310,7 +310,7 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Makes this thread's calls in a block appear as `method`, if they belong to its class."""
+    """Makes errors name this thread's calls in the block by the user's `method` instead of their steps."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield

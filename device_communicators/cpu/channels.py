@@ -30,7 +30,7 @@ class QueueMemory:
     """The memory of a group's queues: a range of the segment that its ranks share."""
 
     def __init__(self, library: Any, segment: Segment, offset: int, size: int, makes: bool) -> None:
-        """Maps the range from `offset` on, for `size` ranks, one of which `makes` it. Raises SegmentError."""
+        """Maps the segment from `offset` on, for `size` ranks; `makes` also initializes it. Raises SegmentError."""
         control_bytes, data_bytes = region_bytes(size)
         control_bytes = -(-control_bytes // _PAGE_BYTES) * _PAGE_BYTES
         if makes:
@@ -44,26 +44,29 @@ class QueueMemory:
         if not self.control_address or not first_page:
             if self.control_address:
                 library.ps_unmap(self.control_address, control_bytes)
-            raise SegmentError(f"{control_bytes >> 10} KiB can't be mapped: {describe_address_space()}")
+            raise SegmentError(
+                f"a message queue's {control_bytes >> 10} KiB of shared memory can't be mapped into this process: "
+                f"{describe_address_space()}"
+            )
         self.windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
         # One descriptor per group would be too many; older kernels need it to allocate.
         self.descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
 
     def map(self, offset: int, size_bytes: int) -> int:
-        """Returns the address of bytes of the data part. Raises OSError without address space."""
+        """Maps a range of the data part and returns its address. Raises OSError if there is no address space left."""
         address: int | None = self._library.ps_windows_at(self.windows, offset, size_bytes)
         if not address:
             raise OSError(errno.ENOMEM, f"this process has no address space left ({describe_address_space()})")
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Allocates bytes of the data part. Raises OSError if there is none, instead of a later SIGBUS."""
+        """Allocates memory for a range of the data part. A full /dev/shm raises OSError, instead of a later SIGBUS."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Ends `commit`."""
+        """Closes the file. `commit` can't be called afterwards."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -89,7 +92,7 @@ With chunks of 256 KiB, a ring beyond a core's cache, both take twice as long.
 
 
 def region_bytes(size: int) -> tuple[int, int]:
-    """Returns bytes of the control and data parts for `size` ranks."""
+    """Returns the sizes in bytes of the control part and of the data part, for `size` ranks."""
     pairs, broadcasts = size * size * KINDS, size
     return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * SHAPE.data_bytes
 
@@ -133,7 +136,7 @@ class Channels:
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
-        """Returns the number of the broadcast message that begins."""
+        """Begins a broadcast message and returns its number."""
         self._broadcasts.value += 1
         return self._broadcasts.value
 

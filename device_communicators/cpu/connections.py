@@ -131,7 +131,9 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
             try:
                 for at in (gloo_addresses() if address is None else [address])[: min(wanted, _MOST_ADDRESSES)]:
                     if not at:
-                        raise OSError("the interface in GLOO_SOCKET_IFNAME has no address")
+                        raise OSError(
+                            "the network interface that GLOO_SOCKET_IFNAME names has no address; name one that has"
+                        )
                     family = resolve(at, 0)[0][0]
                     listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
                     listeners.append(stack.enter_context(listener))
@@ -175,7 +177,6 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
 
 
 def _connections(members: GroupMember, peers: int) -> int:
-    """Returns the number of connections per rank: the configured one, or 1."""
     wanted = settings.CONNECTIONS.get()
     shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may need as many again
     if shortage:
@@ -184,7 +185,7 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Returns the error for connections that can't be made. It names a death that becomes known in a moment."""
+    """Returns the error for connections that can't be made. Waits a moment for the report of a death as its cause."""
     suspects = [meeting.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
     kind: type[CommunicationError] = CommunicationError
@@ -202,7 +203,7 @@ def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started:
 
 
 def _greet(meeting: Meeting, rank: int, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
-    """Makes connection `number` to a rank that listens at `end`, an address and a port."""
+    """Makes this rank's connection `number` to the rank that listens at `end`, an address and a port."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
@@ -237,7 +238,7 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Adds the connections of `keys`, which others make, to `made`; closes those of strangers."""
+    """Accepts the connections of `keys` from other ranks and adds them to `made`. Closes all other connections."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
     """By descriptor, in order of arrival: connections without a whole hello, and the bytes that arrived."""
     poll = select.poll()

@@ -52,7 +52,7 @@ class HostMemory:
     """The shared memory of one group. All ranks call `attach` once, before anything else."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: core masks of all ranks on this host, if there are others than the group's."""
+        """`neighbours`: core masks of all ranks on this host, if some of them are outside the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
         """Core mask of each of the group's ranks on this host."""
@@ -146,7 +146,7 @@ class HostMemory:
         watched: Sequence[int],
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Connects the domains by TCP. Every rank calls it."""
+        """Connects the memory domains of the group by TCP. Every rank calls it."""
         rank, size = self.members.rank, len(self.members.ranks)
         rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
         others = [other for domain in self.domains if rank not in domain for other in domain]
@@ -284,7 +284,7 @@ class HostMemory:
 
 
 class _Memory:
-    """Mappings without an owner."""
+    """Addresses of the memory that the ranks of a domain share: the collectives' part, arenas and queues."""
 
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library
@@ -302,7 +302,8 @@ class _Memory:
         address = self.library.ps_map(segment.descriptor, size_bytes, offset)
         if not address:
             raise SegmentError(
-                f"{size_bytes >> 10} KiB can't be mapped: {describe_address_space()}; allow this process more"
+                f"{size_bytes >> 10} KiB of shared memory can't be mapped into this process: "
+                f"{describe_address_space()}; raise its limit (ulimit -v)"
             )
         return address
 

@@ -1,10 +1,10 @@
 """The build of the C++ here and in `control/`: files, flags and steps. Used by `native`, `c10d.extension` and setup.py.
 
-The sources without torch are compiled once, to one object file. A library is this object, linked with the sources that
-a torch version needs, if any: so another torch, or a wheel that carries the object, compiles those alone.
+The sources that don't use torch are compiled once, into one object file, the *base*. Each library links the base with
+the few sources that use torch. So with another torch version only these few are compiled.
 
-Needs nothing of this package, so that setup.py can load it by its path. No `-march=native`: the kernels choose their
-instruction set at run time, and what is built here may run elsewhere.
+Imports nothing of this package, so that setup.py can load it by its path. Doesn't pass `-march=native`: the kernels
+choose their instruction set at run time, and the library may run on another machine.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Recipe:
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """The files that are compiled, the base's among them."""
+        """All files that are compiled, including those of the base."""
         of_base = () if self.base is None else self.base.sources
         return (*of_base, *(source for unit in self.units for source in unit.sources))
 
@@ -94,7 +94,7 @@ class Recipe:
         return Path(self.packaged_name).suffix
 
     def digest(self) -> str:
-        """Tells builds apart: by sources, flags, machine and torch."""
+        """A digest of sources, flags, machine and torch, which differs between different builds."""
         facts = [platform.machine(), self.for_torch, *_FLAGS, *self.flags]
         for unit in self.units:
             facts += [*unit.flags, *(source.name for source in unit.sources)]
@@ -105,7 +105,7 @@ class Recipe:
 
 
 def objects_recipe() -> Recipe:
-    """Returns the build of all that needs no torch, which every library of this module is linked with."""
+    """Returns the recipe of the base: all sources that don't use torch. Every library is linked with it."""
     files = {path.stem: path for path in _cpp_files() if path.name not in _OF_TORCH}
     units = [Unit(tuple(files.pop(name) for name in names.split()), (level,)) for level, names in _TOGETHER]
     units += [Unit((path,)) for path in files.values()]
@@ -118,7 +118,7 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """Returns the build for the installed torch. Raises ImportError without one."""
+    """Returns the recipe of the full library for the installed torch. Raises ImportError without torch."""
     import torch
 
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
@@ -135,7 +135,7 @@ def full_recipe() -> Recipe:
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
-    """Returns what a `Recipe` of sources that include torch's headers needs to be compiled for the installed torch.
+    """Returns the arguments of `Recipe` that sources need which include headers of the installed torch.
 
     Raises BuildError for a torch of the C++ library's old ABI, which no release since 2.7 has.
     """
@@ -157,9 +157,9 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Digests torch's headers that the sources include by name, and those that its build wrote.
+    """Digests the headers of torch that the sources include, and those that torch's build generated.
 
-    Tells builds of one version apart that somebody made himself.
+    So two self-made builds of one torch version have different digests.
     """
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
@@ -182,7 +182,6 @@ def sources_digest() -> str:
 
 
 def _inputs(folders: Sequence[Path]) -> list[Path]:
-    """Returns the sources and headers in these folders."""
     return [path for folder in folders for path in folder.iterdir() if path.suffix in (".cpp", ".h", ".inc")]
 
 
@@ -194,15 +193,13 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def is_current(packaged: Path, recipe: Recipe) -> bool:
-    """Returns True if a wheel's file was made by this recipe: of these sources, which may have been edited since, and
-    for this build of torch.
-    """
+    """Returns True if a wheel's file was compiled from this recipe: the same sources and the same build of torch."""
     stamp = packaged.with_suffix(".digest")
     return stamp.exists() and stamp.read_text().strip() == recipe.digest()
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
-    """Makes the file that a wheel brings, with the stamp that `is_current` reads. Returns it. Raises BuildError."""
+    """Compiles the file for a wheel, with the stamp that `is_current` reads; returns its path. Raises BuildError."""
     target = folder / recipe.packaged_name
     compile_library(recipe, target, compiler, base=base)
     target.with_suffix(".digest").write_text(recipe.digest() + "\n")
@@ -210,7 +207,7 @@ def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callabl
 
 
 def usable_cores() -> set[int]:
-    """Returns the cores that this process may run on: all of them where the system doesn't say, as on macOS."""
+    """Returns the cores that this process may run on: all cores if the system doesn't report them (macOS)."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -233,10 +230,10 @@ def compile_library(
     seal: Callable[[bytes], bytes] | None = None,
     base: Callable[[], Path] | None = None,
 ) -> None:
-    """Makes `target`, whole or not at all, writable by its owner only. Raises BuildError.
+    """Compiles the library and writes it to `target` atomically, writable by its owner only.
 
-    `seal` is called with the library, and gives what is written. `base`: returns the base's file, once the units are
-    compiled; None compiles it, too.
+    Raises BuildError. `seal(content)` returns the bytes to write. `base()` returns the path of the compiled base; None
+    compiles the base, too.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)

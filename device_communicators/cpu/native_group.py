@@ -1,4 +1,4 @@
-"""The compiled collectives of a group: one call each, and its failure as an error."""
+"""Calls the compiled collectives of a group, and turns their failures into errors."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Applies to later calls."""
+        """Sets the timeout of later calls."""
         self.members = replace(self.members, timeout_s=timeout_s)
         self.library.ps_group_timeout(self.number, timeout_s)
 
@@ -158,7 +158,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Orders a broadcast message among collectives; other ranks wait for `src`. Raises as `call`."""
+        """Gives a broadcast message its place among the collectives; other ranks wait for `src`. Raises as `call`."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -172,7 +172,7 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Keeps other threads from calls until `exit`. Raises UsageError while another call is running."""
+        """Makes calls of other threads raise until `exit`. Raises UsageError while another call is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -271,7 +271,7 @@ class NativeGroup:
         return text.value.decode(errors="replace")
 
     def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
-        """Describes how the call of `who` differs from the suspect's."""
+        """Describes the two calls that differ: that of `who`, and that of the suspect."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -286,9 +286,9 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Lets the registered ops of `key` bypass Python, if the library has them.
+        """Makes registered ops with the group name `key` call the library directly, without Python.
 
-        Their operations are numbered from `after` + 1.
+        Their calls are numbered from `after` + 1.
         """
         if self.library.has_ops:
             self._served.add(key)
@@ -362,7 +362,7 @@ class NativeGroup:
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
-        """Ends all waits of this process in the group, and fails its calls."""
+        """Ends all waits of this process in the group; its calls fail from now on."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
@@ -421,7 +421,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """Returns the error for a death outside the group. The route names the rank."""
+    """Returns the error for the death of a rank outside the group that fails the group. The route adds the rank."""
     return members.failure(
         PeerDiedError,
         f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside the group, but in its failure "
@@ -435,7 +435,7 @@ def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDie
 def given_up(
     members: Members, operation: str, suspect: int, elapsed_s: float, status: int, reporter: int
 ) -> CommunicationError:
-    """Returns the error of a wait for global rank `reporter`, which failed with `status`."""
+    """Returns the error for a call that ended because global rank `reporter` had failed with `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
     return _failure(

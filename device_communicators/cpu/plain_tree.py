@@ -1,4 +1,4 @@
-"""Passes facts about Python and torch to the library, which encodes and builds objects: csrc/pack.h and unpack.h."""
+"""Encodes Python objects in C++ (csrc/pack.h); tells the library what it needs to know about Python and torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Pinned(NamedTuple):
-    """Bytes in place, kept alive."""
+    """Pieces of a message at their place in memory, and the objects that keep this memory alive."""
 
     pieces: tuple[tuple[int, int], ...]
     keeps: object
@@ -120,9 +120,9 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """A dict whose CPU tensors are known: their keys, dtypes and shapes.
+    """Describes a dict's CPU tensors: keys, shapes and dtypes (as c10::ScalarType).
 
-    `dtypes`: as c10::ScalarType. `entries`: of the dict, including other values.
+    `entries`: number of the dict's entries, including other values.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class PlainObjects:
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes an object; call `packed` then. Returns False if Python must encode it."""
+        """Encodes an object, which `packed` then returns. Returns False if Python must encode it."""
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
@@ -255,7 +255,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns the facts about Python, and objects that must live as long."""
+    """Returns the facts about Python for the library, and the objects that must live as long as these facts."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()

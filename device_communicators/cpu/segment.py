@@ -46,11 +46,11 @@ class Segment:
             try:
                 descriptor = os.open(_path(name), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise SegmentError(f"no segment can be made in {DIRECTORY}: {error.strerror}") from error
+                raise SegmentError(f"no file for shared memory can be made in {DIRECTORY}: {error.strerror}") from error
             if _keep(descriptor):
                 return cls(name, descriptor)
             os.close(descriptor)
-        raise SegmentError(f"each new segment in {DIRECTORY} was removed at once")
+        raise SegmentError(f"each new file for shared memory in {DIRECTORY} was removed at once by another process")
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
@@ -61,11 +61,16 @@ class Segment:
             descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it may exist
-                raise SegmentError(f"a segment in {DIRECTORY} can't be opened: {error.strerror}") from error
+                raise SegmentError(
+                    f"a shared-memory file of another rank in {DIRECTORY} can't be opened: {error.strerror}"
+                ) from error
             return None
         if not _is_own(descriptor):
             os.close(descriptor)
-            raise SegmentError("the segment isn't this user's alone")
+            raise SegmentError(
+                "the shared-memory file of another rank belongs to another user, or others may access it; run all "
+                "ranks as one user"
+            )
         return cls(name, descriptor)
 
     @property

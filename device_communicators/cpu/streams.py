@@ -1,4 +1,4 @@
-"""Connects a group's ranks on several hosts for transfers between each two of them: csrc/streams.h."""
+"""Connects each two ranks of different hosts for sends and receives. csrc/streams.h moves the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRIPED_BYTES = 256 << 10
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects each two ranks of a meshed group with compiled collectives. Every rank calls it.
+    """Connects each two ranks of the group for transfers. Every rank of the group calls it.
 
     Returns the address of the transfers, for `ps_transfers_delete`, and the connections, which the caller closes after
     the transfers. Waits end at deaths; see `HostMemory.end_waits_at_deaths`.

@@ -1,9 +1,9 @@
-"""Sends and receives between two ranks, as `csrc/transfers.h` carries them: of tensors, and between hosts of messages.
+"""Sends and receives tensors between two ranks, and between hosts also messages. `csrc/transfers.h` moves the data.
 
 Within a host they go through rings in shared memory, between hosts over connections.
 
-The library keeps a transfer's tensor until it no longer uses its memory. It moves what nobody waits for by the
-process' progress thread.
+The library keeps a transfer's tensor alive as long as it uses the tensor's memory. A thread of the library completes
+started transfers that no caller waits for.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0) -> Failure:
-    """Returns the error for a failed transfer; TransferError for a connection that broke.
+    """Returns the error for a failed transfer: TransferError if the connection broke, with `text`, the system's error.
 
-    `text`: what the connection's end said. `needs_bytes`: how much of /dev/shm a ring takes at its first message; 0
-    where transfers take none.
+    `needs_bytes`: shared memory that a ring takes at its first message; 0 if transfers use no ring.
     """
     operation, status, elapsed_s = failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
@@ -127,14 +126,14 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
 
 
 def failure_text_of(library: Any, transfers: int) -> str:
-    """Returns what the end of a connection said, if one of the transfers at that address broke."""
+    """Returns the system's error of a broken connection of the transfers at this address, or ""."""
     text = ctypes.create_string_buffer(512)
     library.ps_transfers_failure_text(transfers, text, len(text))
     return text.value.decode(errors="replace")
 
 
 def _what_is_short(needs_bytes: int) -> str:
-    """Returns what ran out and what to do. The library tells only that there was no memory: see what is left now."""
+    """Describes the resource that ran out, by what is left now, and the fix. The library reports neither."""
     with contextlib.suppress(OSError):
         found = os.statvfs("/dev/shm")
         free_bytes = found.f_bavail * found.f_frsize
@@ -167,7 +166,7 @@ def _functions(library: NativeLibrary) -> _Functions:
 
 @functools.cache
 def _number_of(dtype: torch.dtype) -> int:
-    """Returns what sender and receiver must agree on, beside the size."""
+    """Returns the number that must be equal on sender and receiver: it contains the dtype, but not the size."""
     return DTYPE_NUMBERS.get(dtype, zlib.crc32(str(dtype).encode()) >> 1 | 1 << 30)
 
 
@@ -185,10 +184,10 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """`address`: of `ps_rings_new` or `ps_streams_new`; this object deletes it.
+        """`address`: the transfers of `ps_rings_new` or `ps_streams_new`, which this object deletes.
 
-        `group`: the group's number, for calls without Python, which use `tag`; 0 without them. `ring_bytes`: see
-        `failure_of`; 0 between hosts.
+        `group`: the group's number in C++, by which calls that bypass Python find it, with their `tag`; 0 if there are
+        no such calls. `ring_bytes`: `needs_bytes` of `failure_of`.
         """
         self.members = members
         self._library = library
@@ -205,7 +204,7 @@ class Transfers:
             library.ps_transfers_serve(self.address, group, min(members.timeout_s, _LONGEST_S), tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
-        """Starts to send a contiguous CPU tensor. Done at once if there is room for it."""
+        """Starts to send a contiguous CPU tensor. Complete at once if the ring or the socket has room for it."""
         return self._started(1, x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
@@ -253,7 +252,7 @@ class Transfers:
         return self._work(number, 1, dst)
 
     def started_message(self, number: int, dst: int) -> Work:
-        """Returns the work of a message that was started without Python."""
+        """Returns the handle of a message that C++ has started to send."""
         return _Transfer(self, number, 1, dst)
 
     def receive_message(
@@ -265,7 +264,7 @@ class Transfers:
             return past.receive_over(self.address, src, tag, self._timeout_us, group, address, *arguments)
 
     def check(self) -> None:
-        """Raises the first failure."""
+        """Raises the group's first failed transfer, if there is one."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             if not self._library.ps_transfers_failure(self.address, words):
@@ -273,7 +272,7 @@ class Transfers:
         raise self._failed()
 
     def reserve(self, src: int, receives: int) -> None:
-        """Notes receives of messages that were started, which lists received without Python don't overtake."""
+        """Records started receives of messages, so that receives which bypass Python don't overtake them."""
         self._library.ps_transfers_reserve(self.address, src, receives)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
@@ -296,9 +295,10 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError in a handler of signals whose thread waits for the same peer, the same way.
+        """Raises UsageError in a signal handler that interrupts a send to (or receive from) the same peer.
 
-        Between hosts for any peer: the handler's message might come between the parts of the one that it interrupts.
+        Between hosts this counts for any peer, because the handler's message could arrive between the parts of the
+        interrupted one.
         """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
@@ -334,7 +334,7 @@ class Transfers:
         raise self._failed()
 
     def _failed(self) -> Failure:
-        """Returns the error for the first failure, with which all transfers end."""
+        """Returns the error of the first failed transfer, with which all other transfers also end."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             self._library.ps_transfers_failure(self.address, words)
@@ -342,23 +342,23 @@ class Transfers:
         return self._failure
 
     def failure_text(self) -> str:
-        """Returns what the end of a connection said, if one broke."""
+        """Returns the system's error of a broken connection, or ""."""
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
-        """Fails what is under way, as a call of this rank failed; peers between hosts learn of it at once."""
+        """Fails all started transfers after a failed call of this rank. Peers on other hosts receive that at once."""
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
-        """Returns True in a handler of signals that interrupts this thread's receive from `peer`."""
+        """Returns True in a signal handler that interrupts this thread's receive from `peer`."""
         return bool(self._library.ps_transfers_is_inside(self.address, peer, 0))
 
     def waiting_sends(self, dst: int) -> int:
-        """Returns how many sends wait until another one to the same rank is written."""
+        """Returns the number of started sends that wait for an earlier send to the same rank."""
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Fails what is under way. False where a thread is still in a queue: the memory must stay then."""
+        """Fails all started transfers. Returns False if a thread still uses a ring: keep its memory mapped then."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # then the memory may be unmapped: a second close must not touch it
 
@@ -371,7 +371,7 @@ class Transfers:
 
 
 class _Transfer:
-    """Work, as torch's, of one started send or receive."""
+    """A started send or receive, with the methods of torch's Work."""
 
     def __init__(self, transfers: Transfers, number: int, sends: int, peer: int) -> None:
         self._transfers = transfers

@@ -1,4 +1,4 @@
-"""Starts the watch of a process group's ranks, through a store: they have no connections yet."""
+"""Starts failure detection for the ranks of a process group, which exchange their addresses at a store."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Closes the attempt. Returns the ranks that entered none of its attempts, or else not the last one."""
+        """Closes the attempt. Returns the ranks that entered no attempt, or else those that aren't in the last one."""
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):

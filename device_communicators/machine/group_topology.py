@@ -1,14 +1,11 @@
 """The GPUs of a group's ranks and their connections: the same result on every rank, so communicators may depend on it.
 
-Each rank publishes its GPU and its view of the other ranks' GPUs. A claim about the group holds if every rank confirms
-it. `topology` reads one machine's driver. A driver may report peer access that loses data: a group whose kernels use it
-tests it first (`peer.group`).
+Each rank publishes its GPU and its view of the other ranks' GPUs. A fact about the group holds if every rank confirms
+it. A driver may report peer access that loses data: a group whose kernels use it tests it first (`peer.group`).
 
-Ranks that share a GPU are useful for tests, laptops and the demo, but are usually a mistake. The end of this file
-detects them, and sets the variables that NCCL needs before CUDA starts. NCCL refuses two ranks on one GPU, unless a
-variable allows it (from 2.30.3 on). Older versions accept ranks that seem to be on different hosts, and then use
-sockets on the loopback interface: slow, but correct. A kernel that waits for another rank occupies the shared GPU until
-its time slice ends, so don't measure such groups.
+The end of this file detects ranks that share a GPU, which is useful only for tests and the demo, and sets the variables
+that NCCL needs for it before CUDA starts. NCCL refuses two ranks on one GPU, unless a variable allows it (from 2.30.3
+on). Older versions accept ranks that seem to be on different hosts, and then use slow sockets.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Reader(Protocol):
     """Answers the questions of `topology`."""
 
     def ask(self, question: str, *where: int) -> Any:
-        """Returns the answer for a GPU index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
+        """Returns NVML's answer to a question about one GPU, one link of a GPU, or two GPUs. Raises NoAnswerError."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,6 @@ def open_nvml() -> Iterator[Nvml]:
 
 
 def _text(value: str | bytes) -> str:
-    """Decodes bytes, which older versions of pynvml return."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
@@ -66,7 +65,7 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
 
 
 class Nvml:
-    """Queries NVML. A question is a row of `_CALLS`, or a method `_QUESTION`."""
+    """Answers questions by calling NVML: a function in `_CALLS`, or else a method of this class."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml

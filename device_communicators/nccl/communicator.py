@@ -2,13 +2,14 @@
 
 torch's NCCL group has its own streams, so each call needs events to and from the caller's stream. Here a call's kernel
 runs on the caller's stream itself. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a side stream.
-Transfers use communicators of the two ranks, one per direction, so that unrelated transfers don't wait for each other.
+Each two ranks have separate communicators for transfers, one per direction, so that unrelated transfers don't wait for
+each other.
 They are made at the first transfer between the two ranks, which both must call.
 
 Calls that only move data move bytes. Reductions convert dtypes as `reductions` defines; 8-bit floats are reduced in a
 wider dtype, because NCCL rounds at each hop (as it still does for 16-bit floats).
 
-`handle` makes and ends a single communicator; `windows` registers memory with it.
+The module `handle` makes and ends one communicator; `windows` registers memory with it.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """Sums `one`, which is 1 on each rank, in place, and checks the result. `advice` is for a wrong result."""
+        """Tests the communicator by an all-reduce of `one`, in place. `advice` ends the error for a wrong result."""
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
@@ -172,8 +173,8 @@ class NcclCommunicator(Communicator):
     def _refuse_capture(self, why: str) -> None:
         if self.streams.is_capturing():
             raise GroupNotInitializedError(
-                f"{self.context} was not used before the capture of this CUDA graph: {why}, which can't be captured. "
-                "Make the same calls once before the capture, or use initialize_model_parallel(warm_up=True)"
+                f"{self.context} was not used before the capture of this CUDA graph, so the capture can't use it: "
+                f"{why}. Make the same calls once before the capture, or use initialize_model_parallel(warm_up=True)"
             )
 
     def connect(self, peer: int) -> None:
@@ -351,7 +352,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Applies the deadline to a call into NCCL. If the watch aborted the call, raises the watch's failure."""
+        """Applies the deadline to the NCCL call in this block. Raises the failure if the watch thread aborted it."""
         watch = self._watched()
         watch.begin(operation)
         try:

@@ -106,7 +106,7 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the streams of all calls outside of captures."""
+        """Returns the CUDA streams on which this group has made calls, except calls in a capture of a CUDA graph."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:
@@ -190,7 +190,6 @@ class Watch:
         )
 
     def _oldest(self, may_query: bool) -> PendingCall | None:
-        """Returns the oldest pending call, inside NCCL or on the device."""
         pending: list[PendingCall | None] = list(self._in_nccl.values())
         if may_query:
             pending += [calls.oldest() for calls in list(self._streams.values())]

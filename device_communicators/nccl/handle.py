@@ -340,8 +340,8 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
         if result != SUCCESS:
             raise context.failure(
                 CommunicationError,
-                f"NCCL can't make a unique id for {context}: {library.text_of(result)}. Check the network interface "
-                "(NCCL_SOCKET_IFNAME)",
+                f"NCCL can't listen for the other ranks of {context} (ncclGetUniqueId: {library.text_of(result)}). "
+                "Check that NCCL_SOCKET_IFNAME names an interface that is up",
                 "ncclGetUniqueId",
             )
     return SetUpRecord(library.version, unique_id)

@@ -59,7 +59,7 @@ class Link:
                 handle.check(operation, result)
 
     def put_list(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """Transfers contiguous tensors to or from the peer in one launch. The peer must have the same number."""
+        """Transfers contiguous tensors to or from the peer in one launch. The peer must pass as many tensors."""
         handle = self.handles[operation]
         with handle.lock, handle.group(operation):
             for x in tensors:

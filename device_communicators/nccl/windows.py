@@ -252,7 +252,6 @@ class Windows:
         self._warn(problem)
 
     def _warn(self, why: str) -> None:
-        """Logs once, on rank 0, why a tensor is in ordinary memory."""
         if not self._warned and self._context.rank == 0:
             logger.warning("%s: a tensor of empty is in ordinary memory: %s", self._context, why)
         self._warned = True
@@ -282,7 +281,7 @@ class Windows:
                 raise self._context.mismatch(
                     operation,
                     f"this rank's tensors are in {mine}, those of global rank {rank} in {text}. All ranks must pass "
-                    "the same slice of the same tensor of group.empty",
+                    "the same part of a tensor that group.empty returned in the same call",
                     [rank],
                 )
 

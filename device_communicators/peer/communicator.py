@@ -60,7 +60,8 @@ class PeerMemoryCommunicator(PartialCommunicator):
         """Returns the group that `admit` made. Raises UnsupportedError without one."""
         if self._made is None:
             raise UnsupportedError(
-                f"{self.context} has no peer memory: it was refused when the group was made, or was closed"
+                f"{self.context} has no peer memory: its ranks refused it when the group was made (explain() gives "
+                "the reason), or the group was destroyed"
             )
         return self._made
 
@@ -104,7 +105,9 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def _placed(self, x: Tensor) -> Tensor:
         """Returns `x`, or a copy if `x` isn't contiguous or aligned to 16 bytes."""
         if x.device != self._at:
-            raise InvalidArgumentError(f"tensors of {self.context} must be on {self._at}, but one is on {x.device}")
+            raise InvalidArgumentError(
+                f"tensors of {self.context} must be on {self._at}, but one is on {x.device}; move it"
+            )
         if not x.is_contiguous():
             return x.contiguous()
         return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
@@ -137,7 +140,9 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if the fused kernel is used. With a pinned algorithm it is used for every size.
+        """Returns True if the fused kernel is used for these tensors.
+
+        If PARALLEL_STATE_PEER_MEMORY_ALGORITHM fixes the algorithm, the fused kernel is used for every size.
 
         The composed norm rounds differently, so results would otherwise depend on the size.
         """

@@ -143,20 +143,21 @@ class PeerGroup:
                     done = self._is_done(timeout_s)
                 except CommunicationError as error:
                     self._raise_death()
-                    raise NotSharedError(f"the first {what} failed: {error}") from error
+                    raise NotSharedError(f"the test call of {what} failed: {error}") from error
                 if not done:
                     self._raise_death()
-                    raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
+                    raise NotSharedError(f"the test call of {what} was not done within {timeout_s:g} s")
                 if not torch.equal(found, expected):
                     wrong.append(what)
         if wrong:
             self._raise_death()
-            raise NotSharedError(f"the first {wrong[0]} gave a wrong result; check peer access between the GPUs")
+            raise NotSharedError(
+                f"the test call of {wrong[0]} returned a wrong result; check peer access between the GPUs"
+            )
         self._deadline_ns = int(1e9 * self.context.timeout_s)
 
     def _proofs(self) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
-        """Yields names and functions of small calls. Each function launches a call; returns its result and the correct
-        one."""
+        """Yields the test calls: a name, and a function that launches it and returns its result and the correct one."""
         for number, (name, how) in enumerate(_PROOFS, 1):
             yield f"{name} ({how})", functools.partial(self._try, name, how, number)
         # Results of the norms are exact: y is 1, so the norm is the weight.
@@ -408,5 +409,7 @@ class PeerGroup:
 
     def _loaded(self) -> Launcher:
         if self._kernels is None:
-            raise CommunicationError(f"{self.context} has no kernels in peer memory")
+            raise CommunicationError(
+                f"{self.context} can't launch a kernel in peer memory, because the group was destroyed or has failed"
+            )
         return self._kernels

@@ -168,7 +168,9 @@ def nvrtc_version() -> tuple[int, int]:
     except Exception as problem:  # the error types of cuda-bindings' library finder are not public
         raise KernelError(f"NVRTC can't be loaded: {_first_line(problem)}; {_INSTALL}") from problem
     if int(error) != 0:
-        raise KernelError(f"nvrtcVersion failed: error {int(error)}")
+        raise KernelError(
+            f"the CUDA compiler NVRTC doesn't tell its version (nvrtcVersion returned error {int(error)})"
+        )
     return int(major), int(minor)
 
 
@@ -215,7 +217,9 @@ def cubin(arch: str) -> bytes:
                     build_cache.write_sealed(target, compile_kernels(arch))
         return build_cache.read_sealed(target)
     except (OSError, CacheError) as problem:
-        raise KernelError(f"the kernels' cache can't be used: {build_cache.about_cache(problem)}") from problem
+        raise KernelError(
+            f"the folder for compiled CUDA kernels can't be used: {build_cache.about_cache(problem)}"
+        ) from problem
 
 
 def _flaw_of(target: Path) -> str | None:
@@ -242,7 +246,6 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _first_line(problem: BaseException) -> str:
-    """Returns the first line of a compiler's output with an error, else the first line."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
     return next((line for line in lines if "error" in line and ":" in line), lines[0])
 
@@ -380,7 +383,7 @@ class _Driver:
     def call(self, name: str, *arguments: Any) -> None:
         error = getattr(self._library, name)(*arguments)
         if error:
-            raise KernelError(f"{name} failed: {self.name_of(error)}")
+            raise KernelError(f"CUDA's function {name} failed: {self.name_of(error)}")
 
     def get(self, name: str, kind: type[Any], *arguments: Any) -> Any:
         """Calls a function that writes its result through its first argument; returns the result."""
@@ -403,4 +406,6 @@ def _load_driver(path: str = _LIBRARY) -> _Driver:
     try:
         return _Driver(path)
     except (OSError, AttributeError) as problem:
-        raise KernelError(f"no CUDA driver that these kernels can use: {problem}") from problem
+        raise KernelError(
+            f"the kernels can't be loaded, because the CUDA driver is missing or too old: {problem}"
+        ) from problem

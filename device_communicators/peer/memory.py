@@ -119,7 +119,7 @@ class _Rendezvous(ByThread):
         deadline = time.monotonic() + min(_RENDEZVOUS_S, self._context.timeout_s / 2)
         until(lambda seconds: self._done.wait(seconds) or time.monotonic() > deadline, self._context, self._operation)
         if not self.is_completed():
-            raise TimeoutError(f"{self._operation} was not done in time")
+            raise TimeoutError(f"{self._operation} was not done within the group's timeout")
         super().wait()
 
 
@@ -228,7 +228,7 @@ def share(context: GroupContext, size_bytes: int, ways: Sequence[SharingMethod])
             return _share(context, size_bytes, way)
         except NotSharedError as error:
             reasons.append(f"{way.name}: {error}")
-    raise NotSharedError("; ".join(reasons) or "there is no way to share memory")
+    raise NotSharedError("; ".join(reasons) or "there is no way to share GPU memory between these ranks")
 
 
 def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMemory:
@@ -242,7 +242,10 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
     def map_all() -> None:
         mapped.extend(made[0].map(offers))
         if len(mapped) != context.size or not all(mapped) or any(address % ALIGNMENT for address in mapped):
-            raise NotSharedError(f"expected one address per rank, each a multiple of {ALIGNMENT}, but got {mapped}")
+            raise NotSharedError(
+                f"mapping the GPU memory of all ranks gave the addresses {mapped}; expected one for each rank, each "
+                f"a multiple of {ALIGNMENT}"
+            )
 
     try:
         offers = run_on_all_ranks(context, "offer memory", offer)

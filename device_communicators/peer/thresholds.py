@@ -1,15 +1,9 @@
 """Decides if a group uses the kernels in peer memory, and up to which sizes, by a table of GPUs and numbers of ranks.
 
 `python -m parallel_state tune` measures a node and writes the user's table; PARALLEL_STATE_PEER_MEMORY_TABLE selects
-another file. The package contains no rows.
-
-With `auto`, a row applies only if it was measured under the group's conditions: GPU architecture, number of ranks, one
-GPU per rank, kind of link, versions of driver, NCCL and torch. Rows of ranks that shared a GPU never apply, because no
-byte went over a link. The group still tests the kernels when it is made. Without a row `auto` is off, and the log says
-once how to get one. `on` needs no measured row: without one for the architecture it uses the thresholds of `cited`.
-
-All ranks agree on the decision and its reason. Ranks may share a GPU: results are correct, but slow, because the
-device's time slicing alternates between their kernels, which wait for each other.
+another file. With `auto`, a row applies only if it was measured under the group's conditions: GPU architecture, number
+of ranks, one GPU per rank, kind of link, versions of driver, NCCL and torch. `on` needs no measured row: without one it
+uses the thresholds of `cited`. The group tests the kernels when it is made. All ranks agree on the decision.
 """
 
 from __future__ import annotations
@@ -121,8 +115,9 @@ def load(path: Path | None = None) -> Table:
         rows = tuple(_row(each) for each in facts["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
-            f"{settings.PEER_MEMORY_TABLE.name} must name a table of thresholds of format {FORMAT}, but {path} isn't "
-            f"one ({type(error).__name__}: {error}); `python -m parallel_state tune` writes one. Or unset the "
+            f"{settings.PEER_MEMORY_TABLE.name} must name a file that `python -m parallel_state tune` wrote, of "
+            f"format {FORMAT}, but {path} isn't one ({type(error).__name__}: {error}); `python -m parallel_state "
+            "tune` writes one. Or unset the "
             "variable, or remove the file"
         ) from error
     return Table(rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])

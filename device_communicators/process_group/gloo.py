@@ -51,7 +51,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """Locks the process group: groups of the same ranks may share it, and gloo matches calls by their order."""
+        """Locks the process group in a call: groups of the same ranks may share it, and gloo matches calls by order."""
         turn = _TURNS.setdefault(self.context.cpu_group.group_name, threading.Lock())
         if not turn.acquire(blocking=False):
             raise overlap_error(method, str(self.context), "of another group over the same gloo process group")

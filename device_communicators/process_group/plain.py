@@ -52,7 +52,7 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """Wraps a CPU work so that its wait ends at a death. A device's work needs none; None is complete already."""
+        """Makes the wait for a CPU call end when a rank dies. A device's work is unchanged; None means complete."""
         if work is None:
             return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work

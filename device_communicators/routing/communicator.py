@@ -164,8 +164,8 @@ class GroupContext(GroupMember):
         """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
-                f"{what} on {self} needs the group's gloo group, which all its ranks must first create together; call "
-                "barrier() on every rank before"
+                f"{what} on {self} needs the group's gloo group, which all its ranks must create together; first "
+                "call barrier() on every rank"
             )
 
     def tag(self, kind: int) -> int:

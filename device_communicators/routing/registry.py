@@ -153,5 +153,5 @@ def find_route(key: str) -> Route:
         raise GroupDestroyedError(f"group {name!r} was destroyed; call the group's getter again")
     known = sorted({route.context.name for route in _ROUTES.values()})
     raise GroupNotInitializedError(
-        f"there is no group {key!r}; this process has {known}. Call initialize_model_parallel first"
+        f"this process has no group named {key!r}; its groups are {known}. Call initialize_model_parallel first"
     )

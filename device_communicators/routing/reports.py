@@ -181,7 +181,6 @@ def _verdict(
 def _verdict_of_all(
     context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
 ) -> CommunicationError:
-    """Returns `_verdict`'s result if every rank has reported, and so is alive."""
     found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
     others = {report for rank, report in reports.items() if rank != context.rank}
     if len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:

@@ -349,7 +349,7 @@ class Route:
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Makes errors, on all ranks, name this thread's calls `method`, if it belongs to their class of methods."""
+        """Makes errors on all ranks name this thread's calls in the block by the user's `method`, not by its steps."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:
@@ -403,8 +403,8 @@ class Route:
         """Raises UnsupportedError while this thread records a CUDA graph, for an `operation` that the host runs."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                f"{operation} on {self.context} runs on the host and can't be recorded in a CUDA graph: a replay would "
-                "not repeat it. Call it before or after the capture"
+                f"{operation} on {self.context} can't be captured in a CUDA graph, because it runs on the CPU and a "
+                "replay would not repeat it. Call it before or after the capture"
             )
 
     def note(

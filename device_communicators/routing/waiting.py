@@ -106,7 +106,6 @@ class ByThread:
         self._error: BaseException | None = None
 
     def _run(self) -> None:
-        """Does the work, in the thread."""
         raise NotImplementedError
 
     def begin(self) -> None:

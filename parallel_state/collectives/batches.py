@@ -21,7 +21,8 @@ def transfer_of(context: GroupContext, operation: Transfer | dist.P2POp) -> Tran
     if isinstance(operation, dist.P2POp):
         if operation.peer not in context.ranks:
             raise InvalidArgumentError(
-                f"the peer of a P2POp of {method} on {context} must be one of its global ranks, but is {operation.peer}"
+                f"the peer of a P2POp of {method} on {context} must be a global rank of this group, but is "
+                f"{operation.peer}"
             )
         operation = operation.op.__name__, operation.tensor, context.ranks.index(operation.peer)
     if not isinstance(operation, (tuple, list)) or len(operation) != 3:

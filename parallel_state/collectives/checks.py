@@ -56,7 +56,8 @@ def check_tensor(context: GroupContext, operation: str, x: object, *, needs_valu
     """Checks that `x` is a dense tensor. A meta tensor is valid only in a simulated group or without `needs_values`."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
-            f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
+            f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use calls on "
+            "objects, such as broadcast_object"
         )
     # torch.compile can't read the layout in the backward of an autograd.Function (regions).
     if torch.compiler.is_compiling():
@@ -106,8 +107,8 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
     check_tensor(context, f"out of {operation}", out)
     if not torch.compiler.is_compiling() and is_wrapped_tensor(x) and not is_wrapped_tensor(out):
         raise InvalidArgumentError(
-            f"out of {operation} on {context} must be created inside the function that torch.func transforms, as x "
-            "was, but was created outside; leave it out"
+            f"out of {operation} on {context} was created outside the function that torch.func transforms, so the "
+            "result can't be written to it; leave out out=, or create the tensor inside the function"
         )
     check_writable(context, operation, out)
     if not torch.compiler.is_compiling():
@@ -120,7 +121,8 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
             )
         if out.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidArgumentError(
-                f"out of {operation} on {context} is an inference tensor, which can be written in inference mode only"
+                f"out of {operation} on {context} is an inference tensor, which can be written only in inference "
+                "mode; call it under torch.inference_mode(), or pass a normal tensor"
             )
     if not same_sizes(out.shape, shape) or out.dtype != x.dtype or out.device != x.device:
         raise InvalidArgumentError(
@@ -172,7 +174,7 @@ def refuse_async(context: GroupContext, operation: str) -> NoReturn:
 
 
 def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op: str) -> None:
-    """Raises UnsupportedError in a group of one rank if the route of a larger group would."""
+    """Raises UnsupportedError for an unsupported reduction, also in a group of one rank, which reduces nothing."""
     refusal = reduction_refusal(x.dtype, reduce_op) if x.is_cpu else None
     if refusal is not None:
         raise UnsupportedError(f"{operation} on {context} isn't supported: {refusal}")

@@ -1,21 +1,19 @@
 """The registered ops, `torch.ops.parallel_state.*`: schemas, kernels, fake kernels and gradient formulas.
 
-torch.compile's graphs contain these ops. Each op passes its tensors to the group's route, which it finds by name. The
-coordinator has checked the arguments.
+Each op finds the group's route by name and passes its tensors to it. The coordinator has checked the arguments.
 
 **Why a token.** A compiler may drop an op whose result is unused, and may reorder ops that share no data. Ranks would
-then make different calls and hang. torch's effect tokens keep such ops, but inductor before 2.15 still reorders them.
-So each op's schema writes to the token, a tensor that all ops of a device share; no kernel does. This keeps all ops and
-their order in every version. AOTAutograd's graphs have their own token: see `torch_internals.order_in_graph`.
+then make different calls and hang. So each op declares that it writes to the token, a tensor that all ops of a device
+share; no kernel does. This keeps all ops and their order. torch's effect tokens don't: inductor before 2.15 reorders
+such ops. AOTAutograd's graphs have their own token: see `torch_internals.order_in_graph`.
 
-**Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops,
-which take precedence. Calls that they don't support go to the op's twin in `parallel_state_python`, which always has
-this module's kernels. Eager calls on plain tensors bypass both: see `direct`.
+**Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops.
+Calls that these don't support go to the op's twin in `parallel_state_python`, which has this module's kernels. Eager
+calls on plain tensors bypass both: see `direct`.
 
-**Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
-all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers need Megatron's conventions: see `regions`. An op without a
-gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a gradient, the
-inputs of all ranks must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
+**Gradients** are those of the sum of all ranks' losses. Tensor-parallel layers need Megatron's: see `regions`. An op
+without a gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a
+gradient, the inputs of all ranks must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
 """
 
 from __future__ import annotations
@@ -166,7 +164,7 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Replaces the token, the only real tensor of a call under the caller's FakeTensorMode, by a fake."""
+    """Replaces the token by a fake tensor if the caller's tensors are fake (FakeTensorMode)."""
     tokens = _TOKENS.values()
     fakes = [
         mode.from_tensor(arg, static_shapes=True) if any(arg is token for token in tokens) else arg for arg in args
@@ -193,8 +191,8 @@ def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *arg
 def refuse_tangent(name: str, group: str, *inputs: Tensor) -> None:
     if checks.has_tangent(*inputs):
         raise InvalidArgumentError(
-            f"{name} on {find_route(group).context} has no forward-mode gradient, but its input has a tangent; "
-            "use reverse mode (jacrev), or pass the primal alone"
+            f"{name} on {find_route(group).context} has no forward-mode gradient (jvp, jacfwd), but its input has a "
+            "tangent; use reverse mode (grad, jacrev), or pass the input without its tangent"
         )
 
 
@@ -266,7 +264,7 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """Returns a tensor of the size, dtype and device arguments: the consecutive arguments around the dtype."""
+    """Fake kernel of ops with the arguments size, dtype and device in a row: returns an empty tensor of these."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 

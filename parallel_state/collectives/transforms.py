@@ -23,7 +23,7 @@ Rule = Callable[..., tuple[Any, Any]]
 
 
 class OpFunction(torch_internals.SingleLevelFunction):
-    """Base class of functions that run in an op's autograd kernel, one level of torch.func at a time."""
+    """Base class of the ops' autograd functions, which torch.func calls once for each of its nested transforms."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -68,8 +68,8 @@ def _with_norm(
 ) -> tuple[Any, Any]:
     if any(dim is not None for dim in dims[3:]):
         raise InvalidArgumentError(
-            f"{_name(op)} on {find_route(args[-1]).context} can't be mapped over its weight or scale by torch.vmap; "
-            "call all_reduce, and the norm of its result"
+            f"{_name(op)} on {find_route(args[-1]).context} doesn't support torch.vmap over its weight or scale; "
+            "call all_reduce and then the norm separately"
         )
     size = next(
         tensor.shape[dim] for tensor, dim in zip((x, residual), (dims[0], dims[2]), strict=True) if dim is not None

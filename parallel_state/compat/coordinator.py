@@ -22,7 +22,7 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the engine's view of a group: one object per group. `facts` go to the class's `_show`."""
+        """Returns the engine's view of a group, always the same object. `facts` are passed to the class's `_show`."""
         # The view refers to the group. Kept in a table, it would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

@@ -67,7 +67,10 @@ def install() -> None:
     UnsupportedError if CUDA is available: mini-sglang's tensors are then on the GPU, and NCCL carries them.
     """
     if torch.cuda.is_available():
-        raise UnsupportedError("CUDA is available: mini-sglang runs on it, and NCCL carries its tensors")
+        raise UnsupportedError(
+            "install() is for mini-sglang on a CPU, but CUDA is available: mini-sglang's tensors are then on the GPU "
+            "and use NCCL; don't call install()"
+        )
     module = importlib.import_module(_MODULE)
     if any(isinstance(each, CoordinatorImpl) for each in module.DistributedCommunicator.plugins[-1:]):
         return

@@ -1,6 +1,4 @@
-"""Fuses, in torch.compile, an all-reduce, the add after it and the RMS norm after that into one op.
-
-The pass is off by default. With inductor:
+"""Fuses, in torch.compile, an all-reduce, the addition of a residual and an RMS norm into one op.
 
     fusion = AllReduceFusionPass()
     model = torch.compile(model, options={"post_grad_custom_pre_pass": fusion})
@@ -9,22 +7,16 @@ The pass is off by default. With inductor:
 
 Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
-**What it fuses** (see `compile.match`): a `group.all_reduce` with sum, the addition of a residual, and `F.rms_norm`
-over the last dim, or the norm written out in float32 as in transformers' LlamaRMSNorm. Optionally also a division by
-one float32 scale, a clamp to ±448 and a conversion to float8_e4m3fn. Other nodes may use the sum as well. All other
-all-reduces stay unchanged, and the report gives the reasons.
+Fuses a sum by `group.all_reduce`, the addition, and `F.rms_norm` over the last dim or the norm that transformers writes
+out in float32; also a static float8 quantization after them. `compile.match` has the conditions. All other all-reduces
+stay unchanged, and the report gives the reasons. It doesn't count code from inductor's cache, for which no pass runs.
 
-**What changes.** The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after
-a rounding. A float8 may then differ by one step. Residual and weight must be equal on all ranks, as in a
-tensor-parallel layer; the pass can't check that. All ranks or none must compile with the pass: otherwise their calls
-mismatch.
+The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after a rounding. A
+float8 may then differ by one step. Residual and weight must be equal on all ranks, which the pass can't check. All
+ranks or none must compile with the pass.
 
-**Order.** The fused op takes the position of the all-reduce and keeps its ordering token, so no collective moves. Nodes
-that compute its other inputs are moved before it.
-
-**Never fused:** an all-reduce whose residual, weight or scale depends on it; in training, because the backward uses
-values inside the norm; with `dynamic=True`, which makes eps an input, unless torch._dynamo.config.specialize_float is
-set. The report doesn't count code from inductor's cache, for which no pass runs.
+The fused op takes the position of the all-reduce, so no collective moves. Training isn't fused, because the backward
+uses values inside the norm; nor is `dynamic=True` without torch._dynamo.config.specialize_float.
 """
 
 from __future__ import annotations
@@ -120,7 +112,7 @@ def _move_inputs_up(graph: Graph, found: Found) -> None:
     between = list(graph.nodes)[order[found.all_reduce] : last]
     written = next(fuse_match.writers(between), None)
     if written is not None:
-        raise NoMatch(f"{written.name} changes a tensor in place before the norm")
+        raise NoMatch(f"node {written.name} of the graph changes a tensor in place between the all_reduce and the norm")
     for node in needed:
         found.all_reduce.prepend(node)
 

@@ -70,12 +70,12 @@ def all_reduces(graph: Graph) -> list[Node]:
 def find(all_reduce: Node) -> Found:
     """Returns the nodes to fuse with `all_reduce`; raises NoMatch if there are none."""
     if set(all_reduce.kwargs) - _TOKEN != {"x", "reduce_op", "group"}:
-        raise NoMatch(f"its arguments are {sorted(all_reduce.kwargs)}")
+        raise NoMatch(f"the all_reduce op has the unknown arguments {sorted(all_reduce.kwargs)}")
     if all_reduce.kwargs["reduce_op"] != "sum":
-        raise NoMatch(f"it is a {all_reduce.kwargs['reduce_op']}, not a sum")
+        raise NoMatch(f"the all_reduce computes {all_reduce.kwargs['reduce_op']}, not sum")
     results = [node for node in all_reduce.users if node.target is getitem and node.args[1] == 0]
     if len(results) != 1 or len(results[0].users) != 1:
-        raise NoMatch("its result has other users than one add, or none")
+        raise NoMatch("the result of the all_reduce isn't used by exactly one addition")
     reduced = results[0]
     add = next(iter(reduced.users))
     residual = _residual(reduced, add)
@@ -92,16 +92,19 @@ def find(all_reduce: Node) -> Found:
 
 def _residual(reduced: Node, add: Node) -> Node:
     if add.target is not _ATEN.add.Tensor or add.kwargs.get("alpha", 1) != 1:
-        raise NoMatch(f"{add.target} follows it, not an add")
+        raise NoMatch(f"the all_reduce is followed by {add.target}, not by an addition of the residual")
     residual = _other(add, reduced)
     if residual is None:
-        raise NoMatch("it is added to a number, or to itself")
+        raise NoMatch("the result of the all_reduce is added to a number or to itself, not to a residual")
     if _value(add).dtype not in _WIDE or any(_value(each).dtype != _value(add).dtype for each in (reduced, residual)):
-        raise NoMatch(f"the add is of {_value(reduced).dtype} and {_value(residual).dtype}")
+        raise NoMatch(
+            f"the result of the all_reduce is {_value(reduced).dtype} and the residual {_value(residual).dtype}; "
+            "both must be the same float dtype"
+        )
     if not (_alike(reduced, residual) and _alike(reduced, add)) or _value(reduced).dim() == 0:
-        raise NoMatch("the residual has another shape or device")
+        raise NoMatch("the residual has another shape or device than the result of the all_reduce")
     if not _same(_value(add).stride(), _value(reduced).stride()):
-        raise NoMatch("the sum has another order in memory")
+        raise NoMatch("the residual has other strides than the result of the all_reduce")
     return residual
 
 
@@ -115,7 +118,10 @@ def _one_node(found: Found) -> Found:
     if norm.target is FUSED_RMS_NORM:
         results = {node.args[1]: node for node in norm.users}
         if 0 not in results or 1 in results:
-            raise NoMatch("the norm's rsqrt is used elsewhere (in a backward?), or its result isn't")
+            raise NoMatch(
+                "the rsqrt of the norm is also used elsewhere, perhaps in a backward pass, or the result of the norm "
+                "is unused"
+            )
         normed = results[0]
         found.inside.append(norm)
     if not isinstance(shape, (list, tuple)) or len(shape) != 1:
@@ -185,7 +191,7 @@ def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
     product = _only_user(after)
     found.inside.append(after)
     if _converted(product, dtype) is not after:
-        raise NoMatch(f"the norm isn't converted back to {dtype}")
+        raise NoMatch(f"the result of the norm isn't converted back to {dtype}, the dtype of its input")
     return weight, product
 
 
@@ -194,12 +200,17 @@ def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
     if not isinstance(weight, Node):
         raise NoMatch("the norm has no weight")
     if not isinstance(eps, float):
-        raise NoMatch("eps isn't a constant (with dynamic=True, set torch._dynamo.config.specialize_float)")
+        raise NoMatch(
+            "the eps of the norm isn't a constant (with dynamic=True, set torch._dynamo.config.specialize_float)"
+        )
     scale = _value(weight)
     if scale.dtype != y.dtype or scale.device != y.device or not _same(scale.shape, y.shape[-1:]):
-        raise NoMatch(f"the weight is {list(scale.shape)} {scale.dtype}")
+        raise NoMatch(
+            f"the weight of the norm is {list(scale.shape)} {scale.dtype}; it must have the last dim, dtype and "
+            "device of the norm's input"
+        )
     if not _is_result(normed, y.dtype, found):
-        raise NoMatch("the norm has another shape or dtype than the sum")
+        raise NoMatch("the result of the norm has another shape or dtype than its input")
     found.weight, found.eps, found.normed = weight, eps, normed
     return found
 
@@ -264,19 +275,20 @@ def _limits(node: Node, x: Node) -> set[str]:
 def _value(node: Node) -> Tensor:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        raise NoMatch(f"{node.name} has no metadata of a tensor")
+        raise NoMatch(f"node {node.name} of the graph has no tensor metadata")
     return value
 
 
 def _only_user(node: Node) -> Node:
     users = list(node.users)
     if len(users) != 1:
-        raise NoMatch(f"{node.name}, within the norm, is used elsewhere (in a backward?)")
+        raise NoMatch(
+            f"the intermediate result {node.name} of the norm is also used elsewhere, perhaps in a backward pass"
+        )
     return users[0]
 
 
 def _other(node: Node, one: Node) -> Node | None:
-    """Returns the other operand of two; None if it isn't another node."""
     if len(node.args) != 2 or one not in node.args:
         return None
     other = node.args[1] if node.args[0] is one else node.args[0]
@@ -326,7 +338,7 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
     while waiting:
         node = waiting.pop()
         if node is found.all_reduce:
-            raise NoMatch("the residual, the weight or the scale depends on it or on a later operation")
+            raise NoMatch("the residual, the weight or the scale is computed from the result of the all_reduce")
         if order[node] > start and node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes

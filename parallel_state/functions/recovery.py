@@ -44,7 +44,7 @@ def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int
         )
     if own not in wanted:
         raise InvalidArgumentError(
-            f"rank {own}, this one, is not among the survivors {format_ranks(wanted)}; exit this process"
+            f"this rank, {own}, is not in the survivors {format_ranks(wanted)} that reinitialize got; exit this process"
         )
     return wanted
 
@@ -105,8 +105,8 @@ def reinitialize(
             init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         elif len(survivors) > 1 and start.is_served_by_rank_0:
             raise UnsupportedError(
-                "reinitialize() failed: the surviving ranks have no store, because rank 0 served it and no control "
-                "plane is available. Call init_distributed_environment() with an address"
+                "reinitialize() failed: the surviving ranks can't find each other, because rank 0 served the store "
+                "and there is no control plane. Call init_distributed_environment() with a new address"
             )
         options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
         with met_before(met):

@@ -154,7 +154,10 @@ def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[N
 def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -> None:
     if verdict is not None:
         rank, text = verdict
-        raise RemoteError(f"the body failed on rank {rank} of {world.context}:\n{text}", rank=world.ranks[rank])
+        raise RemoteError(
+            f"the block of master_first or local_master_first failed on rank {rank} of {world.context}:\n{text}",
+            rank=world.ranks[rank],
+        )
 
 
 class _PlainGroup(TensorCalls):
@@ -267,7 +270,7 @@ def divide(numerator: int, denominator: int) -> int:
     """Returns the exact quotient; raises InvalidArgumentError if there is a remainder."""
     if numerator % denominator:
         raise InvalidArgumentError(
-            f"{numerator} must be divisible by {denominator}, but leaves {numerator % denominator}"
+            f"{numerator} must be divisible by {denominator}, but the remainder is {numerator % denominator}"
         )
     return numerator // denominator
 

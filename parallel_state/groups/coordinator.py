@@ -160,33 +160,26 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         allow_pickle: bool = False,
         within: GroupCoordinator | None = None,
     ) -> GroupCoordinator:
-        """Creates a coordinator over an existing torch ProcessGroup: gloo, our own backend, NCCL or another one.
+        """Returns a coordinator, with all its calls, over an existing torch ProcessGroup of any backend.
 
         Every rank of the group must call it, and no other rank. If process groups have common ranks, these must call it
-        in the same order. torch.distributed must be initialized; `initialize_model_parallel` isn't needed. Shared
-        memory, the transport between hosts and failure detection work as for any group. The death of one of *these*
-        ranks fails it.
+        in the same order. Only torch.distributed must be initialized before.
 
         - `process_group`: `device_group` returns it.
-        - `cpu_group`: the gloo group of the same ranks. If left out, it is `process_group` where that is gloo for CPU
-          tensors; otherwise a gloo group is created.
-        - `device`: the device of its tensors. Default: CUDA if the process group has a separate backend for CUDA,
-          otherwise the CPU.
+        - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
+        - `device`: of its tensors. Default: CUDA if the process group has a backend for CUDA alone, else the CPU.
         - `name`: names the group in errors and logs.
-        - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
+        - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
         - `allow_pickle`: see initialize_model_parallel.
-        - `within`: a coordinator over these ranks and others, such as one over `dist.group.WORLD`. It must outlive this
-          one. A death that fails `within` also fails this coordinator. Waits then take into account all ranks of
-          `within` on this host: they don't spin on cores that those ranks need.
+        - `within`: a coordinator that has these ranks and others, and outlives this one. A death that fails it also
+          fails this coordinator. By default only deaths of this group's ranks do.
 
-        The coordinator owns what it creates: shared memory, failure detection and possibly the gloo group. `destroy()`
-        closes these. The caller destroys `process_group` and `cpu_group` afterwards. Operations that our communicators
-        don't support run on `process_group`, which matches calls by their order. So all ranks must make direct calls
-        on it and calls on the coordinator in the same order. Several coordinators may share a process group.
+        `destroy()` closes what the coordinator made. Afterwards the caller destroys `process_group` and `cpu_group`.
+        Calls that our communicators don't support run on `process_group`, which matches calls by their order. So all
+        ranks must make direct calls on it and calls on the coordinator in the same order.
 
-        Raises GroupNotInitializedError before init_process_group. Raises InvalidArgumentError on a rank outside the
-        group, for an object that isn't a group of torch's, and for ranks outside `within`. Raises RendezvousError if a
-        rank of the group doesn't call it in time.
+        Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument or on a
+        rank outside the group, RendezvousError if a rank of the group doesn't call it in time.
         """
         forks.check("from_process_group()")
         given = examine(process_group, cpu_group, device)
@@ -222,7 +215,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.route.check_usable()
         if self.pool is None or not set(ranks) <= set(self.context.ranks):
             raise InvalidArgumentError(
-                f"within must be a coordinator over global ranks {format_ranks(ranks)} and others, but is "
+                f"within must be a coordinator that contains global ranks {format_ranks(ranks)}, but is "
                 f"{self.context} of global ranks {format_ranks(self.context.ranks)}"
             )
         root = "" if self.context.domain is None else self.context.domain.root
@@ -586,5 +579,8 @@ def verify_group(group: GroupCoordinator) -> None:
     if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:
-            raise CommunicationError(f"the first all-reduce of {group.context} gave {total}, not {group.world_size}")
+            raise CommunicationError(
+                f"the test all_reduce of {group.context} returned {total} instead of {group.world_size}; see "
+                "NCCL_DEBUG=INFO or the network between the hosts"
+            )
         logger.debug("the first all-reduce of %s gave the right sum", group.context)

@@ -77,15 +77,17 @@ class _Forwards:
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
         if groups is _FORGOTTEN:
             raise UsageError(
-                f"groups.use() was entered more than {_MOST_MARKS // 2} times since the forward of this backward pass, "
-                "so its groups are no longer known; put `with groups.use():` around the backward as well"
+                f"the groups of this backward pass are no longer known, because groups.use() was entered more than "
+                f"{_MOST_MARKS // 2} times since its forward pass; put `with groups.use():` around the backward pass "
+                "as well"
             )
         if not isinstance(groups, weakref.ref):
             return groups
         found = groups()
         if found is None:
             raise GroupNotInitializedError(
-                "the groups of this backward pass's forward were deleted; keep a reference until the backward is done"
+                "the groups that the forward pass used were deleted before its backward pass; keep a reference to "
+                "them until the backward pass is done"
             )
         return found
 

@@ -66,7 +66,7 @@ def _grid_of(layout: Layout, names: Sequence[str]) -> Grid:
     overlapping = sorted({axis for axis in axes if axes.count(axis) > 1})
     if overlapping:
         raise LayoutError(
-            f"the dims of a mesh must not overlap, but {list(names)} have {', '.join(overlapping)} in common"
+            f"the dims of a mesh must be separate axes, but {list(names)} have {', '.join(overlapping)} in common"
         )
     return grid
 
@@ -98,8 +98,8 @@ def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str
     for name in rest:
         if name not in layout.names:
             raise LayoutError(
-                f"no mesh can have the dims {', '.join(wanted)}: each dim of a mesh needs a group, but the remaining "
-                f"ranks of {name.partition('/')[0]!r} form none; use get_group({wanted[0]!r}) for the group alone"
+                f"no mesh can have the dims {', '.join(wanted)}: each dim of a mesh needs a group, but the ranks of "
+                f"{name.partition('/')[0]!r} that are left form none; for a single group use get_group({wanted[0]!r})"
             )
     dims = sorted([*rest, *wanted], key=lambda name: min(place[axis] for axis in axes_of.get(name, (name,))))
     return dims if [name for name in dims if name in wanted] == list(wanted) else [*rest, *wanted]
@@ -113,7 +113,7 @@ def _process_group(groups: ParallelGroups, name: str) -> Any:
     if group.ranks != ranks:
         raise LayoutError(
             f"the group along dim {name!r} of a mesh must have the ranks of the layout, {ranks}, but is {group!r}; "
-            "leave patch_tensor_parallel_group first"
+            "make the mesh outside `with patch_tensor_parallel_group(…)`"
         )
     return group.device_group
 

@@ -90,7 +90,9 @@ class ParallelGroups:
     def _check(self, group: GroupCoordinator) -> None:
         """Raises LayoutError if rank 0 of the world isn't rank 0 of `group`: it must be able to lead every group."""
         if self.is_coordinator and not group.is_first_rank:
-            raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
+            raise LayoutError(
+                f"rank 0 of the world must be rank 0 of every group that contains it, but isn't in {group!r}"
+            )
 
     def get(self, name: str) -> GroupCoordinator:
         """Returns this rank's group of a kind, such as `tp`, `ep` or `dp_cp`: any axis-table row that the layout has.
@@ -230,8 +232,9 @@ def try_get_current_groups() -> ParallelGroups | None:
     groups = CURRENT.groups
     if groups is POOLED:
         raise UsageError(
-            "the current groups are unknown in this thread-pool worker: it was started inside `with groups.use():`, "
-            "but its work may come from elsewhere. Submit `contextvars.copy_context().run, function`, or enter "
+            "the current groups are unknown in this thread-pool worker, because it was started inside `with "
+            "groups.use():` and may run tasks that were submitted elsewhere. Submit `contextvars.copy_context().run, "
+            "function`, or enter "
             "`with groups.use():` in the function"
         )
     return groups

@@ -86,7 +86,6 @@ class JoinedWorld:
 
     @property
     def address(self) -> str:
-        """Returns the address at which other hosts reach this process; "" if unknown."""
         address = host.address_towards(self.server or self.place.master)
         return address if self.met is None else self.met.address(self.place.rank, address)
 

@@ -75,7 +75,8 @@ def launch(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(
-            "launch was called while a worker imports the main module: put it under `if __name__ == '__main__':`"
+            "launch was called at the top level of the main module, which each worker imports; put the call under "
+            "`if __name__ == '__main__':`"
         )
     known = ["args", "kwargs", "config", *(field.name for field in fields(LaunchConfig))]
     if unknown := next((name for name in options if name not in known), None):
@@ -102,11 +103,12 @@ def launch(
     except (OSError, RuntimeError, MemoryError) as error:
         first = config.rank_offset
         why = limits.shortage(error) or "no rank was started, or all were stopped"
-        raise LaunchError(f"the launch from rank {first} on failed ({error!r}): {why}", rank=first) from error
+        raise LaunchError(
+            f"launch could not run its ranks, which begin with rank {first}: {error!r}; {why}", rank=first
+        ) from error
 
 
 def _resolved(config: LaunchConfig) -> LaunchConfig:
-    """Checks the options, and returns a copy with `nproc` and `world_size`."""
     numbers = ("nproc", "world_size", "rank_offset", "master_port", "preferred_port")
     for name, number in ((name, getattr(config, name)) for name in numbers):
         if number is not None and not hasattr(number, "__index__"):
@@ -212,7 +214,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
 
 
 def _move_blamed_first(failures: list[_Failure]) -> None:
-    """Moves a rank that exited without a report to the front if the first error blames it.
+    """Sorts the failures: if the first error blames a rank that exited without a report, that rank comes first.
 
     Peers may detect its exit before this process does.
     """

@@ -1,10 +1,7 @@
 """Starts, watches and stops the processes of a launch, through multiprocessing.
 
-Handles signals to the launcher, and the fork server.
-
-torch.distributed.elastic is not used (torch 2.13 to 2.15): its `wait` never returns after a worker's `os._exit(0)` and
-exceeds its timeout while a worker exits. It always waits 30 s after SIGTERM. It records failures in whole seconds, too
-coarse to find the first one.
+Handles signals to the launcher, and the fork server. torch.distributed.elastic is not used: in torch 2.13 to 2.15 its
+`wait` never returns after a worker's `os._exit(0)`, and it waits 30 s after SIGTERM.
 """
 
 from __future__ import annotations
@@ -217,7 +214,7 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes all files, and the leash, so that the kernel kills remaining processes."""
+        """Closes all files, also the pipe by whose end the kernel kills ranks that still run (see `worker`)."""
         if not self._all_started:  # after a failed start only the kernel knows the processes: kill them by the leash
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end
@@ -252,8 +249,8 @@ def signals_raise() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # other threads can't set handlers
         if ignores_sigchld:
             raise LaunchError(
-                "this process ignores SIGCHLD, so the system keeps no exit codes of ranks; launch from the main "
-                "thread, or first call signal.signal(signal.SIGCHLD, signal.SIG_DFL) there",
+                "launch can't get the exit codes of its ranks, because this process ignores SIGCHLD; call "
+                "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in the main thread before launch",
                 rank=0,
             )
         yield

@@ -50,7 +50,9 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the variables that lead the ranks to the store. The node of rank_offset 0 hosts it until the block ends.
+    """Opens the job's store and yields the environment variables by which ranks find it.
+
+    The node of rank 0 hosts it until the block ends.
 
     The launcher binds the port itself. So no other process can take it between a probe and its use, only the given
     address listens (a TCPStore would listen on all), and the store outlives rank 0. Without a secret it is a TCPStore.
@@ -104,8 +106,8 @@ def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
     except native.NativeUnavailableError as error:
         if secret:
             raise UnsupportedError(
-                f"secret_file needs the compiled library, which serves the job's store: {error}. Install a wheel that "
-                "has it, or a C++ compiler"
+                f"secret_file needs this library's C++ part, which isn't available: {error}. Install a C++ compiler, "
+                "or a wheel that contains it"
             ) from error
         logger.warning(
             "any process that reaches this job's store can change it: no compiled library is available (%s)",
@@ -210,6 +212,6 @@ def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Liste
         if isinstance(error, socket.gaierror):
             raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
         raise RendezvousError(
-            f"can't listen on {address} port {port}: {error.strerror}; rank 0's node needs an address of its own and "
-            "a free port: pass another master_port, 0 for any, or preferred_port"
+            f"can't listen on {address} port {port}: {error.strerror}; pass an address of rank 0's node as "
+            "master_addr, and a free port as master_port (0 for any)"
         ) from error

@@ -272,7 +272,10 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
         if name not in open_axes:
             check_size(name, size)
     if len(open_axes) > 1:
-        raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, open_axes))} are")
+        raise LayoutError(
+            f"at most one size may be -1 or None, which takes the remaining ranks, but "
+            f"{' and '.join(map(repr, open_axes))} are"
+        )
     given = {name: size for name, size in sizes.items() if size is not None and name not in open_axes}
     known = prod(given.values())
     text = product_in_words(given) or "1 (no size is larger)"
@@ -289,8 +292,8 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
     rest = world_size // known
     if not open_axes and rest != 1:
         raise LayoutError(
-            f"the product of all parallel sizes must be the world size, {world_size}, but is {text}; "
-            f"leave one size open (-1) to take the remaining factor of {rest}"
+            f"the product of all parallel sizes must be the world size, {world_size}, but is {text}; change a size, "
+            f"or pass -1 for one size, which then takes the remaining factor of {rest}"
         )
     return {name: rest if name in open_axes else given[name] for name in sizes}
 

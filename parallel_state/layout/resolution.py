@@ -143,7 +143,8 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
     if dp % known or (shard and replicate and known != dp):
         raise LayoutError(
             f"data_parallel_shard_size × data_parallel_replicate_size must be the data-parallel size, {dp}, but they "
-            f"are {shard or 'open'} and {replicate or 'open'}; choose sizes with product {dp}, or leave one open"
+            f"are {shard or 'not passed'} and {replicate or 'not passed'}; choose sizes whose product is {dp}, or "
+            f"pass a divisor of {dp} for one of them"
         )
     return {**full, "dp_shard": shard or dp // known, "dp_replicate": replicate or dp // known}
 
@@ -152,7 +153,9 @@ def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[s
     """Returns the names whose size is -1; raises LayoutError if there are several."""
     found = [name for name in names if given.get(name) == -1]
     if len(found) > 1:
-        raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, found))} are")
+        raise LayoutError(
+            f"at most one size may be -1, which takes the remaining ranks, but {' and '.join(map(repr, found))} are"
+        )
     return found
 
 
@@ -293,8 +296,8 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
         return 1
     if isinstance(experts, str):
         raise LayoutError(
-            f"optimizer instances divide the ranks with the same experts, but order {order!r} doesn't number the ranks "
-            "for expert layers; leave num_distributed_optimizer_instances out"
+            f"num_distributed_optimizer_instances divides the ranks that hold the same experts, but order {order!r} "
+            "has no separate layout for expert layers; leave it out, or use the default order"
         )
     if dense.size("dp_replicate") > 1:
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""What a message asks of the group over which its readers gather slices."""
+"""The interface of `all_gather_group`: a group whose ranks each receive one slice of a tensor and gather the rest."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class AllGatherGroup(Protocol):
-    """A group whose ranks all hold the tensors of a message, so that each needs to send a slice only."""
+    """A group whose ranks all hold the same tensors, so that each of them needs to send only one slice."""
 
     world_size: int
     rank_in_group: int

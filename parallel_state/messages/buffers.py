@@ -1,7 +1,7 @@
-"""The caller's own tensors for a dict to be received: `out` of the calls that receive one.
+"""The caller's own tensors for a received dict: the argument `out` of the calls that receive one.
 
-They are checked before the call begins as far as they can be without the message, and against it once it is there. A
-dict that doesn't fit has been received by then, and is dropped: the group goes on.
+They are checked before the call as far as possible, and again when the message has arrived. A dict that doesn't fit
+then is dropped, and the group remains usable.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from parallel_state.collectives import checks
 
 
 class Buffers(NamedTuple):
-    """The buffers that were given to a call."""
+    """The caller's tensors for one call."""
 
     method: str
     tensors: Mapping[str, Tensor]
 
 
 def checked_buffers(context: GroupContext, method: str, out: object, views: bool = False) -> Buffers | None:
-    """Returns `out` of a method, or None where that is None.
+    """Returns the checked `out` of a method, or None without one.
 
-    Raises InvalidArgumentError unless it is a mapping of str to dense tensors that may be written to, and no `views`
-    are wanted.
+    Raises InvalidArgumentError unless `out` maps str keys to dense, writable tensors, and if `views` is requested too.
     """
     if not isinstance(views, bool):
         raise InvalidArgumentError(f"views of {method} on {context} must be a bool, but is a {type(views).__name__}")
@@ -37,8 +36,8 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
         return None
     if views:
         raise InvalidArgumentError(
-            f"{method} on {context} must have out= or views=True, but has both: views lie where the sender has put "
-            "them, and not in buffers of the caller; leave one out"
+            f"{method} on {context} takes out= or views=True, not both: views are in the sender's memory, not in "
+            "your tensors; leave one out"
         )
     if not isinstance(out, Mapping):
         raise InvalidArgumentError(
@@ -48,7 +47,7 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
         if not isinstance(key, str) or not isinstance(buffer, Tensor):
             raise InvalidArgumentError(
                 f"out of {method} on {context} must have str keys and tensors, but {key!r} is a "
-                f"{type(buffer).__name__}; other values of the dict are in what the call returns"
+                f"{type(buffer).__name__}; pass tensors only: the call returns the dict's other values"
             )
         if buffer.requires_grad or buffer.layout is not torch.strided:
             raise InvalidArgumentError(
@@ -60,7 +59,7 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
 
 
 def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
-    """Returns in words how a buffer differs from the tensor that it is for."""
+    """Describes how a buffer differs from the received tensor."""
     if tuple(buffer.shape) == tuple(shape) and buffer.dtype == dtype and buffer.device.type == device_type:
         return None
     return (
@@ -77,23 +76,23 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Tells autograd that the buffers were written to, of which memory that is written to directly doesn't."""
+    """Marks the buffers as changed for autograd, which doesn't notice writes to their memory."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
 
 
 def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
-    """Returns the received dict with the buffers in place of its tensors, which may be they."""
+    """Returns the received dict with the buffers in place of its tensors. Its tensors may be the buffers already."""
     received = fill(context, src, received, out)
     note_writes(out)
     return received
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Returns the received dict with the buffers in place of its tensors, of which those not read into them are copied.
+    """Returns the received dict with the buffers in place of its tensors, which are copied unless received into them.
 
-    Raises InvalidArgumentError, and writes to none of them, where they don't fit.
+    If one doesn't fit, raises InvalidArgumentError and changes no buffer.
     """
     buffers, tensors = out.tensors, {}
     problem = None
@@ -110,7 +109,7 @@ def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[s
         problems = (misfit(key, buffers[key], x.shape, x.dtype, x.device.type) for key, x in tensors.items())
         problem = next(filter(None, problems), None)
     if problem is not None:
-        raise refused(context, out, problem, "The dict has come, and is lost; the group can be used further")
+        raise refused(context, out, problem, "The dict was received and is lost; the group remains usable")
     for key, x in tensors.items():
         if x is not buffers[key]:
             copy_values(buffers[key], x)

@@ -1,4 +1,4 @@
-"""The message calls of a group: objects and tensor dicts. A `Messenger` carries them.
+"""The calls of a group that send objects and tensor dicts, by its `Messenger`.
 
 `src` and `dst` are ranks in the group. Wrong arguments raise InvalidArgumentError before anything is sent.
 """
@@ -30,7 +30,7 @@ _WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and
 
 
 class MessageCalls(GroupFacts):
-    """The part of `GroupCoordinator` for messages."""
+    """The methods of `GroupCoordinator` that send objects and tensor dicts."""
 
     _messenger: Messenger
 
@@ -38,9 +38,9 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Returns rank `src`'s object on every rank. Tensors may be in it, at any depth.
+        """Returns rank `src`'s object on every rank. It may contain tensors, at any depth.
 
-        Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
+        If a value can't be sent, `src` raises MessageEncodeError and the other ranks RemoteError.
         """
         checks.check_rank(self.context, "broadcast_object", "src", src)
         if self._is_single_rank():
@@ -49,7 +49,7 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
-        """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
+        """Fills every rank's `obj_list` with rank `src`'s objects; returns it. All lists must have the same length."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
         # `src` tells the others of its mistake, who wait for it.
         if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
@@ -71,7 +71,7 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def all_sum(self, value: float) -> float:
-        """Adds up the ranks' numbers, exact for ints and in rank order for floats."""
+        """Returns the sum of all ranks' numbers: exact for ints, in rank order for floats."""
         if not isinstance(value, numbers.Number):
             raise InvalidArgumentError(
                 f"all_sum on {self.context} takes a number, but got a {type(value).__name__}; for tensors use "
@@ -102,14 +102,17 @@ class MessageCalls(GroupFacts):
     @host_call(_OBJECTS)
     @transfer("isend_object")
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
-        """Starts send_object: the object is encoded now, its tensors must stay unchanged until `wait()`."""
+        """Starts send_object. Encodes the object now; its tensors must not change before `wait()`."""
         dst = self._destination("isend_object", dst)
         return self._messenger.isend(self._messenger.post(obj, dst), dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
-        """Starts to receive; `wait()` gives the object. Several are served in the order they were started."""
+        """Starts to receive an object, which `wait()` returns.
+
+        Objects are assigned to handles in the order of their starts.
+        """
         return self._messenger.irecv(self._source("irecv_object", src))
 
     # Tensor dicts.
@@ -123,23 +126,24 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any]:
-        """Returns rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
+        """Returns rank `src`'s dict of tensors and other values on every rank; on `src` the dict itself.
 
-        CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
-        With `spec` (see TensorDictSpec) no metadata is sent but its digest, and the call compiles.
-        With `out`, a dict of tensors, a receiver's are filled, as in recv_tensor_dict; `src`, which has its own, passes
-        none. With `views` a receiver's may be views, as in recv_tensor_dict, if all receivers pass it; all of them have
-        the same memory then, so with more than one of them read the tensors only.
+        CPU tensors are received on the CPU, others on the group's device.
 
-        Raises CollectiveMismatchError where `src` has another spec, or only one side has one; for CPU tensors only.
-        InvalidArgumentError where `out` doesn't fit, as recv_tensor_dict, or `src` passes it.
+        - `spec`: describes the dict in advance (see TensorDictSpec). All ranks must pass it. The call then compiles.
+        - `out`: tensors into which a receiver's call writes, as in recv_tensor_dict. `src` passes none.
+        - `views`: as in recv_tensor_dict, if all receivers pass it. They then share one memory: with two or more
+          receivers, only read the tensors.
+
+        Raises CollectiveMismatchError if `src` passed another spec, or only one side has one (checked for CPU tensors).
+        Raises InvalidArgumentError for an `out` that doesn't fit, or on `src`.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         self._check_options("broadcast_tensor_dict", spec=spec)
         if out is not None and self.rank_in_group == src:
             raise InvalidArgumentError(
-                f"out of broadcast_tensor_dict on {self.context} is filled on the ranks that receive, but this is rank "
-                f"{src}, which sends; pass None there: the call returns the dict that is sent"
+                f"out of broadcast_tensor_dict on {self.context} is for ranks that receive, but this is rank {src}, "
+                "which sends; pass out=None on this rank"
             )
         buffers = checked_buffers(self.context, "broadcast_tensor_dict", out, views)
         if spec is not None:
@@ -163,14 +167,16 @@ class MessageCalls(GroupFacts):
         *,
         spec: TensorDictSpec | None = None,
     ) -> dict[Any, Any] | None:
-        """Sends a dict of tensors and other values to rank `dst` (default: the next); tensors travel detached.
+        """Sends a dict of tensors and other values to rank `dst` (default: the next).
 
-        Returns None; in a group of one rank, which has no next, the dict itself, as vLLM's.
+        Tensors are sent without their gradient.
 
-        With `all_gather_group`, whose ranks all hold the same tensors, each of them sends its slice of every tensor
-        that divides evenly, and the receivers gather the slices from their own all-gather group. A tensor that
-        differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
-        With `spec` no metadata is sent but its digest, and the call compiles.
+        Returns None; in a group of one rank the dict itself, as in vLLM.
+
+        - `all_gather_group`: a group whose ranks all hold the same tensors. Each of them sends one slice of each tensor
+          that it can divide evenly. The receivers gather the slices over their own `all_gather_group`.
+        - `all_gather_tensors`: `{"residual": False}` excludes a tensor that differs between these ranks.
+        - `spec`: describes the dict in advance (see TensorDictSpec). Both sides must pass it. The call then compiles.
         """
         self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -205,19 +211,19 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any] | Any:  # `| Any`, not `| None`: only a group of one rank has nothing to receive
-        """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
+        """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as in vLLM.
 
-        Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
-        With `views` large CPU tensors of a sender on this host may come as views of shared memory, where the sender has
-        put them, without a second copy. They are this rank's own, to read and to write: nobody else touches a tensor's
-        memory while this rank has the tensor, also after the end of the group or of the sender. Wherever there are none
-        (small tensors, other hosts, compiled code), and while this rank holds more than 256 MiB of the sender's, it
-        gets copies: views that are held delay nobody. Let go of them soon, so that warm memory is used again.
-        With `out`, a dict of tensors, those are filled, and are in the returned dict: one for each tensor that is sent,
-        of its shape, dtype and device type, contiguous or not. After an error their content is undefined.
-        Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one;
-        InvalidArgumentError where `out` comes with `views`, or doesn't fit: with `spec` before anything is received,
-        else the dict is lost.
+        - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
+        - `out`: a dict of tensors to receive into: one for each tensor that is sent, with its shape, dtype and device
+          type, and any strides. The returned dict contains them. After an error their content is undefined.
+        - `views`: allows views of shared memory, into which a sender on this host has copied its tensors, instead of a
+          second copy. This rank may read and write them as long as it keeps them, also after the group or the sender
+          has ended. Small tensors, other hosts and compiled code give copies. So does a sender of whose views this rank
+          keeps more than 256 MiB.
+
+        Raises CollectiveMismatchError if the sender of CPU tensors passed another spec, or only one side has one.
+        Raises InvalidArgumentError for `out` with `views`, and for an `out` that doesn't fit: with `spec` before
+        anything is received; without it the dict is lost.
         """
         self._check_options("recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
         buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
@@ -244,9 +250,9 @@ class MessageCalls(GroupFacts):
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> SendHandle:
-        """Starts send_tensor_dict. The tensors are kept alive; change them after `wait()` only.
+        """Starts send_tensor_dict. Keeps the tensors alive; change them only after `wait()`.
 
-        In a group of one rank nothing is sent; as vLLM's list of handles, what it returns is empty there.
+        In a group of one rank nothing is sent, and the result is an empty list of handles for vLLM's callers.
         """
         self._check_options("isend_tensor_dict", all_gather_group, all_gather_tensors)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -267,13 +273,11 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> ReceiveHandle:
-        """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
+        """Starts to receive a dict, which `wait()` returns. Every rank of an all-gather group must call `wait()`.
 
-        `views`: as in recv_tensor_dict.
-        With `out`, a dict of tensors, those are filled, as in recv_tensor_dict, and are in the dict: leave them alone
-        until `wait()`, which raises InvalidArgumentError where they don't fit; the dict is lost then.
-        The sender says what is cut into slices; `all_gather_tensors` is taken for vLLM's callers only. In a group
-        of one rank `wait()` gives None, and what vLLM's callers take apart is None and two empty lists.
+        `out` and `views` are as in recv_tensor_dict. Don't use the tensors of `out` before `wait()`, which raises
+        InvalidArgumentError if they don't fit; the dict is lost then. `all_gather_tensors` has no effect. In a group of
+        one rank `wait()` returns None, and unpacking the handle as in vLLM gives None and two empty lists.
         """
         self._check_options("irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
@@ -327,7 +331,7 @@ class MessageCalls(GroupFacts):
         return src
 
     def _check_message(self, operation: str) -> None:
-        """Checks what a message between two ranks needs: they alone can't make the gloo group of more."""
+        """Raises unless two ranks can exchange a message: they alone can't create a missing gloo group."""
         checks.check_no_transform(self.context, operation)
         self.context.check_cpu_group(operation)
 

@@ -1,4 +1,4 @@
-"""Handles of messages under way: what is sent, and what comes."""
+"""Handles of started sends and receives of messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # loaded when a group is made
 
 
 class HandleOwner(Protocol):
-    """As much of a group's messenger as its handles need."""
+    """The part of a group's messenger that its handles use."""
 
     route: Route
     medium: Medium
@@ -33,7 +33,7 @@ class HandleOwner(Protocol):
 
 
 class SendHandle:
-    """A message on its way. Buffers are kept until it is sent; `wait()` before you change the tensors you sent."""
+    """A started send. Keeps the tensors alive until they are sent; change them only after `wait()`."""
 
     def __init__(self, messenger: HandleOwner, parts: Sequence[Handle]) -> None:
         self._messenger = messenger
@@ -45,7 +45,7 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> None:
-        """Returns once the buffers may be reused; raises what went wrong on the way."""
+        """Returns once the tensors may be changed. Raises the error of the send."""
         if self._parts:
             self._messenger.receive_meanwhile()
         for part in self._parts:
@@ -55,7 +55,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True once nothing reads the buffers any more."""
+        """Returns True once no transfer reads the tensors."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -65,18 +65,21 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Releases each buffer as it is sent; for the thread that takes care of sends that nobody waits for."""
+        """Completes the send and releases each tensor as it is sent.
+
+        Runs in a thread, for sends that no caller waits for.
+        """
         for part in list(self._parts):
             part.run_to_end()
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[SendHandle]:
-        """Serves code that expects a list of handles, as vLLM's `isend_tensor_dict` gives."""
+        """Yields this handle, for callers that expect vLLM's list of handles."""
         return iter((self,))
 
 
 class ReceiveHandle:
-    """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
+    """A started receive. `wait()` returns the object; `is_completed()` is True once the whole message has arrived."""
 
     def __init__(self, messenger: HandleOwner, reader: Reader) -> None:
         self.reader = reader
@@ -93,7 +96,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Returns True once all bytes are here (a thread takes them in from the first call on)."""
+        """Returns True once the whole message has arrived. The first call starts a thread that receives it."""
         if self._waiter is None and not self._arrived:
             self._waiter = HelperThread("receive", self.take_in)
             self._waiter.start()
@@ -101,7 +104,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Any:
-        """Returns the object; raises the error of the sender (RemoteError) or of the transfer. May be repeated."""
+        """Returns the object. Raises the sender's error (RemoteError) or that of the transfer. May be repeated."""
         self.take_in()
         if self._error is not None:
             raise self._error
@@ -120,14 +123,13 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """Serves vLLM's `tensors, handles, postprocess = group.irecv_tensor_dict()`; waiting for the handles fills
-        the dict."""
+        """Yields what vLLM's callers unpack: `tensors, handles, postprocess`. Waiting for a handle fills the dict."""
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 
     @host_call(WAITED_FOR)
     def take_in(self) -> None:
-        """Receives everything that was sent point to point; earlier messages of the same sender first."""
+        """Receives this message, after all earlier messages of the same sender."""
         for handle in self._messenger.pending_up_to(self):
             if handle._lock._is_owned():  # type: ignore[attr-defined]
                 raise handler_error("wait", str(self._messenger.route.context), "recv")
@@ -142,7 +144,7 @@ class ReceiveHandle:
 
 
 class NoSend(SendHandle):
-    """A dict that is sent in a group of one rank: nowhere. It gives no handles where a list of them is expected."""
+    """The handle of a dict that is sent in a group of one rank, where nothing is sent. An empty list of handles."""
 
     def __init__(self, messenger: HandleOwner) -> None:
         super().__init__(messenger, ())
@@ -152,10 +154,10 @@ class NoSend(SendHandle):
 
 
 class NoReceive(ReceiveHandle):
-    """A dict that is received in a group of one rank: None."""
+    """The handle of a dict that is received in a group of one rank: `wait()` returns None."""
 
     def __init__(self) -> None:
-        """Takes no turn among the messages that come."""
+        """Doesn't register the handle among the group's receives."""
 
     def is_completed(self) -> bool:
         return True
@@ -164,7 +166,7 @@ class NoReceive(ReceiveHandle):
         return None
 
     def take_in(self) -> None:
-        """Does nothing: nothing comes."""
+        """Does nothing: there is no message."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((None, [], []))

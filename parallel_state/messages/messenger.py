@@ -1,7 +1,7 @@
-"""Sends and receives the objects and tensor dicts of a group: in which order, and when one has arrived.
+"""Sends and receives the objects and tensor dicts of a group, in order.
 
-Each message goes one way: a medium (`media`) posts its head and its tensors; on the other side it reads the head, has a
-`Reader` (`reader`) make tensors, fills these, and the reader builds the object.
+A medium (`media`) sends a message's head and tensors. On the receiver it reads the head, a `Reader` (`reader`)
+allocates the tensors, the medium fills them, and the reader builds the object.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _UNWAITED_S = 0.02
 
 
 def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors themselves if all are dense, else dense copies in place of the others."""
+    """Returns the tensors, with dense copies in place of those that aren't dense."""
     for x in tensors:
         if not is_dense(x):
             return [dense(x) for x in tensors]
@@ -64,7 +64,7 @@ def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
-    """Copies what was received where a tensor is not contiguous, and its place was taken by one that is."""
+    """Copies received values to the non-contiguous tensors that a contiguous one had replaced."""
     if flat is not tensors:
         for tensor, received in zip(tensors, flat, strict=True):
             if received is not tensor:
@@ -72,7 +72,7 @@ def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
 
 
 class Messenger:
-    """Sends and receives objects, and lists of tensors whose form both sides know, within one group."""
+    """Sends and receives the objects of one group, and lists of tensors whose shapes both sides know."""
 
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
         from parallel_state.messages.media import medium_of  # only groups have one
@@ -101,7 +101,7 @@ class Messenger:
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Outgoing:
-        """Returns the message for `obj`, which may be an error's."""
+        """Returns the message for `obj`; if `obj` can't be encoded, the message for the error."""
         return wire.encode(
             obj,
             allow_pickle=self.allow_pickle,
@@ -120,9 +120,10 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends an object at once if possible, and returns None. `waits`: `send` follows.
+        """Sends an object at once if possible, and returns None.
 
-        Else returns its message, or the handle of one that was started, for `send` or `isend`.
+        Otherwise returns its message, or the handle of a started send: pass either to `isend` or `send`. `waits`:
+        `send` follows.
         """
         if self._unwaited:
             self._forget_sent()
@@ -136,9 +137,9 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Starts to send. An object that can't be encoded raises MessageEncodeError, here and at the receiver.
+        """Starts a send. `outgoing` is the result of `post`.
 
-        `outgoing`: None if `post` has sent the message already.
+        If the object can't be encoded, raises MessageEncodeError here and RemoteError on the receiver.
         """
         if outgoing is None:
             return SendHandle(self, ())
@@ -153,7 +154,7 @@ class Messenger:
         return handle
 
     def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
-        """Sends, and waits until the buffers may be reused; raises as isend. None: `post` has sent it."""
+        """Sends, and waits until the tensors may be changed. `outgoing` and errors are as in `isend`."""
         if outgoing is None:
             return
         if self._pending:
@@ -172,7 +173,7 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> ReceiveHandle:
-        """Starts to receive the next message of `src`; a dict's tensors become those of `out`, or may be `views`."""
+        """Starts to receive the next message of `src`. `out` and `views` are as in recv_tensor_dict."""
         with self._pending_lock:
             handle = ReceiveHandle(self, Reader(self, src, all_gather_group, out, views, gathers=False))
             self._pending.setdefault(src, []).append(handle)
@@ -185,13 +186,16 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> Any:
-        """Returns the next message of `src` that nobody has asked for; see `irecv`."""
+        """Returns the next message of `src` that no started receive waits for.
+
+        `out` and `views` are as in recv_tensor_dict.
+        """
         if self._pending.get(src):
             return self.irecv(src, all_gather_group, out, views).wait()
         return self._receive(Reader(self, src, all_gather_group, out, views))
 
     def _receive(self, reader: Reader, call: UserCall | None = None) -> Any:
-        """Returns what comes of a message of which nobody else knows: it needs no handle."""
+        """Receives one message without a handle."""
         try:
             for part in self.medium.receive(reader, call):
                 part.wait()
@@ -200,22 +204,22 @@ class Messenger:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
-        """Returns the receives of one rank in the order in which they must be taken in, `handle` the last."""
+        """Returns the started receives from one rank up to `handle`, in the order in which they must be completed."""
         with self._pending_lock:
             pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
 
     def forget(self, handle: ReceiveHandle) -> None:
-        """Releases a message that has arrived: it lives as long as the caller keeps it, and no longer."""
+        """Drops the reference to a message that has arrived, so that only the caller keeps it alive."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
             self._pending.get(handle.reader.src, []).remove(handle)
             self.medium.end_receive(handle.reader)
 
     def receive_meanwhile(self) -> None:
-        """Takes in, by threads, what was started to be received: before this rank waits for a peer to receive.
+        """Completes started receives in threads, before this rank waits for a peer to receive.
 
-        Else two ranks that each call irecv, then send, would wait for each other. Not for a device's group: there
-        sends don't keep the host waiting, and a thread would start operations in between those of the caller.
+        Otherwise two ranks that each call irecv, then send, would wait for each other. Not for a device's group: its
+        sends don't block the host, and a thread would start transfers between those of the caller.
         """
         if self.route.context.device.type != "cpu":
             return
@@ -225,7 +229,10 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Keeps an unwaited send's buffers alive until it is sent; far behind, waits for the oldest."""
+        """Keeps the tensors of a started send alive until it is complete.
+
+        If there are too many, waits for the oldest.
+        """
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -243,7 +250,7 @@ class Messenger:
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
-        """Waits, in a thread, for sends over gloo that no caller waits for. Drops their tensors."""
+        """Waits, in a thread, for started sends over gloo that no caller waits for, and releases their tensors."""
         time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
         while True:
             self._forget_sent()
@@ -267,9 +274,9 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> Any:
-        """Returns `src`'s object on every rank; on `src` the very same one. `method`: what the caller called.
+        """Returns `src`'s object on every rank; on `src` the object itself.
 
-        `out`: what a dict's tensors become on the others; they may be `views`.
+        `method`: the user's call. `out` and `views`: as in recv_tensor_dict.
         """
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
@@ -291,7 +298,10 @@ class Messenger:
 
     @timed
     def all_gather(self, obj: Any, method: str) -> list[Any]:
-        """Returns every rank's object, in rank order. Tensors travel as CPU bytes and come back on their device."""
+        """Returns every rank's object, in rank order.
+
+        Tensors are sent as bytes on the CPU, and returned on their device.
+        """
         checks.check_no_transform(self.route.context, method)
         with self.route.alone(UserCall(method)):
             return self._all_gather(obj, method)
@@ -319,7 +329,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Returns one rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
+        """Returns one rank's object of an all_gather. `received` is the rest of its body, then its tensors."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -356,9 +366,9 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Returns CPU tensors of rank `src`, as views where it lends them. Raises as recv_list.
+        """Returns CPU tensors of rank `src`, as views if it lends them. Raises as recv_list.
 
-        `head`: of their message. `form`: the address of the tensors' `Form`.
+        `head`: of the expected message. `form`: the address of the tensors' `Form`.
         """
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
@@ -367,13 +377,13 @@ class Messenger:
     def broadcast_views(
         self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int
     ) -> list[Tensor]:
-        """Returns the CPU tensors that rank `src` sends to all, as recv_views."""
+        """Returns the CPU tensors that rank `src` sends to all ranks, as recv_views does."""
         reader = ListReader(self, src, head, None, tensors, form)
         made: list[Tensor] = self._receive(reader, message_call(BROADCAST_BY_SPEC, src))
         return made
 
     def _take_in_earlier(self, src: int) -> None:
-        """Receives what was started to be received from `src` before."""
+        """Completes all started receives from `src`."""
         if self._pending.get(src):
             with self._pending_lock:
                 earlier = self._pending[src][-1:]
@@ -398,7 +408,7 @@ class Messenger:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        """Returns the tensors, or one of all their bytes where that saves transfers; every rank decides alike."""
+        """Returns the tensors, or one tensor of all their bytes if that saves transfers. All ranks decide alike."""
         if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -417,13 +427,13 @@ class Messenger:
                 )
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
-        """Returns the message of a list."""
+        """Returns the message of a list of tensors."""
         self._check_dense(tensors, counted)
         flat = [dense(x) for x in tensors]
         return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
 
     def _fill(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall | None = None) -> None:
-        """Fills the tensors with those of a list's message, whose head is known beforehand."""
+        """Fills the tensors from a message with a known head."""
         received = self._packed(list(tensors), fill=False)
         self._receive(ListReader(self, src, wire.head_of_list(form, tensors), received), call)
         if len(received) < len(tensors):
@@ -432,7 +442,7 @@ class Messenger:
                 as_bytes(tensor).copy_(piece)
 
     def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns those that travel as one message, and the others; a simulated group has no messages."""
+        """Returns the tensors that are sent as one message, and the others. A simulated group sends no messages."""
         context = self.route.context
         if context.device.type == "cpu" and not context.simulated:
             return tensors, ()
@@ -443,17 +453,17 @@ class Messenger:
         return on_cpu, on_device
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised CPU tensor; a large one in memory of the group that earlier messages have used."""
+        """Returns an uninitialised CPU tensor; a large one in reused memory of the group."""
         if self._has_pool and prod(shape) * dtype.itemsize >= wire.POOLED_BYTES:
             return torch.ops.parallel_state.empty(self._token, shape, dtype, wire.CPU, self.route.context.key)
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """Returns `error`, after the route took note of it if it spoils the group."""
+        """Returns `error`, and marks the group as failed if it is a communication error."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:
-        """Lets sends that nobody waited for leave, for a few seconds at most. Returns True if all of them did."""
+        """Waits a few seconds for sends that no caller waited for. Returns True if all are complete."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:

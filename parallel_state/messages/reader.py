@@ -1,7 +1,7 @@
-"""What is made of a message that comes: tensors for its head, and of these an object or a list.
+"""Builds the object of a received message: allocates tensors for its head, and builds the object from them.
 
-A medium (see `media`) brings the message and calls `take_head`, has the tensors filled, and then `build` gives the
-object. What the library makes of a message by itself becomes `found` instead.
+A medium (`media`) receives the head and calls `take_head`, fills the tensors, and calls `build`. If C++ has built the
+object itself, it is `found` instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel_state.messages.wire import NOTHING, Header
 
 
 class Owner(Protocol):
-    """As much of a group's messenger as its readers need."""
+    """The part of a group's messenger that its readers use."""
 
     route: Route
     allow_pickle: bool
@@ -34,7 +34,7 @@ class Owner(Protocol):
 
 
 class Reader:
-    """Makes the object of one message from rank `src`."""
+    """Builds the object of one message from rank `src`."""
 
     is_list = False
     posted: Any = None
@@ -55,7 +55,7 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """`gathers`: slices may be gathered as soon as they have come; else in `build` alone."""
+        """`gathers`: slices are gathered as soon as they have arrived; otherwise in `build`."""
         self.src = src
         self._owner = owner
         self._group = group
@@ -70,14 +70,16 @@ class Reader:
         """What the library is told, see `Received` in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
-        """As `take_head`, of header and body in one piece, or the beginning of a head that has `head_bytes`."""
+        """Takes header and body as one piece, or the beginning of a head of `head_bytes`. Otherwise as `take_head`."""
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
-        """Returns the tensors that are to be filled. Raises RemoteError where the sender could not encode its value.
+        """Decodes the head and returns the tensors to fill.
 
-        `tensor_bytes`: of those on the CPU, where it is known how many have come.
+        Raises RemoteError if the sender could not encode its value.
+
+        `tensor_bytes`: the bytes of CPU tensors that have arrived, if known.
         """
         owner, src, context = self._owner, self.src, self._owner.route.context
         if header.is_error:
@@ -86,8 +88,8 @@ class Reader:
         group = self._group
         if any(self._sliced) and (group is None or header.slices != group.world_size):
             raise CollectiveMismatchError(
-                f"sender and receiver must pass all-gather groups of one size, but rank {src} of {context} cut its "
-                f"tensors into {header.slices} slices and this rank's all_gather_group has "
+                f"sender and receiver must pass all-gather groups of one size, but rank {src} of {context} divided "
+                f"its tensors into {header.slices} slices, and this rank's all_gather_group has "
                 f"{'no' if group is None else group.world_size} ranks; pass the same all_gather_group on both sides",
                 group=context.name,
                 rank=context.rank,
@@ -103,7 +105,7 @@ class Reader:
         return made
 
     def build(self) -> Any:
-        """Returns the object, with the caller's buffers where there are some."""
+        """Returns the object, with the caller's buffers if it passed some."""
         value, out = self.found, self._out
         if value is NOTHING:
             value = self._build()
@@ -122,7 +124,7 @@ class Reader:
 
 
 class ListReader(Reader):
-    """Fills a list of CPU tensors, whose head is known beforehand; or makes them, of these sizes, as views at best."""
+    """Fills a list of CPU tensors whose head is known in advance; or allocates such a list, as views if possible."""
 
     is_list = True
 
@@ -135,7 +137,7 @@ class ListReader(Reader):
         made: Sequence[TensorMetadata] = (),
         form: int = 0,
     ) -> None:
-        """`form`: the address of the `Form` of what is `made`."""
+        """`form`: the address of the `Form` of the tensors to allocate."""
         super().__init__(owner, src)
         self._head = head
         self._given = tensors
@@ -156,7 +158,7 @@ class ListReader(Reader):
 
 
 def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) -> Tensor:
-    """Allocates a tensor, or a flat slice of one; on this rank's device of the sender's device type."""
+    """Allocates a tensor, or one flat slice of it, on this rank's device of the sender's device type."""
     context = owner.route.context
     shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
     device = wire.CPU
@@ -169,8 +171,8 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
         raise
     except Exception as error:  # its bytes stay in the way of whatever comes next
         raise CommunicationError(
-            f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
-            f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
+            f"receiving from rank {src} of {context} failed, because {device} has no room for a {metadata.dtype} "
+            f"tensor of shape {list(shape)}: {error}. The group is unusable now; send less at once",
             group=context.name,
             rank=context.rank,
             suspect_ranks=[context.ranks[src]],

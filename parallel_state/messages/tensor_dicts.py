@@ -1,10 +1,10 @@
-"""Tensor dicts whose form both sides know: no metadata on the wire but its digest, one op, so that they compile.
+"""Tensor dicts that a spec describes on both sides: only a digest of the spec is sent, and the calls compile.
 
-    first = group.recv_tensor_dict()          # eager, with metadata
-    spec = TensorDictSpec.of(first)           # the sender makes its own from what it sent
-    then = group.recv_tensor_dict(spec=spec)  # also under torch.compile(fullgraph=True)
+    first = group.recv_tensor_dict()             # eager, with metadata
+    spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
+    then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
 
-Dicts that travel with metadata are in `messenger`.
+`messenger` sends dicts without a spec.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ConstantEntry:
-    """One other value of the dict: the same in every exchange."""
+    """A value of the dict that isn't a tensor. It is the same in every exchange, and isn't sent."""
 
     key: str
     value: Any
@@ -76,7 +76,7 @@ class ConstantEntry:
 
 @dataclass(frozen=True)
 class TensorDictSpec:
-    """Keys, shapes, dtypes and constants of a flat tensor dict, equal on both sides of an exchange."""
+    """Keys, shapes, dtypes and constants of a flat tensor dict. Equal on both sides of an exchange."""
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
@@ -91,7 +91,10 @@ class TensorDictSpec:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
-        """Makes the spec of a dict with str keys, of tensors and constants (None, bool, number, str, bytes, tuple)."""
+        """Returns the spec of a dict with str keys.
+
+        Its values are tensors, or constants: None, bool, number, str, bytes, tuple.
+        """
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
             if isinstance(key, str) and isinstance(value, Tensor) and dtype_refusal(value.dtype) is None:
@@ -100,13 +103,13 @@ class TensorDictSpec:
                 entries.append(ConstantEntry(key, value))
             else:
                 raise InvalidArgumentError(
-                    f"a TensorDictSpec holds tensors and constants under str keys, but {key!r} is a "
-                    f"{type(value).__name__}; send it apart, or without a spec"
+                    f"a TensorDictSpec has str keys, and tensors and constants as values, but {key!r} is a "
+                    f"{type(value).__name__}; send this value separately, or the dict without a spec"
                 )
         return cls(tuple(entries))
 
     def check(self, tensors: Mapping[str, Any]) -> None:
-        """Raises InvalidArgumentError where `tensors` is not of this form."""
+        """Raises InvalidArgumentError unless `tensors` fits this spec."""
         if len(tensors) != len(self.entries):
             raise InvalidArgumentError(
                 f"a tensor dict must have the {len(self.entries)} keys of its spec, but has {len(tensors)}"
@@ -118,7 +121,8 @@ class TensorDictSpec:
             if isinstance(entry, ConstantEntry):
                 if not _same_constant(value, entry.value):
                     raise InvalidArgumentError(
-                        f"{entry.key!r} must be {entry.value!r}, as in the spec, but is another; make a new spec"
+                        f"the tensor dict's {entry.key!r} must be {entry.value!r}, as in the spec, but has another "
+                        "value; make a new spec"
                     )
             elif (
                 not isinstance(value, Tensor)
@@ -128,12 +132,12 @@ class TensorDictSpec:
             ):
                 raise InvalidArgumentError(
                     f"{entry.key!r} must be a {entry.dtype} tensor of shape {list(entry.shape)} on "
-                    f"{entry.device_type}, as in the spec, but is another; make a new spec"
+                    f"{entry.device_type}, as in the spec, but isn't; make a new spec"
                 )
 
 
 class _KnownForm(NamedTuple):
-    """A spec of CPU tensors, for calls that go past Python."""
+    """A spec whose tensors are all on the CPU, for calls that bypass Python."""
 
     form: Form
     head: bytes
@@ -146,21 +150,21 @@ class _KnownForm(NamedTuple):
     """True for as many bytes as a sender may lend."""
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Returns True for the constants of this form; the tensors are looked at where they are sent."""
+        """Returns True if the dict's constants fit this form. C++ checks the tensors when it sends them."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False
         return True
 
     def allocate(self, messenger: Messenger) -> dict[str, Any]:
-        """Returns a dict of the form, of tensors to be filled."""
+        """Returns a dict of this form with new tensors to receive into."""
         made = self.values.copy()
         for key, shape, dtype, is_large in self.tensors:
             made[key] = messenger.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype, device=CPU)
         return made
 
     def with_views(self, receive: Callable[..., list[Tensor]], src: int) -> dict[str, Any]:
-        """Returns a dict of the form, of the tensors that a method of the messenger receives."""
+        """Returns a dict of this form with the tensors that a method of the messenger receives."""
         made = self.values.copy()
         forms = [TensorMetadata(dtype, shape, "cpu") for _, shape, dtype, _ in self.tensors]
         received = receive(self.head, self.form.address, forms, src)
@@ -175,7 +179,7 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns the form of a spec of CPU tensors; None for another, and where nothing travels."""
+    """Returns the form of a spec of CPU tensors; None for other specs, and for groups that send nothing."""
     try:
         return _forms[spec.digest]
     except KeyError:
@@ -201,7 +205,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
 
 
 def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
-    """Returns what carries dicts of this spec past Python, and their form; None where nothing does."""
+    """Returns the C++ functions that send and receive dicts of this spec, and its form; None if there are none."""
     carrier = group._messenger.past_python if _is_eager() else None
     known = None if carrier is None else _known_form(spec)
     return None if carrier is None or known is None else (carrier, known)
@@ -313,7 +317,7 @@ def recv(
 
 
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
-    """Returns the tensors that travel, detached."""
+    """Returns the tensors to send, without gradient."""
     return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
 
 
@@ -326,7 +330,7 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the op, or at once what it would call: the messenger's method. `began`: see `_call`."""
+    """Calls the op; or directly the messenger's method, if the op would add nothing. `began`: see `_call`."""
     if _is_plain(pieces):
         _call(method, group, pieces, spec, peer, began)
     else:
@@ -334,7 +338,7 @@ def _run(
 
 
 def _call(method: str, group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int, began: float) -> None:
-    """Calls the messenger's method. `began`: when an attempt past Python began that came to nothing; 0.0: none did."""
+    """Calls the messenger's method. `began`: start of an attempt in C++ that is repeated here; 0.0 without one."""
     call = getattr(group.route.messenger, method)
     if not began:
         call(pieces, spec.digest, peer)
@@ -344,7 +348,7 @@ def _call(method: str, group: GroupFacts, pieces: list[Tensor], spec: TensorDict
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
-    """Returns True where an op would cost its dispatch and no more: nothing traces, and the host does the work."""
+    """Returns True if the op would only add its dispatch: nothing traces the call, and the tensors are on the CPU."""
     if not _is_eager():
         return False
     for x in tensors:  # noqa: SIM110  (half the time of a generator)
@@ -354,7 +358,7 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 
 def _is_eager() -> bool:
-    """Returns True where nothing traces or transforms this call."""
+    """Returns True if nothing traces or transforms this call."""
     return not (torch.compiler.is_compiling() or dispatch_modes() or in_transform())
 
 
@@ -379,7 +383,7 @@ def _slices(
 def _to_fill(
     group: GroupFacts, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
 ) -> dict[str, Any]:
-    """Returns the dict, of tensors to be filled."""
+    """Returns a dict of new tensors to receive into."""
     if out is not None:
         return _given_buffers(group, spec, out)
     if past is not None:
@@ -399,7 +403,7 @@ def _to_fill(
 
 
 def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
-    """Returns the dict, of the caller's buffers, which must be those of the spec."""
+    """Returns a dict of the caller's buffers. Raises InvalidArgumentError unless they fit the spec."""
     result: dict[str, Any] = {}
     problem = None
     for entry in spec.entries:
@@ -415,7 +419,7 @@ def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dic
     if more:
         problem = problem or f"the spec has no tensor for {more}"
     if problem is not None:
-        raise refused(group.context, out, problem, "Nothing was received; pass buffers as the spec has them")
+        raise refused(group.context, out, problem, "Nothing was received; pass tensors that fit the spec")
     return result
 
 
@@ -426,7 +430,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _same_constant(x: object, y: object) -> bool:
-    """Returns True where they are equal, also in type (1 is not True), and nan to nan."""
+    """Returns True if two constants are equal, also in type (1 is not True); nan equals nan."""
     if type(x) is not type(y):
         return False
     if isinstance(x, tuple) and isinstance(y, tuple):

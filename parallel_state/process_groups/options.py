@@ -81,7 +81,9 @@ class GroupOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns the options for creating a group, with a timeout of at least `limit_s` if ranks wait for each other.
+        """Returns the options for creating a group.
+
+        If its ranks wait for each other, the timeout is at least `limit_s`.
 
         torch uses one timeout for connecting and for operations. The caller sets the group's own one afterwards.
         """

@@ -104,9 +104,10 @@ class ProcessGroupPool:
         watcher: Watcher | None = None,
         joined: bool = False,
     ) -> None:
-        """`token`: separates this world's names from others on the same store. `alone_over`: the backend of a world of
-        one rank without a default group; `alone` creates one at its first use unless the program has. `watcher`: the
-        watcher of the rendezvous. `joined`: the program made the default group.
+        """`token`: separates this world's names from others on the same store.
+
+        `alone_over`: the backend of a world of one rank without a default group; `alone` creates one at its first use
+        unless the program has. `watcher`: the watcher of the rendezvous. `joined`: the program made the default group.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -362,7 +363,9 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Uses a group that the caller made as the group of `ranks`, until its release. The caller still owns it.
+        """Registers a process group that the caller made as the group of `ranks`, until its release.
+
+        The caller still owns it.
 
         If the pool has such a group already, uses that one. Every member calls it, like `acquire`.
         """
@@ -377,7 +380,7 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program made this group. The default group counts only if `everyone` (the world)."""
+        """Returns True if the program, not this library, made this group: the default group only with `everyone`."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 

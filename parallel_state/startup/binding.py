@@ -54,9 +54,10 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Returns a host whose ranks share cores but may use different ones, and two lists of cores with their ranks.
+    """Finds a host whose ranks divide its cores but were started with different ones.
 
-    Returns [] if there is none. Each rank computes its own share, so all of a host must start with the same cores.
+    Returns the host and two lists of cores with their ranks, or []. Each rank computes its own share, so all of a host
+    must start with the same cores.
     """
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
@@ -92,7 +93,7 @@ def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size:
         return sorted(lists[local_rank])
     if local_world_size is None or local_rank >= local_world_size:
         raise SettingError(
-            f"{settings.CORES.name}=share needs the number of ranks on this host, but local rank {local_rank} "
-            f"finds {local_world_size}; set LOCAL_WORLD_SIZE, or a list of cores for each rank, as 0-3|4-7"
+            f"{settings.CORES.name}=share needs the number of ranks on this host, but local rank {local_rank} got "
+            f"{local_world_size} from the launcher; set LOCAL_WORLD_SIZE, or a list of cores for each rank, as 0-3|4-7"
         )
     return cores.shares(cores.read_cores(cores.usable_cores()), local_world_size)[local_rank]

@@ -271,7 +271,10 @@ def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
         raise SettingError(f"SLURM_STEP_TASKS_PER_NODE must look like `4(x2),3`, but is {text!r}; unset it")
     count = next(islice(expand_counts(text), _int(env, "SLURM_NODEID"), None), None)
     if count is None:
-        raise SettingError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} has fewer nodes")
+        raise SettingError(
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} lists fewer nodes; unset both, or start "
+            "the program by srun"
+        )
     return count
 
 

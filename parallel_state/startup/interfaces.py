@@ -38,7 +38,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """Location of one rank's process, as words without spaces."""
+    """The host, address, interface and process of one rank. As text, its fields are words without spaces."""
 
     network: str = ""
     """Network namespace: equal for processes that can reach each other over loopback; empty if unknown."""
@@ -89,7 +89,7 @@ def process() -> Address:
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Returns host, address and ranks that announce loopback although the world has several hosts; [] if none do."""
+    """Returns host, address and ranks of a loopback address in a world of several hosts; [] if there is none."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -97,7 +97,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Returns an address that two hosts announce, then name, interface and ranks of each host; [] if there is none."""
+    """Returns an address that two hosts announce, and name, interface and ranks of each; [] if there is none."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:

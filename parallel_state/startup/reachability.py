@@ -143,7 +143,7 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns a pair with the rank that occurs most often."""
+    """Returns a pair of ranks that don't reach each other: one with the rank that occurs in most pairs."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])

@@ -1,24 +1,18 @@
-"""Rendezvous: how the ranks of a world find each other through one key of a launcher's store.
+"""Rendezvous: the ranks of a new world find each other through one key of a launcher's store.
 
-torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
+Unlike torch's `env://` and `tcp://`, it names the missing ranks at the deadline, separates worlds that use one store in
+succession, and reports on every rank: different world sizes, addresses that other hosts can't reach, ranks that exit.
 
-- has one deadline, at which each rank names the missing ranks, or the resolved address that didn't answer;
-- separates worlds that use one port or launcher's store in succession;
-- reports different world sizes, and addresses that other hosts can't reach, on every rank;
-- reports at once a rank that exits while others are awaited.
+Rank 0 publishes the address of its control plane under the key; its control plane serves the world's store. Every other
+rank reads the address and holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all
+entries, publishes its verdict and clears the key. If rank 0 exits, the connections to its store break.
 
-Rank 0 publishes the endpoint of its control plane, which serves the world's store, under one key of the launcher's
-store. Every other rank reads it, and holds its own entry in the world's store. The entry vanishes when the rank exits.
-Rank 0 waits for all entries, publishes its verdict and clears the key. If rank 0 exits, the connections to its store
-break.
+A rank that reaches the launcher's store but not rank 0 (because of a firewall) writes a complaint there. If the rank
+complains again after rank 0 has deleted the first complaint, all ranks raise the same error. One complaint isn't
+enough, because rank 0 may have been stopped. If the key has the address of an earlier round of torchrun, that address
+doesn't answer or has another token, and the rank waits for a new one.
 
-A rank that reaches the launcher's store but not rank 0 (because of a firewall) writes a complaint there. Rank 0 deletes
-the first complaint, because rank 0 may have been stopped itself. If the rank complains again, all ranks raise the same
-error. An earlier round of torchrun may have left its endpoint in the key. It doesn't answer, or has another token; the
-rank then waits for a new one.
-
-Without the compiled library on rank 0, the same steps use the launcher's store, under a random name. Exits are then
-detected at the deadline.
+Without the compiled library on rank 0, the same steps use the launcher's store; exits are detected at the deadline.
 """
 
 from __future__ import annotations
@@ -147,7 +141,7 @@ _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_stat
 
 @contextlib.contextmanager
 def met_before(met: Met | None) -> Iterator[None]:
-    """Within the body, `meet` returns `met`, the result of `meet_again`."""
+    """Makes `meet` return `met`, the result of `meet_again`, within the block."""
     token = _MET.set(met)
     try:
         yield

@@ -43,7 +43,7 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # polls by all ranks together: 
 
 
 class StoreWay(NamedTuple):
-    """Opener, name and address of the store of a world."""
+    """How to open the store of a world: a function, and the store's name and address for errors."""
 
     where: str
     """Its name in errors and logs."""
@@ -101,7 +101,7 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields for each poll of a server, at least once, and for the last time at the deadline. Pauses grow.
+    """Yields before each poll of a server, after growing pauses: at least once, and a last time at the deadline.
 
     `ranks`: how many ranks poll the same server. More ranks make longer pauses.
     """

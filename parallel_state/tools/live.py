@@ -88,7 +88,6 @@ def _ancestors(pid: int) -> set[int]:
 
 
 def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
-    """Returns a process' answer about `topic`, or None without one."""
     library, address = native.load_for_tools(), (endpoint.host, endpoint.port)
     try:
         return json.loads(question(library, address, endpoint.token, f"{topic}\0", limit_s) or b"null")

@@ -231,13 +231,13 @@ def _residual_after_it(x: Tensor, residual: Tensor, weight: Tensor, scale: Tenso
 
 
 LEFT = {
-    _other_user: "other users", _unused: "or none", _max: "not a sum", _avg: "not a sum",
-    _other_dtype: "add is of", _wide_residual: "not an add", _no_norm: "no norm", _no_add: "other users",
-    _product: "not an add", _alpha: "not an add", _twice_itself: "itself", _a_number: "number",
+    _other_user: "one addition", _unused: "one addition", _max: "not sum", _avg: "not sum",
+    _other_dtype: "the same float dtype", _wide_residual: "not by an", _no_norm: "no norm", _no_add: "one addition",
+    _product: "not by an", _alpha: "not by an", _twice_itself: "itself", _a_number: "number",
     _broadcast: "another shape", _larger_residual: "another shape", _layer_norm: "no norm", _no_weight: "weight",
     _two_dims: "other dims", _first_dim: "other dims", _all_dims: "other dims", _fourth_power: "no norm",
     _no_root: "no rsqrt", _eps_tensor: "constant", _of_another: "multiplied by the sum", _root_used: "used elsewhere",
-    _weight_of_rows: "weight is", _weight_of_one: "weight is", _wide_weight: "", _narrow_norm: "no norm",
-    _residual_after_it: "depends on it",
+    _weight_of_rows: "the weight of", _weight_of_one: "the weight of", _wide_weight: "", _narrow_norm: "no norm",
+    _residual_after_it: "computed from the result",
 }  # fmt: skip
 """Layer -> a word of the pass's reason."""

@@ -250,7 +250,7 @@ def test_meshes_that_cannot_be(pools: Pools) -> None:
             "two numberings": ("LayoutError", "are in different numberings of the ranks"),
             "ends": ("LayoutError", "no group 'embedding' to span"),
             "no str": ("InvalidArgumentError", "as names, one argument each"),
-            "half of an axis": ("LayoutError", "the remaining ranks of 'tp' form none"),
+            "half of an axis": ("LayoutError", "the ranks of 'tp' that are left form none"),
             "destroyed": ("GroupNotInitializedError", "initialize_model_parallel() first"),
             "mesh of before": ("RuntimeError", "Could not resolve the process group"),
             "groups of before": ("GroupDestroyedError", "was destroyed"),
@@ -283,7 +283,7 @@ def test_a_patched_tp_group_is_in_no_mesh_of_later(pools: Pools) -> None:
     for facts in pools(4).run(_patched, timeout_s=DEADLINE_S):
         refused = facts.pop("other ranks")
         assert refused.kind == "LayoutError"
-        assert "leave patch_tensor_parallel_group first" in refused.text
+        assert "make the mesh outside `with patch_tensor_parallel_group" in refused.text
         assert facts == {"same ranks": True, "after": True}
 
 

@@ -251,7 +251,10 @@ def _two_pairs(name: str, death: bool) -> Any:
 def test_a_group_within_another_one_shares_its_watch(pools: Pools) -> None:
     for rank, found in enumerate(pools(4).run(_two_pairs, _new_name(), False, timeout_s=DEADLINE_S)):
         others = found.pop("others")
-        assert others.kind == "InvalidArgumentError" and "within must be a coordinator over global ranks" in others.text
+        assert (
+            others.kind == "InvalidArgumentError"
+            and "within must be a coordinator that contains global ranks" in others.text
+        )
         ranks = [[0, 1], [2, 3]][rank // 2]
         assert found == {
             "ranks": ranks, "waits": True, "outer stays": [0, 1, 2, 3], "destroyed": "GroupDestroyedError"

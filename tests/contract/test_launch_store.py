@@ -156,5 +156,5 @@ def test_a_secret_file_needs_the_library(monkeypatch: pytest.MonkeyPatch, tmp_pa
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(SECRET)
-    with pytest.raises(UnsupportedError, match=r"secret_file needs the compiled library.*no compiler"):
+    with pytest.raises(UnsupportedError, match=r"secret_file needs this library's C\+\+ part.*no compiler"):
         launch(_tcp_store, 2, timeout=DEADLINE_S, secret_file=str(path))

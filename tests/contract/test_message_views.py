@@ -198,7 +198,7 @@ def test_views_outlive_their_group(pools: Pools) -> None:
 def _out_and_views() -> None:
     with own_group() as group:
         if group.rank_in_group == 1:
-            with pytest.raises(InvalidArgumentError, match="must have out= or views=True"):
+            with pytest.raises(InvalidArgumentError, match="takes out= or views=True, not both"):
                 group.recv_tensor_dict(0, out={"x": torch.empty(3)}, views=True)
         group.barrier()
     with own_group("route") as group:  # views=True permits views; copies are valid too

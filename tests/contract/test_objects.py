@@ -487,7 +487,7 @@ def refuse_types() -> None:
     refused_everywhere(
         [Custom(1)], ps.MessageEncodeError, r"value at .*\[0\] is a tests\.contract\.test_objects\.Custom"
     )
-    refused_everywhere(torch.ones(2).to_sparse(), ps.MessageEncodeError, "only dense strided tensors travel")
+    refused_everywhere(torch.ones(2).to_sparse(), ps.MessageEncodeError, "only dense strided tensors can be sent")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

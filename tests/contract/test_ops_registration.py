@@ -211,7 +211,7 @@ def test_every_op_writes_the_token(name: str) -> None:
 def test_an_unknown_group_raises(case: Case) -> None:
     group = ps.simulated_group([0, 1], 0)
     arguments = case.of(group, _x(case))
-    with pytest.raises(GroupNotInitializedError, match="there is no group 'nobody:0'; this process has"):
+    with pytest.raises(GroupNotInitializedError, match="this process has no group named 'nobody:0'; its groups are"):
         _op(case.op)(*arguments[:-1], "nobody:0")
 
 

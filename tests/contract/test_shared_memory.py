@@ -208,7 +208,9 @@ def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch: py
     library = native.load()
     assert library.ps_use_instruction_set(b"another") == 1
     monkeypatch.setattr(settings.Setting, "get", lambda setting: "neon" if setting is settings.INSTRUCTIONS else None)
-    with pytest.raises(SettingError, match=r"INSTRUCTIONS must be a set that this processor has, as .*, but is neon"):
+    with pytest.raises(
+        SettingError, match=r"INSTRUCTIONS must be an instruction set of this processor, such as .*, but is neon"
+    ):
         native.NativeLibrary(library.path, library.has_ops)
 
 

@@ -310,7 +310,7 @@ def slices_without_a_group_to_gather(passed: str) -> None:
         pp.isend_tensor_dict(values, None, tp).wait()
     else:
         receiving_group = {"none": None, "another": world}[passed]
-        with pytest.raises(ps.CollectiveMismatchError, match="cut its tensors into 2 slices") as raised:
+        with pytest.raises(ps.CollectiveMismatchError, match="divided its tensors into 2 slices") as raised:
             pp.recv_tensor_dict(None, receiving_group)
         assert {"none": "has no ranks", "another": "has 4 ranks"}[passed] in str(raised.value)
         check_failed(pp, raised.value)
@@ -921,7 +921,7 @@ def receive_into_buffers(over: str, how: str) -> None:
                 with pytest.raises(ps.InvalidArgumentError, match=r"Nothing was received"):
                     receive(0, spec=spec, out=wrong)
             for wrong in misfits:
-                with pytest.raises(ps.InvalidArgumentError, match=r"The dict has come, and is lost"):
+                with pytest.raises(ps.InvalidArgumentError, match=r"The dict was received and is lost"):
                     receive(0, out=wrong)
                 assert not any(x.any() for x in wrong.values())
             for seed in range(5, 10):
@@ -977,7 +977,7 @@ def test_spec_of_a_dict() -> None:
     ]
     for values in wrong:
         with pytest.raises(
-            ps.InvalidArgumentError, match="a TensorDictSpec holds tensors and constants under str keys"
+            ps.InvalidArgumentError, match="a TensorDictSpec has str keys, and tensors and constants as values"
         ):
             ps.TensorDictSpec.of(values)
 

@@ -435,7 +435,9 @@ def test_a_tensor_dict_that_is_not_of_its_spec(group_carrier: Carrier) -> None:
 
 def test_a_spec_of_something_else() -> None:
     for value in ({1: 2}, {"x": [1]}, {"x": object()}):
-        with pytest.raises(InvalidArgumentError, match="TensorDictSpec holds tensors and constants under str keys"):
+        with pytest.raises(
+            InvalidArgumentError, match="TensorDictSpec has str keys, and tensors and constants as values"
+        ):
             ps.TensorDictSpec.of(value)
 
 

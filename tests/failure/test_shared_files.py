@@ -327,7 +327,7 @@ def test_row_38_a_segment_of_another_user() -> None:
     try:
         for change in (lambda: os.fchown(made.descriptor, NOBODY, NOBODY), lambda: os.fchmod(made.descriptor, 0o666)):
             change()
-            with pytest.raises(SegmentError, match="the segment isn't this user's alone") as caught:
+            with pytest.raises(SegmentError, match="belongs to another user, or others may access it") as caught:
                 Segment.open(made.name)
             assert made.name not in str(caught.value), "an error text never names a segment"
             os.fchown(made.descriptor, 0, 0)
@@ -347,7 +347,7 @@ def test_row_38_a_name_that_is_there_already(monkeypatch: pytest.MonkeyPatch, tm
     os.symlink(bait, tmp_path / f"parallel_state-k{'1' * 32}")
     os.symlink(tmp_path / "nothing", tmp_path / f"parallel_state-k{'2' * 32}")
     for number in range(3):
-        with pytest.raises(SegmentError, match=r"no segment can be made in .*: File exists") as caught:
+        with pytest.raises(SegmentError, match=r"no file for shared memory can be made in .*: File exists") as caught:
             Segment.make()
         assert str(number) * 32 not in str(caught.value)
     assert Segment.open(f"k{'1' * 32}") is None, "a symlink is not followed"

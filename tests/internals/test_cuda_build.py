@@ -211,7 +211,7 @@ def test_a_cache_of_others_is_not_read(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peer_kernels.cubin("sm_90")
     (tmp_path / "parallel_state").chmod(0o777)
-    with pytest.raises(KernelError, match="must be this user's"):
+    with pytest.raises(KernelError, match="must belong to this user"):
         peer_kernels.cubin("sm_90")
 
 

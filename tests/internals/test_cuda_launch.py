@@ -119,7 +119,7 @@ def test_what_fails_says_why(driver: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_a_driver_there_is_a_reason() -> None:
-    with pytest.raises(KernelError, match=r"no CUDA driver .*nowhere"):
+    with pytest.raises(KernelError, match=r"the CUDA driver is missing or too old: .*nowhere"):
         peer_kernels._load_driver("/nowhere/libcuda.so.1")
 
 

@@ -137,7 +137,9 @@ def test_on_gpus_nobody_is_compared_with_who_carries_only_tensors_of_the_host() 
     host, nccl = object.__new__(CpuCommunicator), object.__new__(DeviceGroupCommunicator)
     host.context = nccl.context = context
     assert other_of([host, nccl], "cuda") is nccl
-    with pytest.raises(TuneError, match="nothing to compare with: no other communicator supports cuda tensors"):
+    with pytest.raises(
+        TuneError, match="tune has nothing to compare its kernels with: no other communicator supports cuda tensors"
+    ):
         other_of([host], "cuda")
 
 

@@ -315,7 +315,7 @@ def test_a_forward_whose_groups_are_gone() -> None:
     loss = _within(groups, lambda: checkpoint(product, x, use_reentrant=False).sum())
     del groups
     gc.collect()
-    with pytest.raises(ps.GroupNotInitializedError, match="keep a reference until the backward is done"):
+    with pytest.raises(ps.GroupNotInitializedError, match="keep a reference to them until the backward pass is done"):
         loss.backward()
 
 
@@ -327,7 +327,7 @@ def test_many_forwards_are_forgotten_with_an_error() -> None:
         x * 2
     last = _within(PAIR, lambda: checkpoint(layer, x, [], use_reentrant=False).sum())
     last.backward()
-    with pytest.raises(ps.UsageError, match="around the backward as well"):
+    with pytest.raises(ps.UsageError, match="around the backward pass as well"):
         first.backward()
 
 

@@ -58,7 +58,7 @@ def test_ours_is_the_last_and_leaves_devices_to_theirs(package: None) -> None:
 
 def test_it_is_refused_with_cuda(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UnsupportedError, match="NCCL carries its tensors"):
+    with pytest.raises(UnsupportedError, match="tensors are then on the GPU and use NCCL"):
         minisgl.install()
     assert len(importlib.import_module("minisgl.distributed").DistributedCommunicator.plugins) == 1
 

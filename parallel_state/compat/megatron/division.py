@@ -158,7 +158,10 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
         HIERARCHICAL.extend(made)
     for ranks in _lists("dp_cp") if hybrid else ():
         if len(ranks) % 2:
-            raise RefusedError(f"hybrid context parallelism needs an even dp × cp, but it is {len(ranks)}")
+            raise RefusedError(
+                f"hybrid context parallelism needs an even product of the data- and context-parallel sizes, but it "
+                f"is {len(ranks)}"
+            )
         HYBRID.update(create_hybrid_dp_cp_groups(me, ranks, None))
 
 
@@ -196,7 +199,7 @@ def _join_world() -> None:
 
 def _check_sharp(use_sharp: bool, sharp_enabled_group: str | None, instances: int) -> None:
     if sharp_enabled_group is not None and not use_sharp:
-        raise RefusedError(f"use_sharp must be True with sharp_enabled_group={sharp_enabled_group!r}")
+        raise RefusedError(f"sharp_enabled_group={sharp_enabled_group!r} needs use_sharp=True; pass both, or neither")
     if sharp_enabled_group not in (None, "dp", "dp_replica"):
         raise RefusedError(f"sharp_enabled_group must be 'dp' or 'dp_replica', but is {sharp_enabled_group!r}")
     if sharp_enabled_group == "dp_replica" and instances == 1:
@@ -230,7 +233,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Returns a second group of this rank's ranks; its calls don't wait for those of the first group."""
+    """Returns a second process group of the same ranks as the first. Calls on the two don't wait for each other."""
     made = {tuple(ranks): create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)}
     return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 

@@ -282,7 +282,7 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
     virtual = get_virtual_pipeline_model_parallel_world_size()
     if not ignore_virtual and virtual is not None:
         if vp_stage is None:
-            raise RefusedError("ignore_virtual=False needs vp_stage: the pipeline has virtual stages")
+            raise RefusedError("pass vp_stage with ignore_virtual=False, because the pipeline has virtual stages")
         if vp_stage != (virtual - 1 if last else 0):
             return False
     stage = _get("pipeline_model_parallel_world_size") - 1 if last else 0

@@ -99,7 +99,8 @@ def gloo_group_of(kind: str) -> Any:
     """Returns the gloo group of a kind. Raises NotInitializedError if create_gloo_process_groups was False."""
     if not OPTIONS.get("gloo", True):
         raise NotInitializedError(
-            f"the {kind} group has no gloo group: initialize_model_parallel had create_gloo_process_groups=False"
+            f"the {kind} group has no gloo group, because initialize_model_parallel was called with "
+            "create_gloo_process_groups=False"
         )
     with as_megatrons():
         return state.get_group(kind).cpu_group

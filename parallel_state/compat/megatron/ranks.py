@@ -19,7 +19,9 @@ def generate_masked_orthogonal_rank_groups(
     above the product.
     """
     if world_size > prod(parallel_size):
-        raise RefusedError(f"the product of {parallel_size} must be at least the world size, {world_size}")
+        raise RefusedError(
+            f"the product of the parallel sizes {parallel_size} must be at least the world size, {world_size}"
+        )
     grid = Grid(tuple((str(at), size) for at, size in enumerate(parallel_size)))
     spanned = [str(at) for at, chosen in enumerate(mask) if chosen]
     return grid.groups(*spanned)[: world_size // grid.size(*spanned)]

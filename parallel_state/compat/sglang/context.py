@@ -122,7 +122,7 @@ def _check(context: ParallelContext) -> None:
         sizes = [getattr(context, part) for part in parts]
         if sizes[0] * sizes[1] * sizes[2] != context.tp_size:
             shown = " × ".join(f"{part} {size}" for part, size in zip(parts, sizes, strict=True))
-            raise LayoutError(f"{whole} is {context.tp_size}, but must be the product {shown}")
+            raise LayoutError(f"{whole} must be the product of its parts, {shown}, but is {context.tp_size}")
     # Other groups may differ from their size: moe_dp_group may be attn_cp_group, which is larger.
     for name in ("tp", "pp", "attn_tp", "attn_cp", "moe_ep"):
         group, rank, size = (

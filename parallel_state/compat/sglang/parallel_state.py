@@ -166,7 +166,7 @@ def initialize_model_parallel(
     dcp, shared = asked.attn_dcp_size, asked.shared_experts_tp_size or 1
     for whole, part, name in ((asked.tp_size, dcp, "attn_dcp_size"), (attn_tp, shared, "shared_experts_tp_size")):
         if part < 1 or whole % part:
-            raise LayoutError(f"{name} must divide {whole}, but is {part}")
+            raise LayoutError(f"{name} must divide the number of tensor-parallel ranks, {whole}, but is {part}")
     state.initialize_model_parallel(
         attn_tp,
         asked.pp_size,

@@ -118,17 +118,14 @@ def all_gather(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Te
 
 
 def all_reduce_fake(tensor: Tensor, group_name: str) -> Tensor:
-    """Returns a tensor of the result's shape."""
     return torch.empty_like(tensor)
 
 
 def reduce_scatter_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    """Returns a tensor of the result's shape."""
     return new_scattered(tensor, dim, world_size)
 
 
 def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    """Returns a tensor of the result's shape."""
     return new_gathered(tensor, dim, world_size)
 
 

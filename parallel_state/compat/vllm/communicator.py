@@ -76,7 +76,7 @@ _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """Returns the coordinator over the default group. The first communicator, which has all ranks, makes it."""
+    """Returns the coordinator over torch's default group. vLLM's first communicator, which has all ranks, makes it."""
     everyone = dist.group.WORLD
     if everyone not in _outer:
         _outer[everyone] = GroupCoordinator.from_process_group(everyone, name="world", timeout=timeout), set()

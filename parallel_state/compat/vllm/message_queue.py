@@ -178,7 +178,9 @@ class MessageQueue:
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
         """Returns the reading end of `rank`. It must be one of the handle's local readers."""
         if rank not in handle.local_reader_ranks or handle.buffer_handle is None:
-            raise UsageError(f"the readers of the message queue are {handle.local_reader_ranks}, without rank {rank}")
+            raise UsageError(
+                f"rank {rank} isn't a reader of this message queue; its readers are ranks {handle.local_reader_ranks}"
+            )
         self: MessageQueue = object.__new__(MessageQueue)
         self._begin(handle, is_writer=False)
         readers, chunk_bytes, chunks, name = handle.buffer_handle
@@ -264,7 +266,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Adds the exited end's process to errors of the body. After `shutdown` raises RuntimeError instead."""
+        """Adds the PID of an exited process to errors of the block. After `shutdown` raises RuntimeError instead."""
         try:
             yield
         except (PeerDiedError, GroupDestroyedError) as error:

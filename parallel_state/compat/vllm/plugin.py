@@ -51,7 +51,7 @@ def _check_alone() -> None:
         if entry.name != _NAME and (allowed is None or entry.name in allowed) and _answer(lambda e=entry: e.load()()):
             active.append(entry.name)
     if active:
-        raise StandBackError(f"the platform {', '.join(active)} is active")
+        raise StandBackError(f"vLLM already uses the platform {', '.join(active)}")
     if not _answer(platforms.builtin_platform_plugins["cpu"]):
         raise StandBackError("vLLM doesn't run on the CPU")
 

@@ -1,4 +1,4 @@
-"""The typed codec of messages: the values that it knows, types that callers register, limits on what it decodes.
+"""The codec of messages: encodes values of known and registered types, and limits what it decodes.
 
 May import the lower package's errors and settings, and its compiled library.
 """

@@ -1,15 +1,13 @@
-"""Encodes objects to bytes and back, without pickle: the typed codec of objects and tensor dicts.
+"""Encodes objects to bytes and back, without pickle: the calls, the outer format, and the limits for received bytes.
 
-The calls, the outer format, and the limits that bytes from a peer must keep are here. The walk over nested values is in
-`values`; types that need more than a line to be taken apart and built again are in `types`.
+`values` walks over nested values; `types` encodes single values of types that need more than a line.
 
-Every value comes back as the type it was. A tensor leaves only its index in the metadata, the tensors themselves
-travel beside it. Sharing is kept for tensors alone: the same tensor object twice is sent once and comes back as one
-object, the same list twice comes back as two equal lists.
+Every value is decoded to its own type. The metadata contains only the index of a tensor; tensors are sent beside it. A
+tensor that occurs twice is sent once and decoded to one object. Other objects that occur twice are decoded to two.
 
-    metadata  =  version: u8 | length of table: u32, little-endian | table | body
-    table     =  nothing, or msgpack: one [dtype, shape, device type] per tensor
-    body      =  msgpack: the object
+    metadata = version: u8 | length of table: u32, little-endian | table | body
+    table    = nothing, or msgpack: one [dtype, shape, device type] per tensor
+    body     = msgpack: the object
 """
 
 from __future__ import annotations
@@ -41,23 +39,22 @@ _PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
 
 
 class Encoded(NamedTuple):
-    """An object in two parts: the `metadata` that `read` takes, and the `tensors` that `Message.build` needs."""
+    """An encoded object: the `metadata` that `read` takes, and the `tensors` that `Message.build` needs."""
 
     metadata: bytes
     tensors: list[torch.Tensor]
 
 
 def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
-    """Takes an object apart into metadata and tensors; local, no other rank is involved.
+    """Encodes an object as metadata and tensors. Doesn't communicate.
 
-    What travels: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, set,
-    frozenset, torch's dtype, device, Size and dense tensors, numpy's arrays and scalars, and registered types, up to
-    100 deep, as exactly these types: a subclass is not sent as its base. Tensors are the caller's own, not copied;
-    they may be non-contiguous; an nn.Parameter, and what requires grad, is detached.
-    With `allow_pickle`, and only then, a value of any other type is pickled.
+    Supports None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset,
+    torch's dtype, device, Size and dense tensors, numpy's arrays and scalars, and registered types, nested up to 100
+    deep. A subclass isn't sent as its base. Tensors are not copied and may be non-contiguous; those that require a
+    gradient are detached.
 
-    Raises MessageEncodeError naming the key path of a value that can't travel, or when the metadata exceeds
-    `PARALLEL_STATE_MAX_METADATA_BYTES`.
+    With `allow_pickle`, values of other types are pickled. Raises MessageEncodeError with the path of keys to a value
+    that can't be sent, or if the metadata exceeds `PARALLEL_STATE_MAX_METADATA_BYTES`.
     """
     try:
         try:
@@ -88,12 +85,15 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
 
 
 def pack(obj: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Returns the message of an object that the library packs; None where `encode` is needed."""
+    """Returns the message of an object that the library encodes; None if `encode` must be called."""
     return codec_values.pack(obj, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class Message:
-    """Metadata that `read` has checked: `tensors` tells what to receive, in order; `build` then gives the object."""
+    """Checked metadata of a message.
+
+    `tensors` describes the tensors to receive, in order; `build` then returns the object.
+    """
 
     __slots__ = ("_allow_pickle", "_body", "_value", "tensors")
 
@@ -107,10 +107,10 @@ class Message:
         self._value = None if tensors else _decode(body, (), allow_pickle)
 
     def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """Returns the object, which holds these very tensors; to be called once.
+        """Returns the object with these tensors, which aren't copied. Call it once.
 
-        Raises InvalidArgumentError where `tensors` differ from `self.tensors` in number, dtype or shape (the device
-        is free), MessageDecodeError where the rest of the metadata is malformed.
+        Raises InvalidArgumentError if `tensors` differ from `self.tensors` in number, dtype or shape (not in device),
+        MessageDecodeError if the rest of the metadata is malformed.
         """
         if len(tensors) != len(self.tensors):
             raise InvalidArgumentError(f"`tensors` must be {len(self.tensors)} tensors, but are {len(tensors)} instead")
@@ -124,10 +124,10 @@ class Message:
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:
-    """Reads metadata that `encode` made, perhaps on a hostile peer; `data` may be overwritten afterwards.
+    """Decodes metadata, perhaps of a hostile peer. `data` may be overwritten afterwards.
 
-    Raises MessageDecodeError for whatever is no complete message, is too large or too deep, has another format
-    version, holds a type that is not registered on this rank, or a pickled value and `allow_pickle` is False.
+    Raises MessageDecodeError for metadata that is incomplete, too large, too deep or of another version, for a type
+    that is not registered on this rank, and for a pickled value without `allow_pickle`.
     """
     view = memoryview(data).cast("B")
     limit = settings.MAX_METADATA_BYTES.get()

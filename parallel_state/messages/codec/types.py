@@ -1,8 +1,8 @@
-"""Types with an encoding of their own: registered classes, torch's dtypes and dense tensors, numpy arrays.
+"""Encodes single values of registered classes, torch's dtypes and dense tensors, and numpy arrays.
 
-One value of such a type is taken apart into plain parts and built again here, with the checks that parts from a peer
-need. The walk over nested objects is in `values`, the format in `coding`.
-A function that reads parts from a peer may raise any exception; `coding` makes a MessageDecodeError of it.
+A value is encoded as plain parts and decoded from them, with checks, because a peer sends the parts. `values` walks
+over nested objects, `coding` has the format. A decoding function may raise any exception, which `coding` turns into
+MessageDecodeError.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_TENSOR_BYTES = 1 << 48
 
 
 class UnfitError(Exception):
-    """A value can't travel as its type; the text completes "value at … is …"."""
+    """A value of a supported type can't be sent. The text completes "value at … is …"."""
 
 
 # Registered classes
 
 
 class RegisteredType(NamedTuple):
-    """A class whose values are taken apart into named fields and built again."""
+    """A class whose values are sent as named fields."""
 
     cls: type
     name: str
@@ -58,12 +58,12 @@ def register_type(cls: type[T], *, name: str | None = None) -> type[T]: ...
 @overload
 def register_type(cls: None = None, *, name: str | None = None) -> Callable[[type[T]], type[T]]: ...
 def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
-    """Lets values of a class travel in messages; use it as a function or as a decorator, on every rank.
+    """Allows values of a class in messages. A function or a decorator; call it on every rank.
 
-    `cls` is a dataclass, an enum, a `msgspec.Struct` or a named tuple; a subclass is registered by itself. `name` is
-    the name on the wire, `module.qualname` by default. The fields must be the same on every rank.
+    `cls` is a dataclass, an enum, a `msgspec.Struct` or a named tuple. Subclasses must be registered separately. `name`
+    is the name in messages, by default `module.qualname`. The fields must be the same on every rank.
 
-    Only fields travel. A receiver sets them without calling `__new__`, `__init__` or `__post_init__`, and without
+    Only fields are sent. A receiver sets them without calling `__new__`, `__init__` or `__post_init__`, and without
     checking their types. Exceptions: a Struct is built by its constructor, so its `__post_init__` runs; an enum's
     member is looked up.
 
@@ -87,7 +87,7 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
 
 
 def is_registered(cls: type) -> bool:
-    """Returns True if `register_type` was called for this very class (not for a base of it)."""
+    """Returns True if `register_type` was called for this class itself."""
     return cls in _by_class
 
 
@@ -161,7 +161,7 @@ _TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items(
 
 
 class TensorMetadata(NamedTuple):
-    """One tensor of a message, as a receiver must allocate it."""
+    """One tensor of a message: what a receiver must know to allocate it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -169,16 +169,21 @@ class TensorMetadata(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor when it is contiguous."""
+        """Bytes of the tensor if it is contiguous."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without autograd history and lazy bits, a view where possible; raises UnfitError."""
+    """Returns the tensor's values without gradient history and deferred values, as a view if possible.
+
+    Raises UnfitError.
+    """
     if tensor.layout is not torch.strided:
-        raise UnfitError(f"a tensor of layout {tensor.layout}; only dense strided tensors travel")
+        raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:
-        raise UnfitError("a nested tensor; only dense strided tensors travel: send what unbind() gives")
+        raise UnfitError(
+            "a nested tensor, but only dense strided tensors can be sent; send the list that unbind() returns"
+        )
     refusal = dtype_refusal(tensor.dtype)
     if refusal is not None:
         raise UnfitError(refusal)
@@ -186,7 +191,8 @@ def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise UnfitError("a meta tensor, which has no data; send its shape and dtype")
     if is_wrapped_tensor(tensor):
         raise UnfitError(
-            "a tensor from inside of torch.func (grad, vmap, …), which has no memory; send what that returns"
+            "a tensor inside a torch.func transform (grad, vmap, …), which has no memory of its own; send the result "
+            "of the transform"
         )
     if tensor.requires_grad or type(tensor) is torch.nn.Parameter:
         tensor = tensor.detach()
@@ -204,7 +210,7 @@ _decode_rows = msgspec.msgpack.Decoder(list[tuple[str, _Shape, str]]).decode
 
 
 def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
-    """Reads what `tensor_rows` gave, as msgpack; raises if the rows claim what nobody can allocate."""
+    """Decodes the result of `tensor_rows`. Raises for tensors that can't be allocated."""
     tensors = []
     claimed = 0
     for name, shape, device in _decode_rows(data):
@@ -227,7 +233,7 @@ def _device_type(name: str) -> str:
 
 
 def read_device(text: str) -> torch.device:
-    """Reads a device from its str, such as `cuda:1`; raises where torch would cut an index that is too big."""
+    """Parses a device such as `cuda:1`. Raises for an index that is too large, which torch would truncate."""
     device = torch.device(text)
     if str(device) != text:
         raise MessageDecodeError(f"{text[:40]!r} is not a device")
@@ -249,7 +255,7 @@ def is_numpy(cls: type) -> bool:
 
 
 def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
-    """Takes an array or a scalar apart: dtype, shape, order (`C` or `F`), bytes; raises UnfitError."""
+    """Encodes an array or a scalar as dtype, shape, order (`C` or `F`) and bytes. Raises UnfitError."""
     import numpy
 
     array = numpy.asarray(value)
@@ -257,16 +263,16 @@ def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
     # ml_dtypes' bfloat16 calls itself <V2, a structured dtype |V12: what it means would be lost.
     if not _NUMPY_DTYPE.fullmatch(spec) or numpy.dtype(spec) != array.dtype:
         raise UnfitError(
-            f"a numpy value of dtype {array.dtype}; only numbers, bools, times and fixed-size strings travel"
+            f"a numpy value of dtype {array.dtype}, but only numbers, bools, times and fixed-size strings can be sent"
         )
     if array.dtype.kind in "SU" and array is not value and array[()] != value:
-        raise UnfitError(f"a {type(value).__name__} that ends in NUL, which numpy would cut; send a str or bytes")
+        raise UnfitError(f"a {type(value).__name__} that ends in NUL, which numpy would remove; send a str or bytes")
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     return spec, array.shape, order, array.tobytes(order)  # type: ignore[arg-type]
 
 
 def numpy_array(parts: list[Any]) -> Any:
-    """Builds a writable array of its own memory from what `numpy_parts` gave."""
+    """Returns a writable array from the result of `numpy_parts`."""
     try:
         import numpy
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""Walks over nested values: what msgpack has goes through msgspec's C code, any other value is wrapped in an Ext.
+"""Walks over nested values: msgspec's C code encodes what msgpack has, and all other values are wrapped in an Ext.
 
-Containers, paths, depth, and the table of Ext codes are here; the outer format is in `coding`, and how a single value
-of a rich type is taken apart in `types`.
+This module has the containers, the paths of keys and the table of Ext codes. `coding` has the outer format, `types` the
+encoding of single values.
 
-None, bool, int, float, str, bytes, list and dict are themselves in msgpack. msgspec would also take tuples, enums,
-dataclasses and subclasses, and give back something else; so the exact type of each value is looked at, and whatever
-msgspec may not have is replaced by an Ext, whose payload is again msgpack, or raw bytes.
+None, bool, int, float, str, bytes, list and dict are encoded by msgpack as they are. msgspec would also accept tuples,
+enums, dataclasses and subclasses, but decode them to other types. So the exact type of each value is checked. Other
+values are replaced by an Ext, whose payload is msgpack or raw bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
 class _Library:
-    """The functions of the compiled library for the codec, once `use_library` was called."""
+    """The codec's functions of the compiled library, after a call of `use_library`."""
 
     objects: PlainObjects | None = None
 
@@ -70,7 +70,7 @@ _library = _Library()
 
 
 def use_library() -> PlainObjects:
-    """Has objects packed in C first, which needs the compiled library: see `pack`."""
+    """Makes `pack` use the compiled library from now on, and returns the library's functions."""
     if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
@@ -81,10 +81,10 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that is True if all dicts in msgpack's own form have keys as `Encoder.mapping` leaves them.
+    """Returns a function that is True if all dicts in msgpack's own form have the keys that `Encoder.mapping` allows.
 
-    Other keys, such as lists, can be chosen to collide, and msgspec can't be stopped while it builds a dict. What is
-    malformed is left to msgspec. Without the compiled library nothing is checked.
+    A sender can choose other keys, such as lists, so that they collide, and msgspec can't be stopped while it builds a
+    dict. Malformed bytes are left to msgspec. Without the compiled library nothing is checked.
     """
     from device_communicators.cpu import native
 
@@ -97,19 +97,19 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, limit: int, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Returns the message of a value of the plain types; None for any other, and without the library."""
+    """Returns the message of a value of plain types; None for other values, and without the library."""
     return None if _library.objects is None else _library.objects.pack(value, limit, cut)
 
 
 class RefusedError(Exception):
-    """A value that can't travel. Each container on the way up adds its part of the path."""
+    """A value can't be sent. Each container that holds it adds a part of the path of keys."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
         self.path: list[str] = []
 
     def text(self) -> str:
-        """Returns the message for the caller, such as `value at ['requests'][3].callback is a function; …`."""
+        """Returns the error's text, such as `value at ['requests'][3].callback is a function; …`."""
         what, remedy = self.args
         path = "".join(reversed(self.path))
         if len(path) > 200:
@@ -118,9 +118,9 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """One walk over one object: `pack` gives what msgspec may encode, `tensors` fills up on the way.
+    """One walk over one object. `pack` returns what msgspec may encode, and collects the `tensors`.
 
-    `careful` looks at each int and str by itself: slower, for objects that hold one that msgpack can't represent.
+    `careful` inspects each int and str separately, which is slower: for objects with one that msgpack can't represent.
     """
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
@@ -132,11 +132,11 @@ class Encoder:
         self._allow_pickle = allow_pickle
 
     def pack(self, value: object, depth: int = 0) -> object:
-        """Returns the value, or what stands for it; raises RefusedError."""
+        """Returns the value, or the Ext that replaces it. Raises RefusedError."""
         return _PACKERS[type(value)](self, value, depth)
 
     def sequence(self, values: Sequence[object], depth: int) -> Sequence[object]:
-        """Packs each item; `values` itself comes back where all are plain and of one type, as in token ids."""
+        """Packs each item. Returns `values` itself if all items are plain and of one type, such as token ids."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -155,7 +155,7 @@ class Encoder:
         return packed
 
     def mapping(self, values: dict[Any, object], depth: int) -> object:
-        """Packs each value, in a copy once one must change; other keys than plain ones make it an Ext."""
+        """Packs each value, in a copy if one is replaced. Keys of other than plain types make the result an Ext."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -177,7 +177,7 @@ class Encoder:
         return values if packed is None else packed
 
     def pairs(self, values: Mapping[Any, object], depth: int) -> bytes:
-        """Packs key, value, key, value, …: keeps any type of key, and the class that msgpack has no word for."""
+        """Packs a dict as key, value, key, value, …, and its class: for keys and classes that msgpack doesn't have."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         packed: list[object] = []
@@ -239,7 +239,7 @@ class Encoder:
         return self.refuse(value, what)
 
     def refuse(self, value: object, what: str) -> object:
-        """Pickles the value where that is allowed, else raises RefusedError."""
+        """Pickles the value if that is allowed; otherwise raises RefusedError."""
         if not self._allow_pickle:
             raise RefusedError(
                 what,
@@ -258,7 +258,7 @@ def _too_deep() -> RefusedError:
 
 
 def _label(key: object) -> str:
-    """Returns a key for a path: short, and never failing as the repr of a long int can."""
+    """Returns a key as part of a path: short, and without an error for ints that are too long for repr."""
     try:
         text = repr(key)
     except Exception:
@@ -328,7 +328,7 @@ _PACKERS = _Packers(
 
 
 class Decoder:
-    """One walk over one body. Its methods may raise anything; the caller makes a MessageDecodeError of it."""
+    """One walk over one body. Its methods may raise any exception, which the caller turns into MessageDecodeError."""
 
     __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
@@ -339,23 +339,24 @@ class Decoder:
         self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
-        """Decodes msgpack, and each Ext within it as soon as its bytes are met.
+        """Decodes msgpack, and each Ext in it.
 
-        Lists and dicts that nest deeper than the interpreter's recursion limit end in a RecursionError. Holding them
-        to MAX_DEPTH would need a second walk over each value, which takes as long as decoding; values that need
-        frames of ours are held to it.
+        Lists and dicts nested deeper than the interpreter's recursion limit raise RecursionError. MAX_DEPTH applies
+        only to values that an Ext holds: for the others it would need a second walk, which takes as long as decoding.
         """
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
-                raise MessageDecodeError("a message holds a dict with keys that no sender gives it, or is too deep")
+                raise MessageDecodeError(
+                    "a message is malformed: a dict has keys of a type that no sender uses, or is nested too deep"
+                )
         return _from_msgpack(data, ext_hook=self._ext)
 
     def items(self, data: memoryview) -> list[Any]:
         items = _from_msgpack(data, ext_hook=self._ext)
         if type(items) is not list:
             raise MessageDecodeError(
-                f"a message is malformed: the items of a container must be a list, but are a {type(items).__name__}"
+                f"a message is malformed: the items of a set or dict must be a list, but are a {type(items).__name__}"
             )
         return items
 
@@ -367,7 +368,7 @@ class Decoder:
         return made
 
     def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
-        """Updates a set or a dict with items, some at a time: items that all collide would take a quadratic time."""
+        """Adds items to a set or a dict in portions, with a time limit: if all items collide, the time is quadratic."""
         batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
         started = time.thread_time()
         left_s = self._left_s
@@ -375,7 +376,10 @@ class Decoder:
             made.update(items[start : start + batch])
             self._left_s = left_s - (time.thread_time() - started)
             if self._left_s < 0:
-                raise MessageDecodeError(f"a message holds {len(items)} items of a set or dict which collide")
+                raise MessageDecodeError(
+                    f"a message holds a set or dict of {len(items)} items that collide, which would take too long to "
+                    "decode"
+                )
         return made
 
     def pairs(self, data: memoryview) -> dict[Any, Any]:
@@ -393,7 +397,7 @@ class Decoder:
     def size(self, data: memoryview) -> torch.Size:
         items = self.items(data)
         if not all(type(item) is int for item in items):
-            raise MessageDecodeError("a message holds a torch.Size of other things than ints")
+            raise MessageDecodeError("a message is malformed: it holds a torch.Size with other values than ints")
         return torch.Size(items)
 
     def tensor(self, data: memoryview) -> torch.Tensor:

@@ -55,7 +55,6 @@ class Clock:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def finish(self) -> None:
-        """Waits until the device is idle."""
         if self._on_gpu:
             torch.cuda.synchronize()
 

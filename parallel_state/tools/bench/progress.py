@@ -53,7 +53,6 @@ def duration(seconds: float) -> str:
 
 
 def _bar(stream: TextIO) -> Any:
-    """Returns rich's bar, or None without a terminal or without rich."""
     if not stream.isatty():
         return None
     try:

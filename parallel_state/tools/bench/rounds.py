@@ -86,7 +86,6 @@ def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 
 
 def _rotated(candidates: Sequence[_Candidate], by: int) -> list[_Candidate]:
-    """Rotates the candidates, so that each round has another order."""
     start = by % max(1, len(candidates))
     return [*candidates[start:], *candidates[:start]]
 

@@ -21,7 +21,7 @@ class Interface(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """This process' launcher and rank, and the address of the store."""
+    """The launcher and rank of this process, and the address of the store."""
 
     rank: int = 0
     local_rank: int = 0

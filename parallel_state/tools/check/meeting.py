@@ -166,7 +166,7 @@ def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return _join_other(address, prefix), False
-        raise NotMetError("port-unusable", f"rank 0 can't listen on port {address[1]}: {error}") from error
+        raise NotMetError("port-unusable", f"rank 0 can't listen on port {address[1]} of this host: {error}") from error
     with listener:
         try:  # names may resolve late
             check_own(address, listener, min(deadline, time.monotonic() + _OWN_NAME_S))
@@ -216,7 +216,6 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
 
 
 def _unreached(error: OSError, where: str, server: str) -> tuple[str, str]:
-    """Returns kind and text of a failed connection to the store."""
     if isinstance(error, socket.gaierror):
         return "master-unresolved", f"{where.rpartition(':')[0]} doesn't resolve here: {error.strerror}"
     if isinstance(error, TimeoutError):

@@ -114,7 +114,6 @@ def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
 
 
 def _text(path: str | Path) -> str:
-    """Returns a small file's content, stripped; "" if it can't be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
         return file.read().strip()
     return ""

@@ -78,7 +78,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namespace) -> None:
-    """Exits with code 2 for options that don't fit the plan."""
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         parser.error(f"--rank must be in 0 … {plan.world_size - 1}, but is {options.rank}")
     if options.color_by is not None and plan.kind(options.color_by) is None:

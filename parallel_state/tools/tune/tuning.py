@@ -91,7 +91,9 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
     for each in route:
         if each.name != "peer_memory" and each.refusal(request) is None:
             return each
-    raise TuneError(f"nothing to compare with: no other communicator supports {device_type} tensors")
+    raise TuneError(
+        f"tune has nothing to compare its kernels with: no other communicator supports {device_type} tensors"
+    )
 
 
 class Tuning:
@@ -206,7 +208,7 @@ class Tuning:
 
 
 class Candidates(GroupTeam):
-    """The candidates of one operation, as a team of `bench`. Every rank creates one."""
+    """The kernels that one operation can use, in the form in which `bench` measures them. Every rank creates one."""
 
     name = "tune"
 
@@ -249,7 +251,6 @@ class Candidates(GroupTeam):
 
 
 def _collective(operation: str) -> str:
-    """Returns the name that `bench` uses for the operation's collective."""
     return "all_reduce" if operation == FUSED else operation
 
 
