@@ -319,7 +319,6 @@ def test_bad_sizes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--tp", "2"], "--world-size"),
         (["--world-size", "8", "--rank", "8"], "0 … 7"),
-        (["--world-size", "8", "--color-by", "nothing"], "must be one of tp"),
         (["--world-size", "8", "--gpus-per-node", "0"], "at least 1"),
         (["--world-size", "8", "--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
         (["--world-size", "8", "--json", "/dev/full"], "cannot write /dev/full: No space"),

@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
 def test_large_worlds_stay_small() -> None:
     plan = make_plan(Request(MAX_RANKS, {"tp": 8, "pp": 8}, "megatron", 8))
-    assert len(page(plan, "pp", remarks_on(plan)).encode()) < MAX_BYTES
+    assert len(page(plan, default_kind(plan), remarks_on(plan)).encode()) < MAX_BYTES
 
 
 def contrast(one: str, other: str) -> float:
@@ -185,8 +185,8 @@ def test_no_text_ends_the_script_that_holds_it() -> None:
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = tmp_path / "plan.html"
-    words = ["--world-size", "64", "--tp", "4", "--pp", "2", "--html", str(html), "--color-by", "pp"]
+    words = ["--world-size", "64", "--tp", "4", "--pp", "2", "--html", str(html)]
     assert main(["plan", *words]) == 0
     plan = make_plan(Request(64, {"tp": 4, "pp": 2}, "megatron", 8))
-    assert html.read_text(encoding="utf-8") == page(plan, "pp", remarks_on(plan))
+    assert html.read_text(encoding="utf-8") == page(plan, default_kind(plan), remarks_on(plan))
     assert "64 ranks on 8 nodes" in capsys.readouterr().out

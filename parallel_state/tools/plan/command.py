@@ -37,10 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(request, error, options.json)
     _check(parser, plan, options)
     remarks, communicators = remarks_on(plan), count_communicators(plan)
-    kind = options.color_by or default_kind(plan)
     makers = {
         "json": lambda: as_json(plan_json(plan, remarks, communicators, options.rank)),
-        "html": lambda: page(plan, kind, remarks),
+        "html": lambda: page(plan, default_kind(plan), remarks),
     }
     if not write_chosen(parser, options, makers):
         print(plan_text(plan, remarks, communicators) if options.rank is None else rank_text(plan, options.rank))
@@ -65,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--rank", type=int, metavar="N", help="print the groups of one rank instead of the table")
     add_json(output)
     output.add_argument("--html", metavar="FILE", help="write an interactive page with a picture of all nodes and GPUs")
-    output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, such as tp")
     return parser
 
 
@@ -80,9 +78,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namespace) -> None:
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         parser.error(f"--rank must be in 0 … {plan.world_size - 1}, but is {options.rank}")
-    if options.color_by is not None and plan.kind(options.color_by) is None:
-        parser.error(f"--color-by must be one of {', '.join(kind.name for kind in plan.kinds)}, "
-                     f"but is {options.color_by!r}")  # fmt: skip
 
 
 def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
