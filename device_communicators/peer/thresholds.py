@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from device_communicators.base import settings
 from device_communicators.base.errors import SettingError
@@ -29,9 +30,7 @@ from device_communicators.routing.communicator import GroupContext
 ALGORITHMS = ("push", "pull", "two_shot")
 """Algorithms of all_reduce, from small to large messages."""
 
-FORMAT = 1
-_OBSOLETE = ("symmetric", "multimem")
-"""Columns that versions up to 0.2.0 wrote; ignored."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,18 @@ class Thresholds:
 
     arch: str
     """CUDA's compute capability, as `9.0`."""
-    world_size: int
-    push: int
-    pull: int
-    two_shot: int
-    all_gather: int
+    world_size: Count
+    push: Count
+    pull: Count
+    two_shot: Count
+    all_gather: Count
     """Bytes of a rank's input."""
-    all_gather_push: int
+    all_gather_push: Count
     """Up to this size by push, above it by pull; `reduce_scatter_push` likewise."""
-    reduce_scatter: int
+    reduce_scatter: Count
     """Bytes of a rank's output."""
-    reduce_scatter_push: int
-    fused: int
+    reduce_scatter_push: Count
+    fused: Count
     """Limit of the fused all_reduce_add_rms_norm kernel, which pushes. Larger ones are an all_reduce and a norm."""
     measured: bool
     source: str
@@ -61,7 +60,7 @@ class Thresholds:
     driver: str = ""
     nccl: str = ""
     torch: str = ""
-    proven_calls: int = 0
+    proven_calls: Count = 0
     """Number of calls with random delays and checked results before the row was written."""
     own_nccl: bool = False
     """True if NCCL communicators of our own were faster than torch's."""
@@ -94,6 +93,14 @@ class Table:
         return min(rows, key=lambda row: row.world_size, default=None)
 
 
+class _File(msgspec.Struct):
+    """The content of a file. Unknown columns are ignored, such as `symmetric` of versions up to 0.2.0."""
+
+    format: Literal[1]
+    rows: tuple[Thresholds, ...]
+    origin: str = ""
+
+
 def load(path: Path | None = None) -> Table:
     """Loads the table at `path`, which defaults to PARALLEL_STATE_PEER_MEMORY_TABLE, else to the user's table.
 
@@ -109,18 +116,14 @@ def load(path: Path | None = None) -> Table:
     path = path or Path(str(named))
     try:
         text = path.read_text()
-        facts = json.loads(text)
-        if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']}")
-        rows = tuple(_row(each) for each in facts["rows"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        file = msgspec.json.decode(text, type=_File)
+    except (OSError, ValueError) as error:  # ValueError: also of msgspec, and of text that isn't UTF-8
         raise SettingError(
             f"{settings.PEER_MEMORY_TABLE.name} must name a file that `python -m parallel_state tune` wrote, of "
-            f"format {FORMAT}, but {path} isn't one ({type(error).__name__}: {error}); `python -m parallel_state "
-            "tune` writes one. Or unset the "
-            "variable, or remove the file"
+            f"format 1, but {path} isn't one ({type(error).__name__}: {error}); `python -m parallel_state tune` writes "
+            "one. Or unset the variable, or remove the file"
         ) from error
-    return Table(rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
+    return Table(file.rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
@@ -152,21 +155,7 @@ def user_path() -> Path:
 
 def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
     """Writes a table that `load` reads."""
-    lines = [json.dumps({field.name: getattr(row, field.name) for field in fields(row)}) for row in rows]
-    body = ",\n    ".join(lines)
-    path.write_text(
-        f'{{\n  "format": {FORMAT},\n  "origin": {json.dumps(origin)},\n  "rows": [\n    {body}\n  ]\n}}\n',
-        encoding="utf-8",
-    )
-
-
-def _row(facts: dict[str, Any]) -> Thresholds:
-    row = Thresholds(**{name: value for name, value in facts.items() if name not in _OBSOLETE})
-    for field in fields(row):
-        value = getattr(row, field.name)
-        if type(value).__name__ != field.type or (isinstance(value, int) and value < 0):
-            raise ValueError(f"{field.name} is {value!r}")
-    return row
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(_File(1, tuple(rows), origin))) + b"\n")
 
 
 def _text(size_bytes: int) -> str:
