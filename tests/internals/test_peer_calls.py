@@ -477,7 +477,7 @@ def test_a_rank_whose_cuda_does_not_start_keeps_nobody_waiting(pools: Pools, env
 def _setting_body(env: Env) -> None:
     rank = ps.get_tp_group().rank_in_group
     try:
-        with pytest.raises(SettingError, match=f"rank 1: {TABLE} must name a table"):
+        with pytest.raises(SettingError, match=f"rank 1: {TABLE} must name a file"):
             _group({**env, TABLE: "/nowhere"} if rank == 1 else env)
     finally:
         os.environ.update(env)
@@ -721,7 +721,7 @@ def test_a_table_that_cant_be_read_says_so(tmp_path: Path) -> None:
     for number, text in enumerate(bad):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
-        with pytest.raises(SettingError, match=f"{TABLE} must name a table"):
+        with pytest.raises(SettingError, match=f"{TABLE} must name a file"):
             peer_thresholds.load(path)
     with pytest.raises(SettingError, match="No such file"):
         peer_thresholds.load(tmp_path / "none.json")
