@@ -36,7 +36,7 @@ def _never() -> bool:
 
 
 class _Connection:
-    """A connection to a server, and its oldest abandoned operation."""
+    """A connection to a server, and its oldest operation that was abandoned at a deadline."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -157,7 +157,8 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
 
 
 def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
-    """Returns the cores of `count` consecutive parts whose sizes differ by at most one unit."""
+    """Divides the cores into `count` consecutive parts, whose numbers of units differ by at most one. Returns the
+    parts."""
     ends = [index * len(units) // count for index in range(count + 1)]
     return [sorted(core.number for unit in units[begin:end] for core in unit) for begin, end in pairwise(ends)]
 

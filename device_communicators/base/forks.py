@@ -28,7 +28,10 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Makes each forked child call `leave`, which returns True if the parent had groups. Only the first call counts."""
+    """Makes each forked child call `leave`, which returns True if the parent had groups.
+
+    Only the first call has an effect.
+    """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)

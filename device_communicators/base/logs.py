@@ -32,5 +32,5 @@ def configure(rank: int | None) -> None:
 
 
 def is_first_of_host() -> bool:
-    """Returns True on the rank that logs faults of its host, LOCAL_RANK 0; also if LOCAL_RANK is unset."""
+    """Returns True on the rank that logs problems of its host: LOCAL_RANK is 0 or unset."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -93,7 +93,7 @@ def _wakeup() -> _Wakeup:
 
 
 def tell(pipe: SignalPipe) -> None:
-    """Keeps `pipe` up to date with the descriptor from now on."""
+    """Writes the descriptor to the library's `pipe` now, and again whenever it changes."""
     _wakeup().pipes.append(pipe)
     begin()
 

@@ -198,7 +198,10 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Formats the call of the two words of `Told` in csrc/call.h. `parts`: bytes of its parts."""
+    """Formats a call from the two words of `Told` in csrc/call.h, which C++ receives from a peer.
+
+    `parts`: bytes of its parts.
+    """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
     ops = list(REDUCE_OPS)

@@ -238,7 +238,10 @@ class Channels:
             raise self.members.destroyed()
 
     def close(self) -> bool:
-        """Closes all queues of this rank. Returns False if a thread still uses one, and its memory."""
+        """Closes all queues of this rank.
+
+        Returns False if a thread still uses one: the memory must stay mapped then.
+        """
         with self._lock:
             self._closed = True
             ends = [*self._senders.values(), *self._receivers.values()]

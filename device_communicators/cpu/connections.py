@@ -47,7 +47,7 @@ _SECOND_PROBE_S = 0.4
 
 
 class Meeting(NamedTuple):
-    """The ranks of a group that connect, and how they exchange records."""
+    """The ranks of a group that connect to each other, and the function by which they exchange addresses."""
 
     members: GroupMember
     ranks: Sequence[int]
@@ -63,7 +63,7 @@ class Meeting(NamedTuple):
 
 
 class Connections:
-    """Connected sockets by rank, in the order of the other side."""
+    """The connected sockets of this rank, by peer. Both ends list the connections of a pair in the same order."""
 
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int

@@ -537,10 +537,10 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns nanoseconds to spin, and then times to yield, before a waiting rank sleeps.
+    """Returns how long a waiting rank polls, in nanoseconds, and how often it then yields, before it sleeps.
 
-    `group`: core masks of the group's ranks on this host. `everyone`: those of all ranks here. A rank that spins on the
-    core that the awaited rank needs delays both, so with more ranks than cores it spins only briefly.
+    `group`: core masks of the group's ranks on this host. `everyone`: those of all ranks here. A rank that polls on the
+    core that the awaited rank needs delays both, so with more ranks than cores it polls only briefly.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)

@@ -366,7 +366,7 @@ class NativeGroup:
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Reports that this rank leaves on purpose, so that its exit is no death."""
+        """Reports that this rank leaves on purpose. So peers don't report its exit as a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:

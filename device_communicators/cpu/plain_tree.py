@@ -120,9 +120,9 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """Describes a dict's CPU tensors: keys, shapes and dtypes (as c10::ScalarType).
+    """The keys, dtypes and shapes of a dict's CPU tensors, as both sides know them in advance.
 
-    `entries`: number of the dict's entries, including other values.
+    `dtypes`: as c10::ScalarType. `entries`: the number of the dict's entries, including other values.
     """
 
     def __init__(

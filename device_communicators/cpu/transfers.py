@@ -212,7 +212,7 @@ class Transfers:
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
-        """Sends a contiguous CPU tensor, which may be changed afterwards."""
+        """Sends a contiguous CPU tensor. When it returns, the tensor may be changed."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:

@@ -153,7 +153,7 @@ class StreamOrder:
         """Stream of the last call outside captures."""
 
     def next(self) -> int:
-        """Returns the current stream, after making it wait for the last call's stream."""
+        """Makes the current stream wait for the stream of the last call, and returns the current stream."""
         stream = self._streams.current()
         if stream != self.last and not self._streams.is_capturing():
             if self.last is not None:

@@ -33,7 +33,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """The verdict on a claim about the whole group; usable as a condition."""
+    """The ranks' common answer to a question about the whole group; usable as a condition."""
 
     holds: bool
     reason: str

@@ -17,7 +17,7 @@ class NoAnswerError(Exception):
 
 
 class Reader(Protocol):
-    """Answers the questions of `topology`."""
+    """Interface of the objects that answer the questions of `topology` about GPUs."""
 
     def ask(self, question: str, *where: int) -> Any:
         """Returns NVML's answer to a question about one GPU, one link of a GPU, or two GPUs. Raises NoAnswerError."""

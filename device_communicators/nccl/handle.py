@@ -66,7 +66,10 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps for at most 2 ms. Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout."""
+        """Sleeps for at most 2 ms in a wait.
+
+        Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout.
+        """
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started

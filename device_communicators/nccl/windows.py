@@ -54,7 +54,10 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Records the used blocks of a group's windows. Equal on all ranks, which make the same changes in one order."""
+    """Records which blocks of a group's windows are in use.
+
+    Equal on all ranks, which make the same changes in one order.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -35,7 +35,7 @@ def arch_of(device: torch.device) -> str:
 
 
 class HostWords:
-    """64-bit words in pinned host memory. The GPU reads and writes them at the same address."""
+    """64-bit words in host memory that the GPU can read and write, at the same address."""
 
     def __init__(self, count: int, *, pinned: bool = True) -> None:
         self._memory = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=pinned)

@@ -192,7 +192,7 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates what the ranks must create together. Returns the reason why the group can't use it, or None.
+        """Creates what all ranks must create together. Returns why the group can't use this communicator, or None.
 
         Every rank calls it once, when the group's route is built, and gets the same result. If it returns a reason, it
         has kept no resources.
@@ -543,7 +543,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """A communicator for the requests that its `refusal` accepts. The next one of the route takes the others."""
+    """Base class of communicators that support some requests only. The route's next communicator gets the others."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

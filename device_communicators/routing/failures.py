@@ -162,7 +162,7 @@ def attributed(
 
 
 def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure`, of a broken connection, as the error for a group without a death."""
+    """Returns `failure`, a broken connection, as the error of a group in which no rank has died."""
     return context.failure(
         CommunicationError,
         f"{failure.args[0]}. All ranks of the group are alive: one of them failed first, at its deadline or by another "

@@ -33,7 +33,7 @@ _MOST_REPORTS = 64
 
 @dataclass(frozen=True)
 class Report:
-    """The call in which the group failed on a rank."""
+    """The call in which a group failed on a rank, as that rank sends it to its peers."""
 
     sequence: int
     call: str

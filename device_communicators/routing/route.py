@@ -1,7 +1,7 @@
-"""The route of one group: an ordered list of communicators that run its operations, eager, compiled and captured.
+"""The route of one group: an ordered list of communicators, of which the first that supports an operation runs it.
 
-`Route.run` runs every operation that isn't started or a native op. It chooses a communicator, counts the traffic, and
-translates a communicator's errors into those of this library. A route contains no membership logic and moves no bytes.
+`Route.run` runs the blocking operations that go through Python: it chooses a communicator, counts the traffic, and
+translates a communicator's errors into those of this library. A route moves no bytes itself.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation with an `i` (isend, iall_reduce_, …) of a contiguous `tensor` without waiting.
+        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`, without waiting.
 
         Its bytes count as those of `part_of`, whose calls the caller counts. `dim`: the dim of a gather or scatter, if
         the arguments don't contain it.
@@ -491,7 +491,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns the start of this thread's call: before `started` if it waited outside this route first."""
+        """Returns the start of this thread's call, earlier than `started` if it waited before this route ran it."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -596,7 +596,7 @@ class Route:
             communicator.set_up(divisible=divisible)
 
     def divide(self, part: Route | None, color: int) -> None:
-        """Calls `Communicator.divide` of each communicator, with that of the same name in the part's route."""
+        """Calls `Communicator.divide` of each communicator, with the communicator of the same name of the part."""
         parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
             communicator.divide(parts.get(communicator.name), color)

@@ -68,7 +68,7 @@ class _Failed:
 
 
 class Start(NamedTuple):
-    """What a rank that waits in start-up returns to processes that request its state."""
+    """The state of a rank that waits in start-up, for processes that ask for it."""
 
     where: str
     """Address of the rendezvous."""

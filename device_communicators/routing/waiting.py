@@ -177,7 +177,7 @@ def limit_of(context: GroupContext) -> timedelta:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Waits until `ended(seconds)`, which blocks for at most that time, is true.
+    """Waits until `ended(seconds)` returns True; it blocks for at most that time.
 
     Raises RuntimeError after the group's timeout, or the error for a death in the failure domain.
     """

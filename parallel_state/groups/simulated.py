@@ -85,7 +85,7 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns a simulated group of these global ranks, as global rank `rank`; the other ranks don't exist."""
+    """Returns a group of these global ranks in which this process is `rank`, and the other ranks don't exist."""
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
     context = GroupContext(

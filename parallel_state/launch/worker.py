@@ -44,7 +44,7 @@ REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
 
 
 class Inherited:
-    """Passes a file descriptor to a worker."""
+    """A file descriptor that is passed to a worker process."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -127,7 +127,7 @@ def _write_result(fd: int, rank: str, result: object) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """The function, its arguments and the launch's options."""
+    """The user's function, its arguments, and the launch's options, as a worker receives them."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

@@ -141,7 +141,7 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the number of ranks in such a group; the maximum if the groups differ."""
+        """Returns the number of ranks in the group that spans `names`; the maximum if groups differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -151,12 +151,12 @@ class Layout:
         return grid.size(*axes)
 
     def axes_of(self, *names: str) -> tuple[str, ...]:
-        """Returns the axes that such a group spans, fastest first."""
+        """Returns the axes that the group of `names` spans, fastest first."""
         grid, axes = self._find(names)
         return tuple(name for name in grid.names if name in axes)
 
     def grid_of(self, *names: str) -> Grid:
-        """Returns the first grid that has all axes of such a group."""
+        """Returns the first grid that has all axes of the group of `names`."""
         return self._find(names)[0]
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -123,9 +123,9 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Builds the native code before deadlines start (a minute on a busy machine). Removes stale shared segments.
+    """Compiles the native code before deadlines start (a minute on a busy machine). Removes leftovers in /dev/shm.
 
-    Also for a world of GPUs: its messages use shared memory of the host. If the build fails, `explain()` shows why.
+    If the build fails, `explain()` shows why. GPU groups need it too: their messages use shared memory of the host.
     """
     from device_communicators.c10d import control_store, extension
     from device_communicators.cpu import native

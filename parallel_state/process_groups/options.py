@@ -67,7 +67,10 @@ class GroupOptions:
 
     @property
     def meets(self) -> bool:
-        """Returns True if ranks wait for each other to create a group. NCCL's wait in the first call instead."""
+        """Returns True if the ranks wait for each other when they create a group.
+
+        With NCCL they wait in the first call.
+        """
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property

@@ -398,10 +398,12 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True for a repeated complaint, or one that isn't about the network. Deletes the first complaint.
+        """Returns True if a rank has complained twice, or about something else than the network.
 
-        This process may have been stopped, or the network interrupted for a moment. Then the rank enters after all;
-        otherwise it complains again.
+        Deletes a first complaint.
+
+        If this process was only stopped, or the network interrupted for a moment, the rank then enters after all.
+        Otherwise it complains again.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at

@@ -29,11 +29,11 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Returns the result of `call(is_abandoned)`, which runs in a thread.
+    """Returns the result of `call(is_abandoned)`, which runs in a thread that this function may abandon.
 
-    Abandons the thread and raises AbandonedError if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns
-    True, or the deadline passes. torch's calls that connect ranks don't detect exits and can't be interrupted. A call
-    that returns after it was abandoned must check `is_abandoned()` and undo its work.
+    It does so, and raises AbandonedError, if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns True, or
+    the deadline passes. torch's calls that connect ranks don't detect exits and can't be interrupted. A call that
+    returns after it was abandoned must check `is_abandoned()` and undo its work.
     """
     ranks = list(ranks)
     abandoned = threading.Event()
