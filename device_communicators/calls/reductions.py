@@ -146,8 +146,8 @@ def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `(normed / scale as float8_e4m3fn, scale)`. The scale of a row is `max(abs(row)) / 448` or MIN_SCALE.
 
-    Computes in float32 and divides by the scale, as vLLM's kernels do. A row with a NaN has the scale NaN, and all its
-    elements are NaN. A row with an infinity has the scale infinity; infinite elements become NaN, others 0.
+    Computes in float32, as vLLM's kernels do. A row with a NaN is NaN, with the scale NaN. A row with an infinity has
+    the scale infinity; infinite elements become NaN, others 0.
     """
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))

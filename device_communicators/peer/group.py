@@ -1,16 +1,16 @@
 """`PeerGroup`: set-up, self-test, launches, failures and end of a group's kernels in peer memory.
 
-Set-up is a sequence of steps that all ranks take together. If a step fails on any rank, all ranks undo the earlier
-steps and raise NotSharedError; the group then works without peer memory, and `explain()` shows the error's text. After
-set-up a call only launches a kernel, so it can be captured.
+All ranks take the steps of the set-up together. If one fails on any rank, all ranks undo the earlier steps and raise
+NotSharedError; the group then works without peer memory. After set-up a call only launches a kernel, so it can be
+captured.
 
-A kernel waits for its peers on the device, where it can't raise. When its deadline passes it writes a *report* into
-host memory and ends. It also ends when the host sets the *abort* word, as it does at once if a rank exits. The next
-call then raises the failure; calls that were launched before have undefined results. A thread polls the report and logs
-it, because there may be no next call, or only replays, for which CUDA just reports a failed launch.
+A kernel waits for its peers on the device, where it can't raise. After its deadline it writes a *report* into host
+memory and ends. It also ends when the host sets the *abort* word, as it does if a rank exits. The next call then raises
+the failure; calls launched before it have undefined results. A thread logs the report, because there may be no next
+call.
 
-Two calls of one rank must not run at the same time. Calls on several streams wait for each other. The program must
-order replays of captured calls with calls and with other replays.
+Two calls of one rank must not run at the same time: calls on several streams wait for each other. The program must
+order replays of captured calls itself.
 """
 
 from __future__ import annotations

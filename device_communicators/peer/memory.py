@@ -1,13 +1,12 @@
 """*Regions*: memory on each rank's GPU that all ranks of the group have mapped, for peer-memory kernels.
 
-A group has one region per rank, all of the same size. Regions are allocated and zeroed when the group is made, and
-never grow. There are several ways to share memory. All ranks try them together in the same order; if one fails on any
-rank, all ranks try the next. The kernels (`csrc`) define the contents of a region; `peer.thresholds` decides which
-groups use them.
+A group has one region per rank, all of the same size, allocated and zeroed when the group is made. All ranks try the
+ways to share memory in the same order; if one fails on any rank, all try the next. The kernels (`csrc`) define the
+contents of a region.
 
-A region's memory is freed when its owner *and* all ranks that mapped it have closed it, so ranks may close in any
-order. Over CUDA IPC this holds only while the owner's process is alive: CUDA doesn't define mappings of an exited
-process's memory. Before it closes, a rank must only finish its own work with the mappings, which the caller ensures.
+A region is freed when its owner and all ranks that mapped it have closed it, so ranks may close in any order. Over CUDA
+IPC this holds only while the owner's process is alive. Before it closes, a rank must finish its own work with the
+mappings, which the caller ensures.
 """
 
 from __future__ import annotations

@@ -133,10 +133,9 @@ _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 
 def cited(arch: str, world_size: int) -> Thresholds | None:
     """Returns limits of other libraries, for `on` without a measured row, or None for more than 8 ranks.
 
-    MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM always pulls on 2 ranks, below 512 KiB on 4 ranks and
-    below 256 KiB on 8 (csrc/custom_all_reduce.cuh). The limit of two_shot is vLLM's lowest for any architecture
-    (all_reduce_utils.py at b250ac3dd5ef, CUSTOM_ALL_REDUCE_MAX_SIZES). all_gather and reduce_scatter move as many bytes
-    as a pull. The fused kernel pushes twice the bytes to every rank; its limit of 1 MiB is a guess.
+    MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM's limits are in csrc/custom_all_reduce.cuh, and in
+    all_reduce_utils.py (CUSTOM_ALL_REDUCE_MAX_SIZES at b250ac3dd5ef). The limit of 1 MiB of the fused kernel is a
+    guess.
     """
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:

@@ -1,12 +1,8 @@
 """Prepares the fork server of `launch`, as its last import.
 
 Freezes the heap: otherwise the garbage collector of each rank would write to every object and so copy all shared pages.
-
-Unblocks SIGCHLD, without which the server can't detect exits of ranks. It is blocked if the program waits for it by
-sigwait.
-
-Unblocks SIGINT. The server starts with SIGINT blocked, so that Ctrl-C during `import torch` prints no traceback. From
-here on multiprocessing's server ignores SIGINT itself, and all its children must have it unblocked.
+Unblocks SIGCHLD, without which the server can't detect exits of ranks, and SIGINT, which the server blocks at its start
+so that Ctrl-C during `import torch` prints no traceback.
 """
 
 import gc

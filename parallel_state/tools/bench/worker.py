@@ -24,10 +24,9 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """One rank's times: the total of all calls, or the times at which each call started or ended on this rank.
+    """One rank's times: the total of all calls, or when each call started or ended, in ns of a clock of the host.
 
-    Start and end times are nanoseconds of a clock that all processes of the host share. Only one rank has starts; a
-    call lasts from its start to its last end on any rank.
+    Only one rank has starts; a call lasts from its start to its last end on any rank.
     """
 
     elapsed_s: float = 0.0

@@ -1,8 +1,8 @@
 """Finds the smallest change that makes sizes fit, by trying candidates in order of distance with `resolve_layout`.
 
-The distance of a change is the ratio of new and old value: from 3, tp=4 is nearer than tp=2. For two sizes it is the
-product of both ratios. Candidates for a size are the divisors of the world size. Candidates for the world size are
-multiples of the product of all sizes that fill whole nodes. A cheap test of the product precedes `resolve_layout`.
+The distance of a change is the ratio of new and old value; for two sizes the product of both ratios. Candidates for a
+size are the divisors of the world size; for the world size, multiples of the product of all sizes that fill whole
+nodes.
 """
 
 from __future__ import annotations

@@ -62,10 +62,8 @@ def for_script(text: str) -> str:
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the data of the page's script. Kinds with the same sets of ranks are one entry, with all their names.
 
-    A kind has an index into `grids`, and axes of that grid. A rank's coordinates are its digits in the grid's mixed
-    radix. The digits of the kind's axes are the rank's place in its group, the other digits are the group's number.
-    For the ends of pipelines, `places` lists the places of the whole group that belong to the kind. For parts of
-    groups, `parts` has the numbers of the parts of each whole group.
+    A kind has an index into `grids`, and axes of that grid, from which the script computes the groups. Ends of
+    pipelines have `places`, and parts of groups `parts`: positions in the whole group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {

@@ -330,12 +330,9 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
     """Returns, for each candidate but the last of `order`, the largest size in bytes for which it is used (0: none).
 
-    `order` lists candidates from the one for the smallest sizes to the one for the largest; each begins where the one
-    before it ends. Of all such divisions the one with the smallest product of times is chosen, so that every size has
-    the same weight, whether it takes a microsecond or a second. In a tie later candidates get more sizes.
-
-    `times`: size -> candidate -> time of the slowest rank. A candidate without a time at a size (its result was wrong,
-    or the size doesn't fit) isn't used there. Sizes at which only one candidate has a time still count.
+    `order` lists candidates from the one for the smallest sizes to the one for the largest. Of all divisions the one
+    with the smallest product of times is chosen, so that every size has the same weight. `times`: size -> candidate ->
+    time of the slowest rank. A candidate without a time at a size isn't used there.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
