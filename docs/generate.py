@@ -338,10 +338,12 @@ def names_page() -> str | None:
         of = {state: [row for row in rows if row.state == state] for state in ("same", "note", "missing")}
         counts = ", ".join(
             f"{len(of[state])} {word}"
-            for state, word in (("same", "the same"), ("note", "with a note"), ("missing", "missing"))
+            for state, word in (("same", "the same"), ("note", "with a difference"), ("missing", "missing"))
         )
         versions = ", ".join(dict.fromkeys(f"{each.project} {each.version}" for each in project.references))
-        parts.append(f"## {project.title}\n\n`{name}`{f', compared with {versions}' if versions else ''}: {counts}.\n")
+        parts.append(
+            f"## {project.title}\n\nNames of `{name}`{f', compared with {versions}' if versions else ''}: {counts}.\n"
+        )
         if of["same"]:
             parts.append("The same: " + ", ".join(f"`{row.name}`" for row in of["same"]) + ".\n")
         for state, head in (("note", "what differs"), ("missing", "why it is missing")):
