@@ -53,7 +53,7 @@ MOST_STATUS_BYTES = 64 << 10
 MOST_TEXT_BYTES = 256
 """Limit of an agreement's purpose; longer causes of failures are truncated."""
 LINGER_S = 1.0
-GREETING_BYTES = 60
+GREETING_BYTES = 44
 """Size of a listener's first bytes: its hello and the head of its nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
 """A call whose thread is this late after the deadline raises ControlError."""
@@ -77,7 +77,7 @@ _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
 """Last line of `describe` if the replay ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
-_GREETING = struct.Struct("<8s44xQ")
+_GREETING = struct.Struct("<8s28xQ")
 """The hello's magic, and the sender's process number."""
 
 
@@ -262,7 +262,7 @@ class World:
         self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
         self._procs, self._ranks = procs, ranks  # before joining: for a store, the callback thread runs already
         try:
-            code = self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members))
+            code = self._library.ps_control_meet(self._handle, packed, len(packed), len(members))
             self._check(code, "joining the world")
         except BaseException:
             self._procs, self._ranks = {}, {}
@@ -602,7 +602,7 @@ def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
     """Reads kind, flags, process, number and text of news; skips the call's key."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
-    news.number("Q"), news.number("Q"), news.text(), news.number("I"), news.number("B")
+    news.number("Q"), news.text(), news.number("I"), news.number("B")
     return head
 
 

@@ -176,7 +176,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
             POINTER(c_uint64), POINTER(c_int), POINTER(c_int), c_char_p,
         ),
     ),
-    "ps_control_meet": (c_int, (c_int64, c_uint64, c_char_p, c_uint64, c_int)),
+    "ps_control_meet": (c_int, (c_int64, c_char_p, c_uint64, c_int)),
     "ps_control_call": (
         c_int,
         (c_int64, c_char_p, c_uint32, POINTER(c_uint64), c_int, c_char_p, c_uint64, c_double, POINTER(c_uint64)),

@@ -115,7 +115,6 @@ void meet(const std::vector<Opened>& all) {
   for (const Opened& one : all) {
     Event event;
     event.kind = Event::kMeet;
-    event.epoch = 1;
     event.roster = std::make_shared<const Roster>(members);
     check(post(one.stay, std::move(event), boards), "a stay can't meet");
   }
@@ -224,7 +223,6 @@ pid_t start_process() {
 void meet_process(const Opened& one, pid_t pid, std::uint64_t began) {
   Event event;
   event.kind = Event::kMeet;
-  event.epoch = 1;
   event.roster = std::make_shared<const Roster>(std::vector<Member>{
       {0, one.stay->proc, 1, {"127.0.0.1", static_cast<std::uint16_t>(one.stay->port), one.stay->token}, getpid(), 0},
       {1, 12344, 1, {"127.0.0.1", 1, "token"}, pid, began}});

@@ -98,9 +98,7 @@ Bytes encode_news(const Action& action) {
 }
 
 void give(Stay* stay, Inbox::Kind kind, const Action& action) {
-  AgreementKey key = action.key;
-  key.epoch = 0;  // callers don't know it
-  stay->inbox.give(key, static_cast<char>(kind) + encode_news(action));
+  stay->inbox.give(action.key, static_cast<char>(kind) + encode_news(action));
 }
 
 Bytes last_news(const char* cause) {

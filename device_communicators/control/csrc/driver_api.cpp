@@ -66,7 +66,7 @@ std::int64_t ps_control_open(const char* address, int first, int last, double be
 }
 
 // `members`: for each, in rank order: rank, process, domain, pid, start time, board, port, host, token; see plane.py.
-int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* members, std::uint64_t size, int count) {
+int ps_control_meet(std::int64_t handle, const char* members, std::uint64_t size, int count) {
   try {
     const std::shared_ptr<Stay> stay = find_stay(handle);
     if (stay == nullptr) return -ESRCH;
@@ -80,7 +80,6 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
     if (!reader.finished()) return -EINVAL;
     Event event;
     event.kind = Event::kMeet;
-    event.epoch = epoch;
     event.roster = std::make_shared<const Roster>(std::move(all));
     return post(stay, std::move(event), std::move(boards)) ? 0 : -errno;
   } catch (const std::bad_alloc&) {
@@ -94,7 +93,7 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
   *digest = Core::digest_of({members, members + count});
   const auto stay = find_stay(handle);
-  if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({0, *digest, purpose, attempt})) return -EEXIST;
+  if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({*digest, purpose, attempt})) return -EEXIST;
   return post_event(handle, timeout_s < 0 ? Event::kCancel : Event::kCall, [&](Event* event) {
     auto call = std::make_shared<Call>();
     call->purpose = purpose;
@@ -115,12 +114,12 @@ std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const
   const std::shared_ptr<Stay> stay = find_stay(handle);
   if (stay == nullptr) return -ESRCH;
   const auto size =
-      stay->inbox.await({0, digest, purpose, attempt}, static_cast<Nanos>(wait_s * 1e9), buffer, capacity);
+      stay->inbox.await({digest, purpose, attempt}, static_cast<Nanos>(wait_s * 1e9), buffer, capacity);
   return size < 0 ? -ESHUTDOWN : size;
 }
 
 void ps_control_forget(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt) {
-  if (const auto stay = find_stay(handle)) stay->inbox.forget({0, digest, purpose, attempt});
+  if (const auto stay = find_stay(handle)) stay->inbox.forget({digest, purpose, attempt});
 }
 
 // 1: the process exited, or each of its threads is exiting or has a pending SIGKILL.

@@ -29,7 +29,7 @@ constexpr std::size_t kMostFree = 4;    // idle connections per client
 // Keepalives keep firewalls from dropping idle connections. A connection ends 70 s after the server's host vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
 
-Bytes encode_frame(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
+Bytes encode_frame(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, std::move(body)}); }
 
 bool is_of_address(int code) {
   return code == ECONNREFUSED || code == EHOSTUNREACH || code == ENETUNREACH || code == EADDRNOTAVAIL ||

@@ -256,7 +256,7 @@ void Store::drop(int guest, std::vector<Output>* out) {
 
 void Store::send(const std::vector<Table::Reply>& replies, std::vector<Output>* out) {
   for (const auto& [guest, body] : replies) {
-    out->push_back({guest, encode(Frame{FrameKind::kStoreReply, 0, 0, 0, 0, guests_.at(guest).out.seal(body)})});
+    out->push_back({guest, encode(Frame{FrameKind::kStoreReply, 0, 0, guests_.at(guest).out.seal(body)})});
   }
 }
 
