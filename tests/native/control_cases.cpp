@@ -82,9 +82,7 @@ struct World {
     actions = std::move(all);
   }
 
-  Bytes frame(FrameKind kind, int from, Bytes body) {
-    return encode(Frame{kind, 7, proc_of(from), std::move(body)});
-  }
+  Bytes frame(FrameKind kind, int from, Bytes body) { return encode(Frame{kind, 7, proc_of(from), std::move(body)}); }
 
   Bytes proof(int from, bool dialer) {  // rank `from` dialed this core if `dialer`, else was dialed
     const int dialed = dialer ? self : from;

@@ -905,17 +905,16 @@ class Simulator {
   void check_equal(Agreement* agreement, int rank, const Action& action) {
     if (action.verdict->kind == Verdict::kUndecided) return;
     auto same = std::find_if(agreement->given.begin(), agreement->given.end(), [&](const Agreement::Given& each) {
-      return each.verdict->kind == action.verdict->kind &&
-             each.verdict->values == action.verdict->values && each.verdict->culprits == action.verdict->culprits;
+      return each.verdict->kind == action.verdict->kind && each.verdict->values == action.verdict->values &&
+             each.verdict->culprits == action.verdict->culprits;
     });
     if (same == agreement->given.end()) {
       same = agreement->given.insert(same, {action.verdict, {}});
     }
     same->ranks.push_back(rank);
     const auto survivors = std::count_if(agreement->given.begin(), agreement->given.end(), [&](const auto& each) {
-      return std::any_of(each.ranks.begin(), each.ranks.end(), [&](int one) {
-               return is_survivor(one) && cut_hosts_.count(processes_[one].host) == 0;
-             });
+      return std::any_of(each.ranks.begin(), each.ranks.end(),
+                         [&](int one) { return is_survivor(one) && cut_hosts_.count(processes_[one].host) == 0; });
     });
     if (survivors > 1) fail("agreement " + action.key.purpose + " has two verdicts among survivors");
   }

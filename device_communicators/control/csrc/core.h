@@ -186,8 +186,7 @@ struct Event {
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
-  PARALLEL_STATE_FIELDS(kind, connection, proc, world, id, flags, deadline, age, bytes, nonce, procs,
-                        roster, call)
+  PARALLEL_STATE_FIELDS(kind, connection, proc, world, id, flags, deadline, age, bytes, nonce, procs, roster, call)
 };
 
 struct Action {
@@ -463,8 +462,8 @@ class Core {
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
-                        left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_,
-                        leading_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
+                        left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, leading_,
+                        watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control

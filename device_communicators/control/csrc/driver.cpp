@@ -41,17 +41,6 @@ struct Command {
   std::vector<int> boards;
 };
 
-int open_socket(int family) { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }
-
-// Numeric only: resolving names could take seconds. The caller frees the result.
-addrinfo* parse_address(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  return getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) == 0 ? found : nullptr;
-}
-
 void send_at_once(int socket) {
   const int on = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
@@ -61,15 +50,6 @@ void send_at_once(int socket) {
 int unacknowledged(int socket) {
   int count = 0;
   return ioctl(socket, SIOCOUTQ, &count) == 0 ? count : 0;
-}
-
-// Dialing a closed local port can connect a socket to itself (TCP simultaneous open).
-bool meets_itself(int socket) {
-  sockaddr_storage own{}, peer{};
-  socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
-  return getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
-         getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 && own_size == peer_size &&
-         std::memcmp(&own, &peer, own_size) == 0;
 }
 
 std::string peer_of(int socket) {
@@ -411,32 +391,20 @@ class Driver {
   }
 
   void dial(Stay* stay, const Action& action) {
-    addrinfo* address = parse_address(action.endpoint->host, action.endpoint->port);
-    if (address == nullptr) return no_dial(stay, -1, action.proc, Event::kNoAnswer);
     Connection connection;
     connection.dialed = action.proc;
     connection.until = monotonic_now() + kDialTime;
-    connection.socket = Descriptor::of([&] { return open_socket(address->ai_family); });
-    const bool begun = connection.socket && (connect(*connection.socket, address->ai_addr, address->ai_addrlen) == 0 ||
-                                             errno == EINPROGRESS);
-    const int code = errno;
-    freeaddrinfo(address);
-    const int number = begun ? add(stay, kConnection, *connection.socket, EPOLLOUT) : -1;
-    if (number < 0) {
-      const bool refused = !begun && connection.socket && code == ECONNREFUSED;
-      return no_dial(stay, -1, action.proc, refused ? Event::kRefused : Event::kNoAnswer);
-    }
-    send_at_once(*connection.socket);
+    connection.socket = begin_dial(action.endpoint->host, action.endpoint->port);
+    const bool refused = !connection.socket && errno == ECONNREFUSED;
+    const int number = connection.socket ? add(stay, kConnection, *connection.socket, EPOLLOUT) : -1;
+    if (number < 0) return no_dial(stay, -1, action.proc, refused ? Event::kRefused : Event::kNoAnswer);
     stay->connections[number] = std::move(connection);
     timed_[number] = stay;
   }
 
   void on_dialed(Stay* stay, int number) {
     Connection& connection = stay->connections.at(number);
-    int code = 0;
-    socklen_t size = sizeof(code);
-    getsockopt(*connection.socket, SOL_SOCKET, SO_ERROR, &code, &size);
-    if (code == 0 && meets_itself(*connection.socket)) code = ECONNREFUSED;
+    const int code = dial_error(*connection.socket);
     const Proc proc = connection.dialed;
     if (code != 0) return no_dial(stay, number, proc, code == ECONNREFUSED ? Event::kRefused : Event::kNoAnswer);
     connection.dialed = 0;
@@ -757,27 +725,6 @@ class Driver {
   int last_number_ = 0;
 };
 
-int listen_at(const std::string& address, int port, Stay* stay) {
-  addrinfo* found = parse_address(address, port);
-  if (found == nullptr) return EADDRNOTAVAIL;
-  stay->listener = Descriptor::of([&] { return open_socket(found->ai_family); });
-  sockaddr_storage own{};
-  socklen_t size = sizeof(own);
-  // Connections closed by an earlier stay occupy its port for a minute. Another listener still makes bind or listen
-  // fail.
-  const int on = 1;
-  if (stay->listener) setsockopt(*stay->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  const bool listens = stay->listener && bind(*stay->listener, found->ai_addr, found->ai_addrlen) == 0 &&
-                       listen(*stay->listener, 4096) == 0 &&
-                       getsockname(*stay->listener, reinterpret_cast<sockaddr*>(&own), &size) == 0;
-  const int code = errno;
-  freeaddrinfo(found);
-  if (!listens) return code;
-  stay->port = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(own).sin6_port
-                                               : reinterpret_cast<sockaddr_in&>(own).sin_port);
-  return 0;
-}
-
 }  // namespace
 
 void Unsent::add(const Bytes& bytes) {
@@ -873,12 +820,14 @@ std::int64_t open_stay(const std::string& address, int first, int last, const st
   stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
   stay->limit_s = static_cast<int>(std::clamp<Nanos>(config.limit / kSecond, 2, 3600));
   stay->without_memory = last_news("memory ran out");
-  int code = EADDRINUSE;
+  errno = EADDRINUSE;
   const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));
-  for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host start at different ports
-    code = listen_at(address, first + (begin + i) % count, stay.get());
+  for (int i = 0; i < count && !stay->listener && errno == EADDRINUSE;
+       ++i) {  // ranks of a host start at different ports
+    stay->port = first + (begin + i) % count;
+    stay->listener = listen_at(address, &stay->port);
   }
-  if (code != 0) return -code;
+  if (!stay->listener) return -errno;
   if (!stay->board.make(stay->proc) || !stay->inbox.make()) return -errno;
   if (!post(stay, Event{})) return -errno;
   const Lock lock(fork_mutex());
