@@ -53,7 +53,7 @@ MOST_STATUS_BYTES = 64 << 10
 MOST_TEXT_BYTES = 256
 """Limit of an agreement's purpose; longer causes of failures are truncated."""
 LINGER_S = 1.0
-GREETING_BYTES = 60
+GREETING_BYTES = 44
 """Size of a listener's first bytes: its hello and the head of its nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
 """A call whose thread is this late after the deadline raises ControlError."""
@@ -70,6 +70,8 @@ _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
+_REPORT, _ASK, _REPLY = 15, 16, 17
+"""Event::Kind in csrc/core.h."""
 _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
@@ -77,7 +79,7 @@ _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
 """Last line of `describe` if the replay ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
-_GREETING = struct.Struct("<8s44xQ")
+_GREETING = struct.Struct("<8s28xQ")
 """The hello's magic, and the sender's process number."""
 
 
@@ -262,7 +264,7 @@ class World:
         self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
         self._procs, self._ranks = procs, ranks  # before joining: for a store, the callback thread runs already
         try:
-            code = self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members))
+            code = self._library.ps_control_meet(self._handle, packed, len(packed), len(members))
             self._check(code, "joining the world")
         except BaseException:
             self._procs, self._ranks = {}, {}
@@ -351,8 +353,8 @@ class World:
         try:
             for number, rank in numbers.items():
                 proc = self._procs[rank]
-                code = self._library.ps_control_ask(handle, proc, number, question, len(question), timeout_s)
-                self._check(code, what)
+                post = self._library.ps_control_post
+                self._check(post(handle, _ASK, proc, 0, number, question, len(question), timeout_s), what)
             if on_replies is not None:
                 return {}
             if numbers:
@@ -428,7 +430,7 @@ class World:
 
     def _report(self, proc: int, flags: int, text: str) -> None:
         cut = text.encode()[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
-        self._check(self._library.ps_control_report(self._handle, proc, flags, cut), "a report")
+        self._check(self._library.ps_control_post(self._handle, _REPORT, proc, flags, 0, cut, len(cut), 0.0), "a report")
 
     def _check(self, code: int, what: str) -> None:
         if code == 0:
@@ -530,7 +532,7 @@ class World:
 
     def _reply(self, proc: int, number: int, reply: bytes) -> None:
         size = min(len(reply), MOST_STATUS_BYTES) if proc else len(reply)
-        self._library.ps_control_reply(self._handle, proc, number, reply, size)
+        self._library.ps_control_post(self._handle, _REPLY, proc, 0, number, reply, size, 0.0)
 
     def _take_reply(self, number: int, reply: bytes | None) -> None:
         with self._lock:
@@ -602,7 +604,7 @@ def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
     """Reads kind, flags, process, number and text of news; skips the call's key."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
-    news.number("Q"), news.number("Q"), news.text(), news.number("I"), news.number("B")
+    news.number("Q"), news.text(), news.number("I"), news.number("B")
     return head
 
 

@@ -9,7 +9,7 @@ from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from parallel_state.launch.store import read_secret
 
-HELLO_BYTES, HEAD_BYTES, NONCE_BYTES, PROOF_BYTES = 20, 40, 16, 32
+HELLO_BYTES, HEAD_BYTES, NONCE_BYTES, PROOF_BYTES = 20, 24, 16, 32
 GREETING_BYTES = HELLO_BYTES + HEAD_BYTES + NONCE_BYTES
 IDENTITY_BYTES = HEAD_BYTES + PROOF_BYTES
 ANSWER_BYTES = GREETING_BYTES + IDENTITY_BYTES
@@ -29,7 +29,7 @@ def store_of(port: int, secret: bytes, timeout_s: float) -> ControlStore:
 
 def _frame(greeting: bytes, kind: int, body: bytes) -> bytes:
     version = greeting[HELLO_BYTES + 4 : HELLO_BYTES + 6]
-    return len(body).to_bytes(4, "little") + version + kind.to_bytes(2, "little") + bytes(32) + body
+    return len(body).to_bytes(4, "little") + version + kind.to_bytes(2, "little") + bytes(16) + body
 
 
 def opening(greeting: bytes, nonce: bytes | None = None) -> bytes:

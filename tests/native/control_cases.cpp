@@ -50,13 +50,12 @@ struct World {
     }
     self = me;
     roster = std::make_shared<const Roster>(std::move(members));
-    if (meets) meet(1);
+    if (meets) meet();
   }
 
-  void meet(std::uint64_t epoch) {
+  void meet() {
     Event event = event_of(Event::kMeet);
     event.world = 7;
-    event.epoch = epoch;
     event.roster = roster;
     step(event);
   }
@@ -83,9 +82,7 @@ struct World {
     actions = std::move(all);
   }
 
-  Bytes frame(FrameKind kind, int from, Bytes body, std::uint64_t epoch = 1) {
-    return encode(Frame{kind, 7, epoch, 0, proc_of(from), std::move(body)});
-  }
+  Bytes frame(FrameKind kind, int from, Bytes body) { return encode(Frame{kind, 7, proc_of(from), std::move(body)}); }
 
   Bytes proof(int from, bool dialer) {  // rank `from` dialed this core if `dialer`, else was dialed
     const int dialed = dialer ? self : from;
@@ -378,13 +375,6 @@ void an_agreement_that_was_only_asked_about_is_forgotten() {
   CHECK(world.core.rounds() == 1);
 }
 
-void agreements_of_older_epochs_end() {
-  World world({1, 1});
-  world.call({0, 1}, "p", 100 * kSecond);
-  world.meet(2);
-  CHECK(world.core.rounds() == 0 && world.find(Action::kVerdict) != nullptr);
-}
-
 void a_seat_of_another_opens_nothing() {
   World world({1, 1, 1});
   world.accept(3, 1);
@@ -576,7 +566,7 @@ void a_death_before_the_farewell_of_the_lead() {
 
 void a_stranger_that_holds_the_token_is_closed() {
   World world({1, 1});
-  world.accept(3, 8);  // of an unknown epoch
+  world.accept(3, 8);
   world.pass(6 * kSecond);
   CHECK(world.find(Action::kClose, 3) != nullptr);
 }
@@ -666,7 +656,7 @@ struct Visits {
       else guests[id].reply += bytes;
     }
   }
-  static Bytes raw(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
+  static Bytes raw(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, std::move(body)}); }
   static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
     return encode_store(static_cast<std::uint8_t>(call), parts);
   }
@@ -862,7 +852,6 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(agreements_of_others_take_bounded_memory),
     CASE(a_value_of_a_round_that_expired),
     CASE(an_agreement_that_was_only_asked_about_is_forgotten),
-    CASE(agreements_of_older_epochs_end),
     CASE(a_seat_of_another_opens_nothing),
     CASE(a_verdict_of_wrong_size_is_malformed),
     CASE(undecided_names_whom_the_decider_waits_for),

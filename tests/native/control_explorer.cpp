@@ -72,7 +72,6 @@ class Explorer {
       Event event;
       event.kind = Event::kMeet;
       event.world = kWorld;
-      event.epoch = 1;
       event.roster = roster_;
       step(&state, rank, event);
     }

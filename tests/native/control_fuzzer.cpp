@@ -190,7 +190,6 @@ class Fuzzer {
     Event event;
     event.kind = Event::kMeet;
     event.world = 7;
-    event.epoch = 1 + random_.below(2);
     event.roster = roster_;
     step(rank, event);
   }
@@ -273,7 +272,7 @@ class Guests {
     Guest& guest = guests_[id];
     body = guest.out.seal(std::move(body));
     guest.waits = true;
-    Bytes frame = encode(Frame{FrameKind::kStoreCall, 0, 0, 0, 0, std::move(body)});
+    Bytes frame = encode(Frame{FrameKind::kStoreCall, 0, 0, std::move(body)});
     if (random_.chance(5)) frame = mutated(std::move(frame), &random_);
     const bool fine = store_.take(id, frame, &out_);
     take();
@@ -306,7 +305,7 @@ class Guests {
 void fuzz_parser(Random* random) {
   Bytes stream = encode(Hello{});
   for (int i = 0; i < 5; ++i) {
-    stream += encode(Frame{static_cast<FrameKind>(1 + random->below(14)), 7, 1, 0, 11, Bytes(random->below(200), 'x')});
+    stream += encode(Frame{static_cast<FrameKind>(1 + random->below(14)), 7, 11, Bytes(random->below(200), 'x')});
   }
   for (std::size_t count = random->below(4); count > 0; --count) {
     stream[random->below(stream.size())] = static_cast<char>(random->next());

@@ -82,7 +82,6 @@ struct Agreement {
   std::map<int, Nanos> called;    // when
   std::map<int, Nanos> deadline;  // by the process's clock
   struct Given {
-    std::uint64_t epoch;  // calls of two epochs are two agreements
     std::shared_ptr<const Verdict> verdict;
     std::vector<int> ranks;
   };
@@ -94,7 +93,7 @@ struct Agreement {
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
                                "one_way", "short_cut", "drop",      "pause",     "pause_lead", "pause_host",
                                "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
-                               "delay",   "relay",     "fail",      "pause_two", "epoch",      "status"};
+                               "delay",   "relay",     "fail",      "pause_two", "status"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 
 class Simulator {
@@ -188,13 +187,12 @@ class Simulator {
   static Proc proc_of(int rank) { return 100'000 + static_cast<Proc>(rank) * 7; }
   static int rank_of(Proc proc) { return static_cast<int>((proc - 100'000) / 7); }
 
-  void join(int rank, std::uint64_t epoch = 1) {
+  void join(int rank) {
     if (!processes_[rank].alive || processes_[rank].exiting) return;
     processes_[rank].joined = true;
     Event event;
     event.kind = Event::kMeet;
     event.world = kWorld;
-    event.epoch = epoch;
     event.roster = roster_;
     deliver(rank, std::move(event));
   }
@@ -307,9 +305,6 @@ class Simulator {
       for (int i = 0; i < 1 + ranks_ / 100; ++i) {
         joins_at_[static_cast<std::size_t>(random_.below(ranks_))] = random_.below(3 * kSecond);
       }
-    }
-    if (name == "epoch") {  // the same members meet in a new epoch, at different times
-      for (int each = 0; each < ranks_; ++each) at(when + random_.below(50 * kMillisecond), [=] { join(each, 2); });
     }
     if (name == "status") {
       for (int i = 0; i < 10; ++i) {
@@ -483,11 +478,11 @@ class Simulator {
     if (kind > 0) junk = encode(Hello{});
     if (kind == 2) {
       const Proc claimed = proc_of(static_cast<int>(random_.below(ranks_)));
-      junk += encode(Frame{FrameKind::kNonce, kWorld, 1, 0, claimed, Bytes(kNonceBytes, 'n')});
-      junk += encode(Frame{FrameKind::kIdentity, kWorld, 1, 0, claimed, Bytes(32, 'w')});
+      junk += encode(Frame{FrameKind::kNonce, kWorld, claimed, Bytes(kNonceBytes, 'n')});
+      junk += encode(Frame{FrameKind::kIdentity, kWorld, claimed, Bytes(32, 'w')});
     }
     if (kind == 3) {
-      Frame frame{FrameKind::kState, kWorld, 1, 0, proc_of(0), Bytes(40, '\x7f')};
+      Frame frame{FrameKind::kState, kWorld, proc_of(0), Bytes(40, '\x7f')};
       junk += encode(frame);
     }
     for (int i = static_cast<int>(random_.below(100)); i >= 0; --i) junk.push_back(static_cast<char>(random_.next()));
@@ -888,7 +883,7 @@ class Simulator {
     const bool calm = std::none_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "pause" || name == "pause_lead" || name == "pause_host" || name == "partition" ||
              name == "one_way" || name == "short_cut" || name == "power_off" || name == "clock" || name == "large" ||
-             name == "pause_two" || name == "slow" || name == "epoch";
+             name == "pause_two" || name == "slow";
     });
     if (verdict.kind == Verdict::kUndecided && calm && !processes_[rank].declared && processes_[rank].leaves_by < 0) {
       fail("rank " + std::to_string(rank) + ": agreement " + action.key.purpose + " is undecided without a reason");
@@ -910,17 +905,16 @@ class Simulator {
   void check_equal(Agreement* agreement, int rank, const Action& action) {
     if (action.verdict->kind == Verdict::kUndecided) return;
     auto same = std::find_if(agreement->given.begin(), agreement->given.end(), [&](const Agreement::Given& each) {
-      return each.epoch == action.key.epoch && each.verdict->kind == action.verdict->kind &&
-             each.verdict->values == action.verdict->values && each.verdict->culprits == action.verdict->culprits;
+      return each.verdict->kind == action.verdict->kind && each.verdict->values == action.verdict->values &&
+             each.verdict->culprits == action.verdict->culprits;
     });
     if (same == agreement->given.end()) {
-      same = agreement->given.insert(same, {action.key.epoch, action.verdict, {}});
+      same = agreement->given.insert(same, {action.verdict, {}});
     }
     same->ranks.push_back(rank);
     const auto survivors = std::count_if(agreement->given.begin(), agreement->given.end(), [&](const auto& each) {
-      return each.epoch == action.key.epoch && std::any_of(each.ranks.begin(), each.ranks.end(), [&](int one) {
-               return is_survivor(one) && cut_hosts_.count(processes_[one].host) == 0;
-             });
+      return std::any_of(each.ranks.begin(), each.ranks.end(),
+                         [&](int one) { return is_survivor(one) && cut_hosts_.count(processes_[one].host) == 0; });
     });
     if (survivors > 1) fail("agreement " + action.key.purpose + " has two verdicts among survivors");
   }

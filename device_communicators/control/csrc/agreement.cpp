@@ -27,7 +27,6 @@ Bytes encode(const Message& message) {
 bool decode(const Frame& frame, Message* message) {
   Reader reader(frame.body);
   get(&reader, message);
-  message->key.epoch = frame.epoch;
   const auto& verdict = message->verdict;
   if (!reader.finished() || message->key.purpose.size() > kMostTextBytes) return false;
   if (!message->members.empty() && Core::digest_of(message->members) != message->key.members) return false;
@@ -64,7 +63,7 @@ std::uint64_t Core::digest_of(const std::vector<Proc>& members) {
 // Calls.
 
 void Core::on_call(const Call& call, bool cancel) {
-  const AgreementKey key{epoch_, digest_of(call.members), call.purpose, call.attempt};
+  const AgreementKey key{digest_of(call.members), call.purpose, call.attempt};
   const auto found = rounds_.find(key);
   if (cancel) return found == rounds_.end() ? void() : cancel_call(&*found);
   if (leaving_ != kNever) return tell_verdict(key, undecided({self_}));
@@ -117,19 +116,6 @@ void Core::end_calls() {
   for (const Question& question : std::exchange(questions_, {})) answer_question(question, nullptr);
 }
 
-void Core::forget_older_epochs() {
-  for (auto at = rounds_.begin(); at != rounds_.end();) {
-    const auto& [key, round] = *at;
-    if (key.epoch >= epoch_) break;  // keys are sorted by epoch
-    std::vector<Proc> gone;
-    for (const Proc proc : round.members) {
-      if (index_of(proc) < 0) gone.push_back(proc);
-    }
-    if (round.called && !round.delivered) tell_verdict(key, undecided(std::move(gone)));
-    at = rounds_.erase(at);
-  }
-}
-
 // Rounds.
 
 Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
@@ -169,7 +155,7 @@ bool Core::has_room(std::size_t bytes) const {
 }
 
 Bytes Core::round_frame(FrameKind kind, const Message& message) const {
-  return control::encode(Frame{kind, world_, message.key.epoch, term_, self_, encode(message)});
+  return control::encode(Frame{kind, world_, self_, encode(message)});
 }
 
 void Core::send_round(int connection, FrameKind kind, const Message& message) {
@@ -180,7 +166,6 @@ void Core::send_round(int connection, FrameKind kind, const Message& message) {
 bool Core::on_round(int connection, const Frame& frame) {
   Message message;
   if (!decode(frame, &message)) return false;
-  if (message.key.epoch < epoch_) return true;
   const auto sits = [&](const std::vector<Proc>& members) {
     return message.seat < members.size() && members[message.seat] == frame.from;
   };

@@ -259,7 +259,6 @@ int Core::domain_of(Proc proc) const {
   return index < 0 ? -1 : roster_->domain_of[index];
 }
 
-// It may be a member of the next epoch.
 bool Core::is_stranger(const Link& link) const {
   return !link.dialed && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
 }
@@ -297,7 +296,7 @@ int Core::connect(Proc proc) {
 }
 
 void Core::send(int connection, FrameKind kind, Bytes body) {
-  act(Action::kSend, connection).bytes = control::encode(Frame{kind, world_, epoch_, term_, self_, std::move(body)});
+  act(Action::kSend, connection).bytes = control::encode(Frame{kind, world_, self_, std::move(body)});
 }
 
 void Core::send_state(int connection) {
@@ -419,7 +418,6 @@ bool Core::on_nonce(int connection, const Frame& frame) {
 bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
   if (link.theirs.empty() || frame.from != link.proc) return false;
-  if (link.dialed && index_of(link.proc) < 0) return false;  // no longer a member
   if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
   if (link.proc == 0) {
     act(Action::kGuest, connection).bytes = link.theirs + link.nonce + Bytes(link.parser.rest());
@@ -525,7 +523,7 @@ void Core::refuse(int connection, const char* reason) {
 void Core::meet(const Event& event) {
   const int me = event.roster->index_of(self_);
   const std::size_t ranks = event.roster->members.size(), hosts = event.roster->domains.size();
-  if (roster_ != nullptr && epoch_ >= event.epoch) return;
+  if (roster_ != nullptr) return;
   if (me < 0 || hosts > kMostDomains || ranks > kMostMembers) {
     act(Action::kRefuse).bytes = me < 0 ? "this process is no member of its world"
                                         : "a world of " + std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
@@ -533,30 +531,14 @@ void Core::meet(const Event& event) {
                                               " ranks on " + std::to_string(kMostDomains) + " hosts";
     return;
   }
-  const bool led = leading_;
   world_ = event.world;
-  epoch_ = event.epoch;
-  term_ = event.term;
-  const auto former = std::exchange(roster_, event.roster);
+  roster_ = event.roster;
   me_ = me;
-  leading_ = false;
   watches_.assign(hosts, Watch());
-  const auto seen = std::exchange(seen_, std::vector<Nanos>(own_domain().size(), now_));
-  for (const int index : own_domain()) {  // a stale beat stays stale
-    const int before = former == nullptr ? -1 : former->index_of(proc_at(index));
-    if (before < 0 || former->domain_of[before] != former->domain_of[former->index_of(self_)]) continue;
-    seen_[roster_->place_of[index]] = seen[former->place_of[before]];
-  }
-  forget_older_epochs();
+  seen_.assign(own_domain().size(), now_);
   const Ends known = std::exchange(ends_, {});
   ends_digest_ = kEmptyDigest;
   join(known, Source::kPeer);
-  for (auto& [proc, peer] : peers_) peer.refused = kNever;
-  if (led && is_lead()) {  // it dials domains without a connection
-    start_leading();
-    leading_ = true;
-    for (Watch& watch : watches_) watch.dial_at = now_;
-  }
   dirty_ = true;
 }
 

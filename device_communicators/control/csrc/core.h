@@ -52,7 +52,7 @@ struct Member {
   PARALLEL_STATE_FIELDS(rank, proc, domain, endpoint, pid, began)
 };
 
-// The members of one epoch, in rank order. Copies of a core share it.
+// The members of a world, in rank order. Copies of a core share it.
 struct Roster {
   explicit Roster(std::vector<Member> all);
   int index_of(Proc proc) const;  // -1: no member
@@ -113,11 +113,10 @@ struct End {
 using Ends = std::vector<std::pair<Proc, End>>;  // sorted
 
 struct AgreementKey {
-  std::uint64_t epoch = 0;
-  std::uint64_t members = 0;
+  std::uint64_t members = 0;  // digest
   std::string purpose;
   std::uint32_t attempt = 0;
-  PARALLEL_STATE_FIELDS(epoch, members, purpose, attempt)
+  PARALLEL_STATE_FIELDS(members, purpose, attempt)
 
   bool operator<(const AgreementKey& other) const { return fields() < other.fields(); }
 };
@@ -136,14 +135,14 @@ struct Verdict {
 
 // All frames of an agreement have this layout. Unused fields are zero or empty.
 struct Message {
-  AgreementKey key;          // its epoch is in the frame's head
+  AgreementKey key;
   std::uint32_t seat = 0;    // the sender's index
   std::uint32_t ballot = 0;  // of the ask that this answers
   Nanos remaining = 0;
   Bytes value = {};
   std::vector<Proc> members = {};  // for receivers that may not know the agreement
   std::shared_ptr<const Verdict> verdict = {};
-  PARALLEL_STATE_FIELDS(key.members, key.purpose, key.attempt, seat, ballot, remaining, value, members, verdict)
+  PARALLEL_STATE_FIELDS(key, seat, ballot, remaining, value, members, verdict)
 };
 
 struct Call {
@@ -158,7 +157,7 @@ struct Call {
 struct Event {
   enum Kind {
     kTick,      // at `wake_at`
-    kMeet,      // joins a world: `world`, `epoch`, `term`, `roster`; again for each higher epoch
+    kMeet,      // joins a world, once: `world`, `roster`
     kDialed,    // `proc`, `connection`, `nonce`
     kRefused,   // no process listens at the endpoint of `proc`
     kNoAnswer,  // a dial of `proc` failed otherwise
@@ -179,7 +178,7 @@ struct Event {
   } kind = kTick;
   int connection = -1;
   Proc proc = 0;
-  std::uint64_t world = 0, epoch = 0, term = 0, id = 0;
+  std::uint64_t world = 0, id = 0;
   std::uint8_t flags = 0;
   Nanos deadline = 0, age = 0;
   Bytes bytes;
@@ -187,8 +186,7 @@ struct Event {
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
-  PARALLEL_STATE_FIELDS(kind, connection, proc, world, epoch, term, id, flags, deadline, age, bytes, nonce, procs,
-                        roster, call)
+  PARALLEL_STATE_FIELDS(kind, connection, proc, world, id, flags, deadline, age, bytes, nonce, procs, roster, call)
 };
 
 struct Action {
@@ -405,7 +403,6 @@ class Core {
   void cancel_call(RoundEntry* entry);
   void tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> verdict);
   void end_calls();
-  void forget_older_epochs();
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
   void forget_rounds();
   bool has_room(std::size_t bytes) const;
@@ -449,7 +446,7 @@ class Core {
   bool unpublished_ = false, publish_at_once_ = false;  // an end isn't on the board
   Ends ends_;
   std::uint64_t ends_digest_ = kEmptyDigest;
-  std::uint64_t world_ = 0, epoch_ = 0, term_ = 0;
+  std::uint64_t world_ = 0;
   std::shared_ptr<const Roster> roster_;  // null before kMeet
   int me_ = -1;
   bool leading_ = false;
@@ -465,8 +462,8 @@ class Core {
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
-                        left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, epoch_,
-                        term_, leading_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
+                        left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, leading_,
+                        watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control

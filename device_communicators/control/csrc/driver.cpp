@@ -41,17 +41,6 @@ struct Command {
   std::vector<int> boards;
 };
 
-int open_socket(int family) { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }
-
-// Numeric only: resolving names could take seconds. The caller frees the result.
-addrinfo* parse_address(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  return getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) == 0 ? found : nullptr;
-}
-
 void send_at_once(int socket) {
   const int on = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
@@ -61,15 +50,6 @@ void send_at_once(int socket) {
 int unacknowledged(int socket) {
   int count = 0;
   return ioctl(socket, SIOCOUTQ, &count) == 0 ? count : 0;
-}
-
-// Dialing a closed local port can connect a socket to itself (TCP simultaneous open).
-bool meets_itself(int socket) {
-  sockaddr_storage own{}, peer{};
-  socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
-  return getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
-         getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 && own_size == peer_size &&
-         std::memcmp(&own, &peer, own_size) == 0;
 }
 
 std::string peer_of(int socket) {
@@ -91,89 +71,24 @@ Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
   return event;
 }
 
-Bytes encode_news(const Action& action) {
+Bytes encode(Inbox::Kind kind, const Action& news) {
   Writer writer;
-  put(&writer, action);
+  put(&writer, std::tie(kind, news));
   return writer.take();
 }
 
-void give(Stay* stay, Inbox::Kind kind, const Action& action) {
-  AgreementKey key = action.key;
-  key.epoch = 0;  // callers don't know it
-  stay->inbox.give(key, static_cast<char>(kind) + encode_news(action));
+Action news_of(const char* text, bool is_warning) {
+  Action news;
+  news.flags = is_warning;
+  news.bytes = text;
+  return news;
 }
 
 Bytes last_news(const char* cause) {
-  Action action;
-  action.flags = cause != nullptr;
-  action.bytes = cause != nullptr ? cause : "";
-  return static_cast<char>(Inbox::kOver) + encode_news(action);
+  return encode(Inbox::kOver, news_of(cause == nullptr ? "" : cause, cause != nullptr));
 }
 
-class Driver {
- public:
-  // False without descriptors or a thread.
-  static Driver* start();
-  void post(Command command);
-
- private:
-  enum Source { kListener, kConnection, kNeighbour };
-
-  static void* run_thread(void* driver);
-  void run();
-  bool retire();
-  void break_down(const char* cause) noexcept;
-  static void end(Stay* stay, const char* cause) noexcept;
-  int wait_ms() const;
-  void on_ready(int number, std::uint32_t events);
-  void obey(Command command);
-  void tend(Stay* stay);
-
-  int add(Stay* stay, Source source, int descriptor, std::uint32_t events);
-  bool control(int operation, int number, int descriptor, std::uint32_t events);
-  void feed(Stay* stay, Event event);
-  void act(Stay* stay, const Action& action);
-  void log(Stay* stay, const std::string& text, bool is_warning = false);
-  void log(Stay* stay, Action action);
-
-  void dial(Stay* stay, const Action& action);
-  void on_dialed(Stay* stay, int number);
-  void no_dial(Stay* stay, int number, Proc proc, Event::Kind kind);
-  void accept(Stay* stay);
-  void on_connection(Stay* stay, int number, std::uint32_t events);
-  bool drain(Connection* connection);
-  template <typename Part>
-  void send(Stay* stay, int number, const Part& bytes);
-  void flush(int number, Connection* connection);
-  void flush_all();
-  void serve(Stay* stay, int number, const Bytes& bytes);
-  void reply(Stay* stay, const std::vector<Store::Output>& replies);
-  void probe(Stay* stay, int number);
-  void close(Stay* stay, int number);
-  bool is_closed(Connection* connection, Nanos now);
-  void erase(Stay* stay, int number);
-  void check_timed(Nanos now);
-
-  void meet(Stay* stay, Event event, const std::vector<int>& boards);
-  void note_met(Stay* stay);
-  void watch(Stay* stay, const Member& member, int board);
-  void attach(Stay* stay, int number, Neighbour* neighbour);
-  void on_end(Stay* stay, Neighbour* neighbour);
-  void read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved);
-  void beat(Stay* stay);
-  bool may_close_board(Stay* stay);
-  void finish(Stay* stay);
-
-  Descriptor epoll_;
-  Wake wake_;
-  std::vector<Command> commands_;  // guarded by the fork mutex
-  std::map<Stay*, std::shared_ptr<Stay>> stays_;
-  std::map<int, std::pair<Stay*, Source>> sources_;
-  std::map<int, Stay*> timed_;                 // with a deadline
-  std::vector<std::pair<Stay*, int>> unsent_;  // to flush or close
-  Nanos shortage_until_ = 0;
-  int last_number_ = 0;
-};
+class Driver;
 
 // A forked child starts with none.
 struct Plane {
@@ -194,637 +109,621 @@ Plane& own_plane() {
 
 using Lock = std::unique_lock<std::recursive_mutex>;
 
-// Threads.
+class Driver {
+ public:
+  enum Source { kListener, kConnection, kNeighbour };
 
-Driver* Driver::start() {
-  auto driver = std::make_unique<Driver>();
-  driver->epoll_ = Descriptor::of([] { return epoll_create1(EPOLL_CLOEXEC); });
-  if (!driver->epoll_ || !driver->wake_.make()) return nullptr;
-  if (!driver->control(EPOLL_CTL_ADD, 0, driver->wake_.number(), EPOLLIN)) return nullptr;
-  // All signals are masked: the thread must not run handlers.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  pthread_attr_setstacksize(&attributes, kStackBytes);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_t thread;
-  const int code = pthread_create(&thread, &attributes, run_thread, driver.get());
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_attr_destroy(&attributes);
-  errno = code;
-  return code == 0 ? driver.release() : nullptr;
-}
+  // Threads.
 
-void* Driver::run_thread(void* given) {
-  const std::unique_ptr<Driver> driver(static_cast<Driver*>(given));
-  pthread_setname_np(pthread_self(), "ps-control");
-  try {
-    driver->run();
-  } catch (const std::exception& error) {
-    driver->break_down(error.what());
-  } catch (...) {
-    driver->break_down("an unknown exception");
+  static Driver* start() {
+    auto driver = std::make_unique<Driver>();
+    driver->epoll_ = Descriptor::of([] { return epoll_create1(EPOLL_CLOEXEC); });
+    if (!driver->epoll_ || !driver->wake_.make()) return nullptr;
+    if (!driver->control(EPOLL_CTL_ADD, 0, driver->wake_.number(), EPOLLIN)) return nullptr;
+    // All signals are masked: the thread must not run handlers.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, kStackBytes);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    const int code = pthread_create(&thread, &attributes, run_thread, driver.get());
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_attr_destroy(&attributes);
+    errno = code;
+    return code == 0 ? driver.release() : nullptr;
   }
-  return nullptr;
-}
 
-void Driver::run() {
-  epoll_event ready[64];
-  while (true) {
-    std::vector<Command> commands;
-    {
-      const Lock lock(fork_mutex());
-      commands.swap(commands_);
+  static void* run_thread(void* given) {
+    const std::unique_ptr<Driver> driver(static_cast<Driver*>(given));
+    pthread_setname_np(pthread_self(), "ps-control");
+    try {
+      driver->run();
+    } catch (const std::exception& error) {
+      driver->break_down(error.what());
+    } catch (...) {
+      driver->break_down("an unknown exception");
     }
-    for (Command& command : commands) obey(std::move(command));
-    commands.clear();
-    check_timed(monotonic_now());
-    for (auto at = stays_.begin(); at != stays_.end();) tend((at++)->first);
-    if (stays_.empty() && retire()) return;
-    const int count = epoll_wait(*epoll_, ready, 64, wait_ms());
-    if (count < 0 && errno != EINTR) throw std::runtime_error(std::string("epoll_wait: ") + std::strerror(errno));
-    for (int i = 0; i < count; ++i) on_ready(static_cast<int>(ready[i].data.u64), ready[i].events);
+    return nullptr;
   }
-}
 
-bool Driver::retire() {
-  const Lock lock(fork_mutex());
-  if (!commands_.empty()) return false;
-  own_plane().driver = nullptr;
-  return true;
-}
-
-// Ends all stays of this process without a farewell. The process continues.
-void Driver::break_down(const char* cause) noexcept {
-  const Lock lock(fork_mutex());
-  plane->driver = nullptr;
-  for (auto& [stay, shared] : stays_) end(stay, cause);
-  for (Command& command : commands_) end(command.stay.get(), cause);
-}
-
-// `cause` is null after a farewell.
-void Driver::end(Stay* stay, const char* cause) noexcept {
-  const Lock lock(fork_mutex());
-  if (std::exchange(stay->over, true)) return;
-  stay->connections.clear();
-  stay->neighbours.clear();
-  stay->listener.close();
-  stay->board.close();
-  try {
-    if (cause != nullptr && stay->rank >= 0) stay->listeners->report(stay->rank, true);
-    stay->inbox.end(last_news(cause));
-  } catch (...) {
-    stay->inbox.end(std::move(stay->without_memory));
+  void run() {
+    epoll_event ready[64];
+    while (true) {
+      std::vector<Command> commands;
+      {
+        const Lock lock(fork_mutex());
+        commands.swap(commands_);
+      }
+      for (Command& command : commands) obey(std::move(command));
+      commands.clear();
+      check_timed(monotonic_now());
+      for (auto at = stays_.begin(); at != stays_.end();) tend((at++)->first);
+      if (stays_.empty() && retire()) return;
+      const int count = epoll_wait(*epoll_, ready, 64, wait_ms());
+      if (count < 0 && errno != EINTR) throw std::runtime_error(std::string("epoll_wait: ") + std::strerror(errno));
+      for (int i = 0; i < count; ++i) on_ready(static_cast<int>(ready[i].data.u64), ready[i].events);
+    }
   }
-  stay->ended.notify_all();
-}
 
-void Driver::post(Command command) {
-  commands_.push_back(std::move(command));
-  wake_.set();
-}
-
-int Driver::wait_ms() const {
-  const Nanos now = monotonic_now();
-  Nanos next = kNever;
-  for (const auto& [number, stay] : timed_) {
-    const Connection& connection = stay->connections.at(number);
-    next = std::min(next, connection.is_dialing() ? connection.until : now + kPoll);
+  bool retire() {
+    const Lock lock(fork_mutex());
+    if (!commands_.empty()) return false;
+    own_plane().driver = nullptr;
+    return true;
   }
-  for (const auto& [stay, shared] : stays_) {
-    next = std::min(next, stay->core->wake_at());
-    if (stay->leave_by != kNever) next = std::min(next, now + kPoll);
-    if (!stay->accepts) next = std::min(next, std::max(shortage_until_, now + kPoll));
-  }
-  if (next == kNever) return -1;
-  return static_cast<int>(std::clamp<Nanos>((next - now + kMillisecond - 1) / kMillisecond, 0, 60'000));
-}
 
-void Driver::on_ready(int number, std::uint32_t events) {
-  if (number == 0) {
-    wake_.clear();
-    return;
+  // Ends all stays of this process without a farewell. The process continues.
+  void break_down(const char* cause) noexcept {
+    const Lock lock(fork_mutex());
+    plane->driver = nullptr;
+    for (auto& [stay, shared] : stays_) end(stay, cause);
+    for (Command& command : commands_) end(command.stay.get(), cause);
   }
-  const auto found = sources_.find(number);  // an earlier event may have closed it
-  if (found == sources_.end()) return;
-  const auto [stay, source] = found->second;
-  if (source == kListener) accept(stay);
-  else if (source == kConnection) on_connection(stay, number, events);
-  else on_end(stay, &stay->neighbours.at(number));
-}
 
-void Driver::obey(Command command) {
-  Stay* stay = command.stay.get();
-  if (stay->over) return;
-  if (stays_.emplace(stay, command.stay).second) {
-    stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
-    if (stay->listener_number < 0) {  // no peer could reach this process
-      end(stay, (std::string("epoll_ctl for the listener: ") + std::strerror(errno)).c_str());
-      stays_.erase(stay);
+  // `cause` is null after a farewell.
+  static void end(Stay* stay, const char* cause) noexcept {
+    const Lock lock(fork_mutex());
+    if (std::exchange(stay->over, true)) return;
+    stay->connections.clear();
+    stay->neighbours.clear();
+    stay->listener.close();
+    stay->board.close();
+    try {
+      if (cause != nullptr && stay->rank >= 0) stay->listeners->report(stay->rank, true);
+      stay->inbox.end(last_news(cause));
+    } catch (...) {
+      stay->inbox.end(std::move(stay->without_memory));
+    }
+    stay->ended.notify_all();
+  }
+
+  void post(Command command) {
+    commands_.push_back(std::move(command));
+    wake_.set();
+  }
+
+  int wait_ms() const {
+    const Nanos now = monotonic_now();
+    Nanos next = kNever;
+    for (const auto& [number, stay] : timed_) {
+      const Connection& connection = stay->connections.at(number);
+      next = std::min(next, connection.is_dialing() ? connection.until : now + kPoll);
+    }
+    for (const auto& [stay, shared] : stays_) {
+      next = std::min(next, stay->core->wake_at());
+      if (stay->leave_by != kNever) next = std::min(next, now + kPoll);
+      if (!stay->accepts) next = std::min(next, std::max(shortage_until_, now + kPoll));
+    }
+    if (next == kNever) return -1;
+    return static_cast<int>(std::clamp<Nanos>((next - now + kMillisecond - 1) / kMillisecond, 0, 60'000));
+  }
+
+  void on_ready(int number, std::uint32_t events) {
+    if (number == 0) {
+      wake_.clear();
       return;
     }
+    const auto found = sources_.find(number);  // an earlier event may have closed it
+    if (found == sources_.end()) return;
+    const auto [stay, source] = found->second;
+    if (source == kListener) accept(stay);
+    else if (source == kConnection) on_connection(stay, number, events);
+    else on_end(stay, &stay->neighbours.at(number));
   }
-  if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
-  if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
-  if (command.event.kind == Event::kReply && command.event.proc == 0) {
-    std::vector<Store::Output> replies;
-    stay->store.answer(static_cast<int>(command.event.id), command.event.bytes, &replies);
-    reply(stay, replies);
-    return flush_all();
-  }
-  feed(stay, std::move(command.event));
-}
 
-void Driver::tend(Stay* stay) {
-  const Nanos now = monotonic_now();
-  if (now >= stay->core->wake_at()) feed(stay, Event{});
-  if (!stay->accepts && stay->listens && now >= shortage_until_) {
-    stay->accepts = control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, EPOLLIN);
-  }
-  if (stay->leave_by == kNever) return;
-  if (stay->core->is_over() && stay->listens) {
-    // Closing connections still have bytes to send; the others end now.
-    stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
-    stay->store = Store();
-    for (auto at = stay->connections.begin(); at != stay->connections.end();) {
-      const int number = at->first;
-      const bool closing = at->second.closing;
-      ++at;
-      if (!closing) erase(stay, number);
-    }
-  }
-  const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
-  if (said || now >= stay->leave_by) finish(stay);
-}
-
-// Events and actions.
-
-// Returns the source's number; -1 if it can't be polled. A source with descriptor -1 isn't polled.
-int Driver::add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
-  do last_number_ = last_number_ % INT_MAX + 1;
-  while (sources_.count(last_number_) != 0);
-  if (descriptor >= 0 && !control(EPOLL_CTL_ADD, last_number_, descriptor, events)) return -1;
-  sources_[last_number_] = {stay, source};
-  return last_number_;
-}
-
-bool Driver::control(int operation, int number, int descriptor, std::uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = static_cast<std::uint64_t>(number);
-  return epoll_ctl(*epoll_, operation, descriptor, &event) == 0;
-}
-
-// Handles an event, and the events that its actions cause at once.
-void Driver::feed(Stay* stay, Event event) {
-  stay->events.push_back(std::move(event));
-  if (stay->feeding) return;
-  stay->feeding = true;
-  std::vector<Action> actions;
-  while (!stay->events.empty()) {
-    const Event next = std::move(stay->events.front());
-    stay->events.pop_front();
-    actions.clear();
-    {
-      const std::lock_guard<std::mutex> lock(stay->stepping);
-      const Nanos now = monotonic_now();
-      stay->record.add(*stay->core, now, next);
-      stay->core->step(now, next, &actions);
-    }
-    for (const Action& action : actions) act(stay, action);
-  }
-  stay->feeding = false;
-  flush_all();
-}
-
-void Driver::flush_all() {
-  const auto unsent = std::exchange(unsent_, {});
-  for (const auto& [of, number] : unsent) {
-    const auto found = of->connections.find(number);
-    if (found == of->connections.end()) continue;
-    flush(number, &found->second);
-    if (found->second.closing && is_closed(&found->second, 0)) erase(of, number);
-  }
-}
-
-void Driver::act(Stay* stay, const Action& action) {
-  switch (action.kind) {
-    case Action::kDial: dial(stay, action); break;
-    case Action::kClose: close(stay, action.connection); break;
-    case Action::kSend:
-      if (action.shared != nullptr) send(stay, action.connection, action.shared);
-      else send(stay, action.connection, action.bytes);
-      break;
-    case Action::kProbe: probe(stay, action.connection); break;
-    case Action::kBoard:
-      if (!stay->board.publish(action.bytes)) log(stay, "can't write the board of this process");
-      break;
-    case Action::kBeat: beat(stay); break;
-    case Action::kLook:
-      for (const auto& [number, neighbour] : stay->neighbours) {
-        if (neighbour.proc != action.proc || neighbour.ended || !is_ending(neighbour.pid)) continue;
-        stay->events.push_back(event_of(Event::kExiting, action.proc));
+  void obey(Command command) {
+    Stay* stay = command.stay.get();
+    if (stay->over) return;
+    if (stays_.emplace(stay, command.stay).second) {
+      stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
+      if (stay->listener_number < 0) {  // no peer could reach this process
+        end(stay, (std::string("epoll_ctl for the listener: ") + std::strerror(errno)).c_str());
+        stays_.erase(stay);
+        return;
       }
-      break;
-    case Action::kDoom:
-      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, true);
-      stay->inbox.push(Inbox::kDied, encode_news(action));
-      break;
-    case Action::kLeft:
-      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, false);
-      stay->inbox.push(Inbox::kLeft, encode_news(action));
-      break;
-    case Action::kVerdict: give(stay, Inbox::kVerdict, action); break;
-    case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
-    case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
-    case Action::kRefuse:
-      if (action.key.members != 0) give(stay, Inbox::kRefused, action);
-      else stay->inbox.push(Inbox::kRefused, encode_news(action));
-      break;
-    case Action::kGuest: serve(stay, action.connection, action.bytes); break;
-    case Action::kLog: log(stay, action); break;
-  }
-}
-
-void Driver::log(Stay* stay, const std::string& text, bool is_warning) {
-  Action action;
-  action.flags = is_warning;
-  action.bytes = text;
-  stay->inbox.push(Inbox::kLog, encode_news(action));
-}
-
-void Driver::log(Stay* stay, Action action) {
-  const auto found = stay->connections.find(action.connection);
-  if (found != stay->connections.end()) action.bytes += " (from " + peer_of(*found->second.socket) + ")";
-  stay->inbox.push(Inbox::kLog, encode_news(action));
-}
-
-// Connections.
-
-void Driver::no_dial(Stay* stay, int number, Proc proc, Event::Kind kind) {
-  if (number >= 0) erase(stay, number);
-  feed(stay, event_of(kind, proc));
-}
-
-void Driver::dial(Stay* stay, const Action& action) {
-  addrinfo* address = parse_address(action.endpoint->host, action.endpoint->port);
-  if (address == nullptr) return no_dial(stay, -1, action.proc, Event::kNoAnswer);
-  Connection connection;
-  connection.dialed = action.proc;
-  connection.until = monotonic_now() + kDialTime;
-  connection.socket = Descriptor::of([&] { return open_socket(address->ai_family); });
-  const bool begun = connection.socket &&
-                     (connect(*connection.socket, address->ai_addr, address->ai_addrlen) == 0 || errno == EINPROGRESS);
-  const int code = errno;
-  freeaddrinfo(address);
-  const int number = begun ? add(stay, kConnection, *connection.socket, EPOLLOUT) : -1;
-  if (number < 0) {
-    const bool refused = !begun && connection.socket && code == ECONNREFUSED;
-    return no_dial(stay, -1, action.proc, refused ? Event::kRefused : Event::kNoAnswer);
-  }
-  send_at_once(*connection.socket);
-  stay->connections[number] = std::move(connection);
-  timed_[number] = stay;
-}
-
-void Driver::on_dialed(Stay* stay, int number) {
-  Connection& connection = stay->connections.at(number);
-  int code = 0;
-  socklen_t size = sizeof(code);
-  getsockopt(*connection.socket, SOL_SOCKET, SO_ERROR, &code, &size);
-  if (code == 0 && meets_itself(*connection.socket)) code = ECONNREFUSED;
-  const Proc proc = connection.dialed;
-  if (code != 0) return no_dial(stay, number, proc, code == ECONNREFUSED ? Event::kRefused : Event::kNoAnswer);
-  connection.dialed = 0;
-  connection.until = kNever;
-  timed_.erase(number);
-  control(EPOLL_CTL_MOD, number, *connection.socket, EPOLLIN);
-  Event dialed = event_of(Event::kDialed, proc, number);
-  dialed.nonce = random_bytes(16);
-  feed(stay, std::move(dialed));
-}
-
-void Driver::accept(Stay* stay) {
-  for (int i = 0; i < kAccepts; ++i) {
-    Connection connection;
-    connection.socket =
-        Descriptor::of([&] { return accept4(*stay->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
-    if (!connection.socket) {
-      if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
-      // epoll is level-triggered: disable the readable listener, or the thread spins.
-      control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);
-      stay->accepts = false;
-      const Nanos now = monotonic_now();
-      shortage_until_ = now + kShortage;
-      if (now < std::exchange(stay->quiet_until, std::max(stay->quiet_until, now + kQuiet))) return;
-      return log(stay, "can't accept connections: no free descriptors or memory; retried every 0.1 s", true);
     }
-    send_at_once(*connection.socket);
-    const int number = add(stay, kConnection, *connection.socket, EPOLLIN);
-    if (number < 0) continue;
-    stay->connections[number] = std::move(connection);
-    Event event = event_of(Event::kAccepted, 0, number);
-    event.nonce = random_bytes(16);
-    feed(stay, std::move(event));
+    if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
+    if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
+    if (command.event.kind == Event::kReply && command.event.proc == 0) {
+      std::vector<Store::Output> replies;
+      stay->store.answer(static_cast<int>(command.event.id), command.event.bytes, &replies);
+      reply(stay, replies);
+      return flush_all();
+    }
+    feed(stay, std::move(command.event));
   }
-}
 
-void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
-  Connection* connection = &stay->connections.at(number);
-  if (connection->is_dialing()) return on_dialed(stay, number);
-  if (connection->closing) {
-    flush(number, connection);
-    if (drain(connection) || is_closed(connection, 0)) erase(stay, number);
-    return;
+  void tend(Stay* stay) {
+    const Nanos now = monotonic_now();
+    if (now >= stay->core->wake_at()) feed(stay, Event{});
+    if (!stay->accepts && stay->listens && now >= shortage_until_) {
+      stay->accepts = control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, EPOLLIN);
+    }
+    if (stay->leave_by == kNever) return;
+    if (stay->core->is_over() && stay->listens) {
+      // Closing connections still have bytes to send; the others end now.
+      stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
+      stay->store = Store();
+      for (auto at = stay->connections.begin(); at != stay->connections.end();) {
+        const int number = at->first;
+        const bool closing = at->second.closing;
+        ++at;
+        if (!closing) erase(stay, number);
+      }
+    }
+    const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
+    if (said || now >= stay->leave_by) finish(stay);
   }
-  if ((events & EPOLLOUT) != 0) flush(number, connection);
-  Bytes bytes;
-  for (int i = 0; i < kReads; ++i) {
-    bytes.resize(kReadBytes);
-    const ssize_t size = recv(*connection->socket, bytes.data(), bytes.size(), 0);
-    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    Event event = event_of(size > 0 ? Event::kBytes : Event::kClosed, 0, number);
-    if (size > 0) event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
-    if (size > 0 && connection->is_guest) {
-      serve(stay, number, event.bytes);
-      flush_all();
-    } else {
-      if (size <= 0) erase(stay, number);
+
+  // Events and actions.
+
+  // Returns the source's number; -1 if it can't be polled. A source with descriptor -1 isn't polled.
+  int add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
+    do last_number_ = last_number_ % INT_MAX + 1;
+    while (sources_.count(last_number_) != 0);
+    if (descriptor >= 0 && !control(EPOLL_CTL_ADD, last_number_, descriptor, events)) return -1;
+    sources_[last_number_] = {stay, source};
+    return last_number_;
+  }
+
+  bool control(int operation, int number, int descriptor, std::uint32_t events) {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = static_cast<std::uint64_t>(number);
+    return epoll_ctl(*epoll_, operation, descriptor, &event) == 0;
+  }
+
+  // Handles an event, and the events that its actions cause at once.
+  void feed(Stay* stay, Event event) {
+    stay->events.push_back(std::move(event));
+    if (stay->feeding) return;
+    stay->feeding = true;
+    std::vector<Action> actions;
+    while (!stay->events.empty()) {
+      const Event next = std::move(stay->events.front());
+      stay->events.pop_front();
+      actions.clear();
+      {
+        const std::lock_guard<std::mutex> lock(stay->stepping);
+        const Nanos now = monotonic_now();
+        stay->record.add(*stay->core, now, next);
+        stay->core->step(now, next, &actions);
+      }
+      for (const Action& action : actions) act(stay, action);
+    }
+    stay->feeding = false;
+    flush_all();
+  }
+
+  void flush_all() {
+    const auto unsent = std::exchange(unsent_, {});
+    for (const auto& [of, number] : unsent) {
+      Connection* const connection = find(of, number);
+      if (connection == nullptr) continue;
+      flush(number, connection);
+      if (connection->closing && is_closed(connection, 0)) erase(of, number);
+    }
+  }
+
+  void act(Stay* stay, const Action& action) {
+    switch (action.kind) {
+      case Action::kDial: dial(stay, action); break;
+      case Action::kClose: close(stay, action.connection); break;
+      case Action::kSend:
+        if (action.shared != nullptr) send(stay, action.connection, action.shared);
+        else send(stay, action.connection, action.bytes);
+        break;
+      case Action::kProbe: probe(stay, action.connection); break;
+      case Action::kBoard:
+        if (!stay->board.publish(action.bytes)) log(stay, "can't write the board of this process");
+        break;
+      case Action::kBeat: beat(stay); break;
+      case Action::kLook:
+        for (const auto& [number, neighbour] : stay->neighbours) {
+          if (neighbour.proc != action.proc || neighbour.ended || !is_ending(neighbour.pid)) continue;
+          stay->events.push_back(event_of(Event::kExiting, action.proc));
+        }
+        break;
+      case Action::kDoom:
+        for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, true);
+        stay->inbox.push(Inbox::kDied, action);
+        break;
+      case Action::kLeft:
+        for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, false);
+        stay->inbox.push(Inbox::kLeft, action);
+        break;
+      case Action::kVerdict: stay->inbox.give(Inbox::kVerdict, action); break;
+      case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, action); break;
+      case Action::kReply: stay->inbox.push(Inbox::kReply, action); break;
+      case Action::kRefuse:
+        if (action.key.members != 0) stay->inbox.give(Inbox::kRefused, action);
+        else stay->inbox.push(Inbox::kRefused, action);
+        break;
+      case Action::kGuest: serve(stay, action.connection, action.bytes); break;
+      case Action::kLog: {
+        Action named = action;
+        if (const Connection* const from = find(stay, action.connection)) {
+          named.bytes += " (from " + peer_of(*from->socket) + ")";
+        }
+        stay->inbox.push(Inbox::kLog, named);
+        break;
+      }
+    }
+  }
+
+  void log(Stay* stay, const std::string& text, bool is_warning = false) {
+    stay->inbox.push(Inbox::kLog, news_of(text.c_str(), is_warning));
+  }
+
+  // Connections.
+
+  static Connection* find(Stay* stay, int number) {
+    const auto found = stay->connections.find(number);
+    return found == stay->connections.end() ? nullptr : &found->second;
+  }
+
+  void no_dial(Stay* stay, int number, Proc proc, Event::Kind kind) {
+    if (number >= 0) erase(stay, number);
+    feed(stay, event_of(kind, proc));
+  }
+
+  void dial(Stay* stay, const Action& action) {
+    Connection connection;
+    connection.dialed = action.proc;
+    connection.until = monotonic_now() + kDialTime;
+    connection.socket = begin_dial(action.endpoint->host, action.endpoint->port);
+    const bool refused = !connection.socket && errno == ECONNREFUSED;
+    const int number = connection.socket ? add(stay, kConnection, *connection.socket, EPOLLOUT) : -1;
+    if (number < 0) return no_dial(stay, -1, action.proc, refused ? Event::kRefused : Event::kNoAnswer);
+    stay->connections[number] = std::move(connection);
+    timed_[number] = stay;
+  }
+
+  void on_dialed(Stay* stay, int number) {
+    Connection& connection = stay->connections.at(number);
+    const int code = dial_error(*connection.socket);
+    const Proc proc = connection.dialed;
+    if (code != 0) return no_dial(stay, number, proc, code == ECONNREFUSED ? Event::kRefused : Event::kNoAnswer);
+    connection.dialed = 0;
+    connection.until = kNever;
+    timed_.erase(number);
+    control(EPOLL_CTL_MOD, number, *connection.socket, EPOLLIN);
+    Event dialed = event_of(Event::kDialed, proc, number);
+    dialed.nonce = random_bytes(16);
+    feed(stay, std::move(dialed));
+  }
+
+  void accept(Stay* stay) {
+    for (int i = 0; i < kAccepts; ++i) {
+      Connection connection;
+      connection.socket =
+          Descriptor::of([&] { return accept4(*stay->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+      if (!connection.socket) {
+        if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
+        // epoll is level-triggered: disable the readable listener, or the thread spins.
+        control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);
+        stay->accepts = false;
+        const Nanos now = monotonic_now();
+        shortage_until_ = now + kShortage;
+        if (now < std::exchange(stay->quiet_until, std::max(stay->quiet_until, now + kQuiet))) return;
+        return log(stay, "can't accept connections: no free descriptors or memory; retried every 0.1 s", true);
+      }
+      send_at_once(*connection.socket);
+      const int number = add(stay, kConnection, *connection.socket, EPOLLIN);
+      if (number < 0) continue;
+      stay->connections[number] = std::move(connection);
+      Event event = event_of(Event::kAccepted, 0, number);
+      event.nonce = random_bytes(16);
       feed(stay, std::move(event));
     }
-    const auto found = stay->connections.find(number);
-    if (size < static_cast<ssize_t>(kReadBytes) || found == stay->connections.end() || found->second.closing) return;
-    connection = &found->second;
   }
-}
 
-// Passes a guest's bytes to the store; the first ones are those of kGuest.
-void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
-  const auto found = stay->connections.find(number);
-  if (found == stay->connections.end()) return;
-  std::vector<Store::Output> replies;
-  const bool admitted = std::exchange(found->second.is_guest, true);
-  // If the guest's host vanishes, its held keys end with the heartbeat limit.
-  if (!admitted) keep_alive(*found->second.socket, stay->limit_s / 2, std::max(1, stay->limit_s / 4), 2);
-  const bool fine =
-      admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
-  reply(stay, replies);
-  if (fine || stay->connections.count(number) == 0) return;
-  log(stay, "closed a connection to the store: malformed bytes");
-  erase(stay, number);
-}
-
-void Driver::reply(Stay* stay, const std::vector<Store::Output>& replies) {
-  for (const auto& [guest, bytes, is_question] : replies) {
-    if (!is_question) {
-      send(stay, guest, bytes);
-      continue;
+  void on_connection(Stay* stay, int number, std::uint32_t events) {
+    Connection* connection = &stay->connections.at(number);
+    if (connection->is_dialing()) return on_dialed(stay, number);
+    if (connection->closing) {
+      flush(number, connection);
+      if (drain(connection) || is_closed(connection, 0)) erase(stay, number);
+      return;
     }
-    Action question;
-    question.id = static_cast<std::uint64_t>(guest);
-    question.bytes = bytes;
-    stay->inbox.push(Inbox::kQuestion, encode_news(question));
-  }
-}
-
-// Discards what a peer still sends. True at the end of the stream.
-bool Driver::drain(Connection* connection) {
-  char bytes[4096];
-  for (int i = 0; i < 64; ++i) {
-    const ssize_t size = recv(*connection->socket, bytes, sizeof(bytes), 0);
-    if (size <= 0) return size == 0 || (errno != EAGAIN && errno != EINTR);
-  }
-  return false;
-}
-
-// `bytes`: Bytes, or a shared part.
-template <typename Part>
-void Driver::send(Stay* stay, int number, const Part& bytes) {
-  const auto found = stay->connections.find(number);
-  if (found == stay->connections.end() || found->second.closing) return;
-  found->second.out.add(bytes);
-  unsent_.emplace_back(stay, number);
-  if (found->second.out.size <= kMostUnsent) return;
-  log(stay, "closed a connection: its peer doesn't read");
-  erase(stay, number);
-  stay->events.push_back(event_of(Event::kClosed, 0, number));
-}
-
-void Driver::flush(int number, Connection* connection) {
-  Unsent& out = connection->out;
-  while (!out.empty() && !connection->hung_up) {
-    const Bytes& part = *out.parts.front();
-    const ssize_t size =
-        ::send(*connection->socket, part.data() + out.at, part.size() - out.at, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (size > 0) out.take(static_cast<std::size_t>(size));
-    else if (errno == EAGAIN || errno == EINTR) break;
-    else connection->hung_up = true;  // kClosed follows after all received bytes
-  }
-  if (connection->hung_up) out.clear();
-  const bool polls_out = !out.empty();
-  if (polls_out != connection->polls_out) {
-    control(EPOLL_CTL_MOD, number, *connection->socket, polls_out ? EPOLLIN | EPOLLOUT : EPOLLIN);
-    connection->polls_out = polls_out;
-  }
-}
-
-void Driver::probe(Stay* stay, int number) {
-  const auto found = stay->connections.find(number);
-  if (found == stay->connections.end()) return;
-  tcp_info info{};
-  socklen_t size = sizeof(info);
-  if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
-  Event event = event_of(Event::kAcked, 0, number);
-  // While bytes are unacknowledged the age is infinite, because the peer's segments repeat old acknowledgements. A peer
-  // with a full window has acknowledged all bytes in flight, and answers window probes.
-  event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
-  stay->events.push_back(std::move(event));
-}
-
-// Waits at most 2 s for the peer's kernel to acknowledge all bytes. Closing with unread input makes Linux drop unsent
-// bytes, such as a farewell.
-void Driver::close(Stay* stay, int number) {
-  const auto found = stay->connections.find(number);
-  if (found == stay->connections.end() || found->second.closing) return;
-  found->second.closing = true;
-  found->second.until = monotonic_now() + kCloseTime;
-  timed_[number] = stay;
-  unsent_.emplace_back(stay, number);
-}
-
-bool Driver::is_closed(Connection* connection, Nanos now) {
-  if (now >= connection->until || connection->hung_up) return true;
-  if (!connection->out.empty()) return false;
-  if (unacknowledged(*connection->socket) == 0) return true;
-  shutdown(*connection->socket, SHUT_WR);
-  return false;
-}
-
-void Driver::erase(Stay* stay, int number) {
-  // A forked child may have a copy, so close() alone doesn't remove it from epoll.
-  control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
-  sources_.erase(number);
-  timed_.erase(number);
-  const bool was_guest = stay->connections.at(number).is_guest;
-  stay->connections.erase(number);
-  if (!was_guest) return;
-  std::vector<Store::Output> replies;
-  stay->store.drop(number, &replies);
-  reply(stay, replies);
-}
-
-void Driver::check_timed(Nanos now) {
-  for (auto at = timed_.begin(); at != timed_.end();) {
-    const auto [number, stay] = *at++;
-    Connection& connection = stay->connections.at(number);
-    if (connection.is_dialing()) {
-      if (now >= connection.until) no_dial(stay, number, connection.dialed, Event::kNoAnswer);
-    } else if (is_closed(&connection, now)) {
-      erase(stay, number);
+    if ((events & EPOLLOUT) != 0) flush(number, connection);
+    Bytes bytes;
+    for (int i = 0; i < kReads; ++i) {
+      bytes.resize(kReadBytes);
+      const ssize_t size = recv(*connection->socket, bytes.data(), bytes.size(), 0);
+      if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+      Event event = event_of(size > 0 ? Event::kBytes : Event::kClosed, 0, number);
+      if (size > 0) event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
+      if (size > 0 && connection->is_guest) {
+        serve(stay, number, event.bytes);
+        flush_all();
+      } else {
+        if (size <= 0) erase(stay, number);
+        feed(stay, std::move(event));
+      }
+      connection = find(stay, number);
+      if (size < static_cast<ssize_t>(kReadBytes) || connection == nullptr || connection->closing) return;
     }
-    at = timed_.upper_bound(number);
   }
-}
 
-// This watch domain.
-
-void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
-  std::vector<Proc> procs;
-  for (const Member& member : event.roster->members) procs.push_back(member.proc);
-  event.world = Core::digest_of(procs);
-  const int me = event.roster->index_of(stay->proc);
-  feed(stay, event);
-  if (me < 0) return;
-  stay->rank = event.roster->members[me].rank;
-  for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
-    const Member& member = event.roster->members[index];
-    const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),
-                                    [&](const auto& entry) { return entry.second.proc == member.proc; });
-    if (index != me && known == stay->neighbours.end()) watch(stay, member, boards[index]);
+  // Passes a guest's bytes to the store; the first ones are those of kGuest.
+  void serve(Stay* stay, int number, const Bytes& bytes) {
+    Connection* const connection = find(stay, number);
+    if (connection == nullptr) return;
+    std::vector<Store::Output> replies;
+    const bool admitted = std::exchange(connection->is_guest, true);
+    // If the guest's host vanishes, its held keys end with the heartbeat limit.
+    if (!admitted) keep_alive(*connection->socket, stay->limit_s / 2, std::max(1, stay->limit_s / 4), 2);
+    const bool fine =
+        admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
+    reply(stay, replies);
+    if (fine || stay->connections.count(number) == 0) return;
+    log(stay, "closed a connection to the store: malformed bytes");
+    erase(stay, number);
   }
-  stay->has_met = true;
-  note_met(stay);
-}
 
-// Publishes that all neighbours' boards are open here, so that they may close them.
-void Driver::note_met(Stay* stay) {
-  if (!stay->has_met || stay->noted_met) return;
-  for (const auto& [number, neighbour] : stay->neighbours) {
-    if (!neighbour.board && !neighbour.ended && !stay->core->is_gone(neighbour.proc)) return;
+  void reply(Stay* stay, const std::vector<Store::Output>& replies) {
+    for (const auto& [guest, bytes, is_question] : replies) {
+      if (!is_question) {
+        send(stay, guest, bytes);
+        continue;
+      }
+      Action question;
+      question.id = static_cast<std::uint64_t>(guest);
+      question.bytes = bytes;
+      stay->inbox.push(Inbox::kQuestion, question);
+    }
   }
-  stay->board.note_met();
-  stay->noted_met = true;
-}
 
-void Driver::watch(Stay* stay, const Member& member, int board) {
-  const int number = add(stay, kNeighbour, -1, 0);
-  Neighbour& neighbour = stay->neighbours[number];
-  neighbour.proc = member.proc;
-  neighbour.pid = member.pid;
-  neighbour.began = member.began;
-  neighbour.board_number = board;
-  neighbour.name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
-  attach(stay, number, &neighbour);
-}
-
-// Watches a neighbour and opens its board. Retries each second: descriptors may have run out.
-void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
-  neighbour->attach_at = kNever;
-  std::string problem;
-  errno = 0;
-  if (!neighbour->board && !neighbour->board.open(neighbour->pid, neighbour->board_number, neighbour->proc)) {
-    problem = "'s board can't be opened, so its farewell can't be read";
+  // Discards what a peer still sends. True at the end of the stream.
+  static bool drain(Connection* connection) {
+    char bytes[4096];
+    for (int i = 0; i < 64; ++i) {
+      const ssize_t size = recv(*connection->socket, bytes, sizeof(bytes), 0);
+      if (size <= 0) return size == 0 || (errno != EAGAIN && errno != EINTR);
+    }
+    return false;
   }
-  int code = errno;
-  if (!neighbour->watched) {
-    const ProcessWatch::Found found = neighbour->watch.open(neighbour->pid, neighbour->began);
-    // An exited process's pidfd stays readable: it isn't polled.
-    if (found == ProcessWatch::kExited) return on_end(stay, neighbour);
-    neighbour->watched =
-        found == ProcessWatch::kRuns &&
-        (!neighbour->watch.is_polled() || control(EPOLL_CTL_ADD, number, neighbour->watch.number(), EPOLLIN));
+
+  // `bytes`: Bytes, or a shared part.
+  template <typename Part>
+  void send(Stay* stay, int number, const Part& bytes) {
+    Connection* const connection = find(stay, number);
+    if (connection == nullptr || connection->closing) return;
+    connection->out.add(bytes);
+    unsent_.emplace_back(stay, number);
+    if (connection->out.size <= kMostUnsent) return;
+    log(stay, "closed a connection: its peer doesn't read");
+    erase(stay, number);
+    stay->events.push_back(event_of(Event::kClosed, 0, number));
+  }
+
+  void flush(int number, Connection* connection) {
+    Unsent& out = connection->out;
+    while (!out.empty() && !connection->hung_up) {
+      const Bytes& part = *out.parts.front();
+      const ssize_t size =
+          ::send(*connection->socket, part.data() + out.at, part.size() - out.at, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (size > 0) out.take(static_cast<std::size_t>(size));
+      else if (errno == EAGAIN || errno == EINTR) break;
+      else connection->hung_up = true;  // kClosed follows after all received bytes
+    }
+    if (connection->hung_up) out.clear();
+    const bool polls_out = !out.empty();
+    if (polls_out != connection->polls_out) {
+      control(EPOLL_CTL_MOD, number, *connection->socket, polls_out ? EPOLLIN | EPOLLOUT : EPOLLIN);
+      connection->polls_out = polls_out;
+    }
+  }
+
+  void probe(Stay* stay, int number) {
+    Connection* const connection = find(stay, number);
+    tcp_info info{};
+    socklen_t size = sizeof(info);
+    if (connection == nullptr || getsockopt(*connection->socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+    Event event = event_of(Event::kAcked, 0, number);
+    // While bytes are unacknowledged the age is infinite, because the peer's segments repeat old acknowledgements. A
+    // peer with a full window has acknowledged all bytes in flight, and answers window probes.
+    event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
+    stay->events.push_back(std::move(event));
+  }
+
+  // Waits at most 2 s for the peer's kernel to acknowledge all bytes. Closing with unread input makes Linux drop unsent
+  // bytes, such as a farewell.
+  void close(Stay* stay, int number) {
+    Connection* const connection = find(stay, number);
+    if (connection == nullptr || connection->closing) return;
+    connection->closing = true;
+    connection->until = monotonic_now() + kCloseTime;
+    timed_[number] = stay;
+    unsent_.emplace_back(stay, number);
+  }
+
+  bool is_closed(Connection* connection, Nanos now) {
+    if (now >= connection->until || connection->hung_up) return true;
+    if (!connection->out.empty()) return false;
+    if (unacknowledged(*connection->socket) == 0) return true;
+    shutdown(*connection->socket, SHUT_WR);
+    return false;
+  }
+
+  void erase(Stay* stay, int number) {
+    // A forked child may have a copy, so close() alone doesn't remove it from epoll.
+    control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
+    sources_.erase(number);
+    timed_.erase(number);
+    const bool was_guest = stay->connections.at(number).is_guest;
+    stay->connections.erase(number);
+    if (!was_guest) return;
+    std::vector<Store::Output> replies;
+    stay->store.drop(number, &replies);
+    reply(stay, replies);
+  }
+
+  void check_timed(Nanos now) {
+    for (auto at = timed_.begin(); at != timed_.end();) {
+      const auto [number, stay] = *at++;
+      Connection& connection = stay->connections.at(number);
+      if (connection.is_dialing()) {
+        if (now >= connection.until) no_dial(stay, number, connection.dialed, Event::kNoAnswer);
+      } else if (is_closed(&connection, now)) {
+        erase(stay, number);
+      }
+      at = timed_.upper_bound(number);
+    }
+  }
+
+  // This watch domain.
+
+  void meet(Stay* stay, Event event, const std::vector<int>& boards) {
+    std::vector<Proc> procs;
+    for (const Member& member : event.roster->members) procs.push_back(member.proc);
+    event.world = Core::digest_of(procs);
+    const int me = event.roster->index_of(stay->proc);
+    feed(stay, event);
+    if (me < 0) return;
+    stay->rank = event.roster->members[me].rank;
+    for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
+      const Member& member = event.roster->members[index];
+      const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),
+                                      [&](const auto& entry) { return entry.second.proc == member.proc; });
+      if (index != me && known == stay->neighbours.end()) watch(stay, member, boards[index]);
+    }
+    stay->has_met = true;
+    note_met(stay);
+  }
+
+  // Publishes that all neighbours' boards are open here, so that they may close them.
+  void note_met(Stay* stay) {
+    if (!stay->has_met || stay->noted_met) return;
+    for (const auto& [number, neighbour] : stay->neighbours) {
+      if (!neighbour.board && !neighbour.ended && !stay->core->is_gone(neighbour.proc)) return;
+    }
+    stay->board.note_met();
+    stay->noted_met = true;
+  }
+
+  void watch(Stay* stay, const Member& member, int board) {
+    const int number = add(stay, kNeighbour, -1, 0);
+    Neighbour& neighbour = stay->neighbours[number];
+    neighbour.proc = member.proc;
+    neighbour.pid = member.pid;
+    neighbour.began = member.began;
+    neighbour.board_number = board;
+    neighbour.name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
+    attach(stay, number, &neighbour);
+  }
+
+  // Watches a neighbour and opens its board. Retries each second: descriptors may have run out.
+  void attach(Stay* stay, int number, Neighbour* neighbour) {
+    neighbour->attach_at = kNever;
+    std::string problem;
+    errno = 0;
+    if (!neighbour->board && !neighbour->board.open(neighbour->pid, neighbour->board_number, neighbour->proc)) {
+      problem = "'s board can't be opened, so its farewell can't be read";
+    }
+    int code = errno;
     if (!neighbour->watched) {
-      code = errno;
-      problem = " can't be watched, so its exit isn't noticed";
+      const ProcessWatch::Found found = neighbour->watch.open(neighbour->pid, neighbour->began);
+      // An exited process's pidfd stays readable: it isn't polled.
+      if (found == ProcessWatch::kExited) return on_end(stay, neighbour);
+      neighbour->watched =
+          found == ProcessWatch::kRuns &&
+          (!neighbour->watch.is_polled() || control(EPOLL_CTL_ADD, number, neighbour->watch.number(), EPOLLIN));
+      if (!neighbour->watched) {
+        code = errno;
+        problem = " can't be watched, so its exit isn't noticed";
+      }
     }
+    if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;
+    neighbour->attach_at = monotonic_now() + kAttach;
+    if (std::exchange(neighbour->warned, true)) return;
+    if (code != 0) problem += std::string(": ") + std::strerror(code);
+    log(stay, neighbour->name + problem + "; tried again each second", true);
   }
-  if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;
-  neighbour->attach_at = monotonic_now() + kAttach;
-  if (std::exchange(neighbour->warned, true)) return;
-  if (code != 0) problem += std::string(": ") + std::strerror(code);
-  log(stay, neighbour->name + problem + "; tried again each second", true);
-}
 
-void Driver::on_end(Stay* stay, Neighbour* neighbour) {
-  if (neighbour->ended) return;
-  neighbour->ended = true;
-  read_board(stay, neighbour, nullptr);
-  if (neighbour->watched && neighbour->watch.is_polled()) control(EPOLL_CTL_DEL, 0, neighbour->watch.number(), 0);
-  feed(stay, event_of(Event::kEnded, neighbour->proc));
-}
-
-void Driver::read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved) {
-  Event event = event_of(Event::kBoard, neighbour->proc);
-  bool is_new = false;
-  if (neighbour->board.read(&event.bytes, &is_new) && moved != nullptr) moved->push_back(neighbour->proc);
-  if (is_new) feed(stay, std::move(event));
-}
-
-void Driver::beat(Stay* stay) {
-  stay->board.beat();
-  Event event = event_of(Event::kBeats, 0);
-  for (auto& [number, neighbour] : stay->neighbours) {
-    if (neighbour.ended) continue;
-    if (monotonic_now() >= neighbour.attach_at) attach(stay, number, &neighbour);
-    if (neighbour.ended) continue;
-    if (neighbour.watched && !neighbour.watch.is_polled() && neighbour.watch.has_exited()) on_end(stay, &neighbour);
-    else read_board(stay, &neighbour, &event.procs);
+  void on_end(Stay* stay, Neighbour* neighbour) {
+    if (neighbour->ended) return;
+    neighbour->ended = true;
+    read_board(stay, neighbour, nullptr);
+    if (neighbour->watched && neighbour->watch.is_polled()) control(EPOLL_CTL_DEL, 0, neighbour->watch.number(), 0);
+    feed(stay, event_of(Event::kEnded, neighbour->proc));
   }
-  note_met(stay);
-  stay->events.push_back(std::move(event));
-}
 
-// Neighbours read the farewell from the board, so it stays until they have opened it.
-bool Driver::may_close_board(Stay* stay) {
-  for (auto& [number, neighbour] : stay->neighbours) {
-    if (neighbour.ended || !neighbour.board || neighbour.board.has_met()) continue;
-    read_board(stay, &neighbour, nullptr);
-    if (!neighbour.board.has_met()) return false;
+  void read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved) {
+    Event event = event_of(Event::kBoard, neighbour->proc);
+    bool is_new = false;
+    if (neighbour->board.read(&event.bytes, &is_new) && moved != nullptr) moved->push_back(neighbour->proc);
+    if (is_new) feed(stay, std::move(event));
   }
-  return true;
-}
 
-void Driver::finish(Stay* stay) {
-  stay->store = Store();
-  while (!stay->connections.empty()) erase(stay, stay->connections.begin()->first);
-  for (const auto& [number, neighbour] : stay->neighbours) sources_.erase(number);
-  sources_.erase(stay->listener_number);
-  end(stay, nullptr);
-  stays_.erase(stay);
-}
+  void beat(Stay* stay) {
+    stay->board.beat();
+    Event event = event_of(Event::kBeats, 0);
+    for (auto& [number, neighbour] : stay->neighbours) {
+      if (neighbour.ended) continue;
+      if (monotonic_now() >= neighbour.attach_at) attach(stay, number, &neighbour);
+      if (neighbour.ended) continue;
+      if (neighbour.watched && !neighbour.watch.is_polled() && neighbour.watch.has_exited()) on_end(stay, &neighbour);
+      else read_board(stay, &neighbour, &event.procs);
+    }
+    note_met(stay);
+    stay->events.push_back(std::move(event));
+  }
 
-int listen_at(const std::string& address, int port, Stay* stay) {
-  addrinfo* found = parse_address(address, port);
-  if (found == nullptr) return EADDRNOTAVAIL;
-  stay->listener = Descriptor::of([&] { return open_socket(found->ai_family); });
-  sockaddr_storage own{};
-  socklen_t size = sizeof(own);
-  // Connections closed by an earlier stay occupy its port for a minute. Another listener still makes bind or listen
-  // fail.
-  const int on = 1;
-  if (stay->listener) setsockopt(*stay->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  const bool listens = stay->listener && bind(*stay->listener, found->ai_addr, found->ai_addrlen) == 0 &&
-                       listen(*stay->listener, 4096) == 0 &&
-                       getsockname(*stay->listener, reinterpret_cast<sockaddr*>(&own), &size) == 0;
-  const int code = errno;
-  freeaddrinfo(found);
-  if (!listens) return code;
-  stay->port = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(own).sin6_port
-                                               : reinterpret_cast<sockaddr_in&>(own).sin_port);
-  return 0;
-}
+  // Neighbours read the farewell from the board, so it stays until they have opened it.
+  bool may_close_board(Stay* stay) {
+    for (auto& [number, neighbour] : stay->neighbours) {
+      if (neighbour.ended || !neighbour.board || neighbour.board.has_met()) continue;
+      read_board(stay, &neighbour, nullptr);
+      if (!neighbour.board.has_met()) return false;
+    }
+    return true;
+  }
+
+  void finish(Stay* stay) {
+    stay->store = Store();
+    while (!stay->connections.empty()) erase(stay, stay->connections.begin()->first);
+    for (const auto& [number, neighbour] : stay->neighbours) sources_.erase(number);
+    sources_.erase(stay->listener_number);
+    end(stay, nullptr);
+    stays_.erase(stay);
+  }
+
+ private:
+  Descriptor epoll_;
+  Wake wake_;
+  std::vector<Command> commands_;  // guarded by the fork mutex
+  std::map<Stay*, std::shared_ptr<Stay>> stays_;
+  std::map<int, std::pair<Stay*, Source>> sources_;
+  std::map<int, Stay*> timed_;                 // with a deadline
+  std::vector<std::pair<Stay*, int>> unsent_;  // to flush or close
+  Nanos shortage_until_ = 0;
+  int last_number_ = 0;
+};
 
 }  // namespace
 
@@ -851,11 +750,10 @@ void Unsent::take(std::size_t count) {
   at = 0;
 }
 
-void Inbox::push(Kind kind, Bytes news) {
+void Inbox::push(Kind kind, const Action& news) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if ((kind == kLog || kind == kQuestion) && news_.size() >= kMostNews) return;
-  news.insert(news.begin(), static_cast<char>(kind));
-  news_.push_back(std::move(news));
+  news_.push_back(encode(kind, news));
   wake_.set();
 }
 
@@ -872,11 +770,11 @@ bool Inbox::expect(const AgreementKey& key) {
   return verdicts_.emplace(key, Bytes()).second;
 }
 
-void Inbox::give(const AgreementKey& key, Bytes news) {
+void Inbox::give(Kind kind, const Action& news) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = verdicts_.find(key);
+  const auto found = verdicts_.find(news.key);
   if (found == verdicts_.end()) return;  // the caller was interrupted, and called `forget`
-  found->second = std::move(news);
+  found->second = encode(kind, news);
   changed_.notify_all();
 }
 
@@ -922,12 +820,14 @@ std::int64_t open_stay(const std::string& address, int first, int last, const st
   stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
   stay->limit_s = static_cast<int>(std::clamp<Nanos>(config.limit / kSecond, 2, 3600));
   stay->without_memory = last_news("memory ran out");
-  int code = EADDRINUSE;
+  errno = EADDRINUSE;
   const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));
-  for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host start at different ports
-    code = listen_at(address, first + (begin + i) % count, stay.get());
+  for (int i = 0; i < count && !stay->listener && errno == EADDRINUSE;
+       ++i) {  // ranks of a host start at different ports
+    stay->port = first + (begin + i) % count;
+    stay->listener = listen_at(address, &stay->port);
   }
-  if (code != 0) return -code;
+  if (!stay->listener) return -errno;
   if (!stay->board.make(stay->proc) || !stay->inbox.make()) return -errno;
   if (!post(stay, Event{})) return -errno;
   const Lock lock(fork_mutex());

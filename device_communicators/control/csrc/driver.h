@@ -27,7 +27,7 @@ class Inbox {
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
   // Drops logs and questions when full, because peers can cause any number.
-  void push(Kind kind, Bytes news);
+  void push(Kind kind, const Action& news);
   // Makes `news` the last of the queue. Allocates no memory.
   void end(Bytes news) noexcept;
   // Returns the size of the next news, and removes it if it fits into `capacity`; 0: none.
@@ -36,7 +36,7 @@ class Inbox {
 
   // Returns false if the verdict is expected already.
   bool expect(const AgreementKey& key);
-  void give(const AgreementKey& key, Bytes news);
+  void give(Kind kind, const Action& news);
   // Waits at most `wait` for the verdict, and copies what fits. Returns its size, 0 if it hasn't arrived, or -1 if the
   // stay is over. The verdict is kept until `forget`.
   std::int64_t await(const AgreementKey& key, Nanos wait, char* buffer, std::size_t capacity);

@@ -16,19 +16,24 @@ Nanos from_now(double seconds) {
   return monotonic_now() + static_cast<Nanos>(std::min(std::max(seconds, 0.0), 1e9) * 1e9);
 }
 
-// `make` fills in the event. Returns 0 or the negative errno; -ENOMEM instead of bad_alloc.
+// Returns `body(stay)`; `failed` if memory runs out, and `unknown` without a stay.
+template <typename Result, typename Body>
+Result with(std::int64_t handle, Result unknown, Result failed, Body body) try {
+  const std::shared_ptr<Stay> stay = find_stay(handle);
+  return stay == nullptr ? unknown : static_cast<Result>(body(stay));
+} catch (const std::bad_alloc&) {
+  return failed;
+}
+
+// `make` fills in the event, and returns 0 or an errno.
 template <typename Make>
-int post_event(std::int64_t handle, Event::Kind kind, Make make) {
-  try {
-    const std::shared_ptr<Stay> stay = find_stay(handle);
-    if (stay == nullptr) return -ESRCH;
+int post_event(std::int64_t handle, Event::Kind kind, Make make, std::vector<int>* boards = nullptr) {
+  return with(handle, -ESRCH, -ENOMEM, [&](const auto& stay) {
     Event event;
     event.kind = kind;
-    make(&event);
-    return post(stay, std::move(event)) ? 0 : -errno;
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
+    if (const int code = make(&event); code != 0) return -code;
+    return post(stay, std::move(event), boards == nullptr ? std::vector<int>() : *boards) ? 0 : -errno;
+  });
 }
 
 // Returns the size; copies what fits.
@@ -66,26 +71,19 @@ std::int64_t ps_control_open(const char* address, int first, int last, double be
 }
 
 // `members`: for each, in rank order: rank, process, domain, pid, start time, board, port, host, token; see plane.py.
-int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* members, std::uint64_t size, int count) {
-  try {
-    const std::shared_ptr<Stay> stay = find_stay(handle);
-    if (stay == nullptr) return -ESRCH;
+int ps_control_meet(std::int64_t handle, const char* members, std::uint64_t size, int count) {
+  std::vector<int> boards;
+  const auto make = [&](Event* event) {
     Reader reader(std::string_view(members, static_cast<std::size_t>(size)));
     std::vector<Member> all(static_cast<std::size_t>(count));
-    std::vector<int> boards;
     for (Member& member : all) {
       get(&reader, std::tie(member.rank, member.proc, member.domain, member.pid, member.began, boards.emplace_back(),
                             member.endpoint.port, member.endpoint.host, member.endpoint.token));
     }
-    if (!reader.finished()) return -EINVAL;
-    Event event;
-    event.kind = Event::kMeet;
-    event.epoch = epoch;
-    event.roster = std::make_shared<const Roster>(std::move(all));
-    return post(stay, std::move(event), std::move(boards)) ? 0 : -errno;
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
+    event->roster = std::make_shared<const Roster>(std::move(all));
+    return reader.finished() ? 0 : EINVAL;
+  };
+  return post_event(handle, Event::kMeet, make, &boards);
 }
 
 // Begins an agreement among `members`, in rank order; a negative timeout cancels it. Writes an identifier of the
@@ -94,15 +92,11 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
   *digest = Core::digest_of({members, members + count});
   const auto stay = find_stay(handle);
-  if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({0, *digest, purpose, attempt})) return -EEXIST;
+  if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({*digest, purpose, attempt})) return -EEXIST;
   return post_event(handle, timeout_s < 0 ? Event::kCancel : Event::kCall, [&](Event* event) {
-    auto call = std::make_shared<Call>();
-    call->purpose = purpose;
-    call->attempt = attempt;
-    call->members.assign(members, members + count);
-    call->value.assign(value, size);
-    call->deadline = from_now(timeout_s);
-    event->call = std::move(call);
+    event->call = std::make_shared<const Call>(
+        Call{purpose, attempt, {members, members + count}, {value, size}, from_now(timeout_s)});
+    return 0;
   });
 } catch (const std::bad_alloc&) {
   return -ENOMEM;
@@ -112,82 +106,60 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
 // over. Another thread may close the stay meanwhile.
 std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt,
                                 double wait_s, char* buffer, std::uint64_t capacity) {
-  const std::shared_ptr<Stay> stay = find_stay(handle);
-  if (stay == nullptr) return -ESRCH;
-  const auto size =
-      stay->inbox.await({0, digest, purpose, attempt}, static_cast<Nanos>(wait_s * 1e9), buffer, capacity);
-  return size < 0 ? -ESHUTDOWN : size;
+  return with<std::int64_t>(handle, -ESRCH, -ENOMEM, [&](const auto& stay) {
+    const auto wait = static_cast<Nanos>(wait_s * 1e9);
+    const auto size = stay->inbox.await({digest, purpose, attempt}, wait, buffer, capacity);
+    return size < 0 ? -ESHUTDOWN : size;
+  });
 }
 
 void ps_control_forget(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt) {
-  if (const auto stay = find_stay(handle)) stay->inbox.forget({0, digest, purpose, attempt});
+  with(handle, 0, 0, [&](const auto& stay) { return stay->inbox.forget({digest, purpose, attempt}), 0; });
 }
 
 // 1: the process exited, or each of its threads is exiting or has a pending SIGKILL.
 int ps_control_is_ending(int pid) { return is_ending(pid) ? 1 : 0; }
 
-int ps_control_ask(std::int64_t handle, std::uint64_t proc, std::uint64_t id, const char* question, std::uint64_t size,
-                   double timeout_s) {
-  return post_event(handle, Event::kAsk, [&](Event* event) {
-    event->proc = proc;
-    event->id = id;
-    event->bytes.assign(question, size);
-    event->deadline = from_now(timeout_s);
-  });
-}
-
-int ps_control_reply(std::int64_t handle, std::uint64_t proc, std::uint64_t id, const char* reply, std::uint64_t size) {
-  return post_event(handle, Event::kReply, [&](Event* event) {
-    event->proc = proc;
-    event->id = id;
-    event->bytes.assign(reply, size);
-  });
-}
-
-// `proc`: 0 for this process. `flags`: EndFlag bits.
-int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const char* text) {
-  return post_event(handle, Event::kReport, [&](Event* event) {
+// `kind`: Event::kReport, kAsk or kReply, which have a process, flags or a number, and bytes. `timeout_s`: of kAsk.
+int ps_control_post(std::int64_t handle, int kind, std::uint64_t proc, int flags, std::uint64_t id, const char* bytes,
+                    std::uint64_t size, double timeout_s) {
+  return post_event(handle, static_cast<Event::Kind>(kind), [&](Event* event) {
     event->proc = proc;
     event->flags = static_cast<std::uint8_t>(flags);
-    event->bytes = text;
+    event->id = id;
+    event->bytes.assign(bytes, size);
+    event->deadline = from_now(timeout_s);
+    return 0;
   });
 }
 
 // Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most `linger_s` + 1 s
 // later.
 void ps_control_leave(std::int64_t handle, double linger_s) {
-  if (const std::shared_ptr<Stay> stay = find_stay(handle)) leave_stay(stay, from_now(linger_s));
+  with(handle, 0, 0, [&](const auto& stay) { return leave_stay(stay, from_now(linger_s)), 0; });
 }
 
 // Returns the size of the next news, or 0. News larger than `capacity` is kept.
 std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
-  const std::shared_ptr<Stay> stay = find_stay(handle);
-  return stay == nullptr ? 0 : stay->inbox.take(buffer, capacity);
+  return with<std::uint64_t>(handle, 0, 0, [&](const auto& stay) { return stay->inbox.take(buffer, capacity); });
 }
 
 // Readable while there is news.
 int ps_control_eventfd(std::int64_t handle) {
-  const std::shared_ptr<Stay> stay = find_stay(handle);
-  return stay == nullptr ? -1 : stay->inbox.number();
+  return with(handle, -1, -1, [](const auto& stay) { return stay->inbox.number(); });
 }
 
 // Returns the size of the record of the last events.
 std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t capacity) {
-  try {
-    const std::shared_ptr<Stay> stay = find_stay(handle);
-    return stay == nullptr ? 0 : copy_out(record_of(stay.get()), buffer, capacity);
-  } catch (const std::bad_alloc&) {
-    return 0;
-  }
+  return with<std::uint64_t>(handle, 0, 0,
+                             [&](const auto& stay) { return copy_out(record_of(stay.get()), buffer, capacity); });
 }
 
 // Returns the size of the record's replay as text.
-std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) {
-  try {
-    return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
-  } catch (const std::bad_alloc&) {
-    return 0;
-  }
+std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) try {
+  return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
+} catch (const std::bad_alloc&) {
+  return 0;
 }
 
 void ps_control_close(std::int64_t handle) { close_stay(handle); }

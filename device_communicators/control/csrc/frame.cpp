@@ -20,8 +20,6 @@ Bytes encode(const Frame& frame) {
                     .number(kVersion)
                     .number(static_cast<std::uint16_t>(frame.kind))
                     .number(frame.world)
-                    .number(frame.epoch)
-                    .number(frame.term)
                     .number(frame.from)
                     .take();
   bytes += frame.body;
@@ -66,8 +64,6 @@ Parser::Result Parser::next(Hello* hello, Frame* frame) {
   }
   frame->kind = static_cast<FrameKind>(kind);
   frame->world = reader.number<std::uint64_t>();
-  frame->epoch = reader.number<std::uint64_t>();
-  frame->term = reader.number<std::uint64_t>();
   frame->from = reader.number<Proc>();
   frame->body.assign(rest().substr(kHeadBytes, size));
   offset_ += kHeadBytes + size;

@@ -20,10 +20,10 @@ using Bytes = std::string;
 using Nanos = std::int64_t;
 using Proc = std::uint64_t;  // a process's membership in one world; 0: none
 
-inline constexpr std::uint16_t kVersion = 1;
-inline constexpr std::uint16_t kOldestVersion = 1;
+inline constexpr std::uint16_t kVersion = 2;
+inline constexpr std::uint16_t kOldestVersion = 2;
 inline constexpr std::size_t kHelloBytes = 20;
-inline constexpr std::size_t kHeadBytes = 40;
+inline constexpr std::size_t kHeadBytes = 24;
 inline constexpr std::size_t kNonceBytes = 16;
 inline constexpr std::size_t kMostBodyBytes = 32U << 20;
 inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame of an unidentified peer
@@ -58,8 +58,6 @@ enum class FrameKind : std::uint16_t {
 struct Frame {
   FrameKind kind = FrameKind::kBeat;
   std::uint64_t world = 0;
-  std::uint64_t epoch = 0;
-  std::uint64_t term = 0;
   Proc from = 0;
   Bytes body;
 };

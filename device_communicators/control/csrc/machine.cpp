@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -126,17 +127,76 @@ void keep_alive(int socket, int idle_s, int interval_s, int probes) {
   setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
 }
 
-int Descriptor::keep(int number) {
+Descriptor::Descriptor(int number) : number_(number), process_(&open_descriptors()) {
   if (number >= 0) open_descriptors().descriptors.insert(number);
-  return number;
 }
 
+Descriptor::operator bool() const { return number_ >= 0 && process_ == &open_descriptors(); }
+
 void Descriptor::close() {
-  if (number_ < 0) return;
-  Open& open = open_descriptors();
-  const std::lock_guard<std::recursive_mutex> lock(open.mutex);
-  if (open.descriptors.erase(number_) != 0) ::close(number_);
-  number_ = -1;
+  if (!*this) return;
+  const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+  open_descriptors().descriptors.erase(number_);
+  ::close(std::exchange(number_, -1));
+}
+
+namespace {
+
+// Opens a socket for a numeric address, and calls `use(socket, address, its size)`, which returns 0 if it succeeds.
+template <typename Use>
+Descriptor open_socket(const std::string& host, int port, Use use) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0)
+    return errno = EADDRNOTAVAIL, Descriptor();
+  auto made = Descriptor::of([&] { return socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  const bool fine = made && use(*made, found->ai_addr, found->ai_addrlen) == 0;
+  const int code = errno;
+  freeaddrinfo(found);
+  if (!fine) made.close();
+  errno = code;
+  return made;
+}
+
+}  // namespace
+
+Descriptor begin_dial(const std::string& host, int port) {
+  return open_socket(host, port, [](int socket, const sockaddr* address, socklen_t size) {
+    const int on = 1;
+    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    return connect(socket, address, size) == 0 || errno == EINPROGRESS ? 0 : -1;
+  });
+}
+
+int dial_error(int socket) {
+  int code = 0;
+  socklen_t size = sizeof(code);
+  getsockopt(socket, SOL_SOCKET, SO_ERROR, &code, &size);
+  if (code != 0) return code;
+  // Dialing a closed local port can connect a socket to itself (TCP simultaneous open).
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
+  const bool is_known = getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
+                        getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0;
+  return is_known && own_size == peer_size && std::memcmp(&own, &peer, own_size) == 0 ? ECONNREFUSED : 0;
+}
+
+Descriptor listen_at(const std::string& address, int* port) {
+  return open_socket(address, *port, [port](int socket, const sockaddr* at, socklen_t at_size) {
+    sockaddr_storage own{};
+    socklen_t size = sizeof(own);
+    // Connections closed by an earlier stay occupy its port for a minute. Another listener still makes bind or listen
+    // fail.
+    const int on = 1;
+    setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (bind(socket, at, at_size) != 0 || listen(socket, 4096) != 0) return -1;
+    if (getsockname(socket, reinterpret_cast<sockaddr*>(&own), &size) != 0) return -1;
+    *port = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(own).sin6_port
+                                            : reinterpret_cast<sockaddr_in&>(own).sin_port);
+    return 0;
+  });
 }
 
 bool Wake::make() {

@@ -23,7 +23,7 @@ void in_forked_child(void (*forget)());
 // Sends the first TCP keepalive after `idle_s`, then one per `interval_s`; `probes` without answer end the connection.
 void keep_alive(int socket, int idle_s, int interval_s, int probes);
 
-// Owns a descriptor; forked children close it.
+// Owns a descriptor; forked children close it, and find it closed.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -31,25 +31,33 @@ class Descriptor {
   template <typename Open>
   static Descriptor of(Open open) {
     const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
-    return Descriptor(keep(open()));
+    return Descriptor(open());
   }
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor(Descriptor&& other) noexcept { *this = std::move(other); }
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(number_, other.number_);
+    std::swap(process_, other.process_);
     return *this;
   }
   ~Descriptor() { close(); }
 
   void close();
   int operator*() const { return number_; }
-  explicit operator bool() const { return number_ >= 0; }
+  explicit operator bool() const;
 
  private:
-  explicit Descriptor(int number) : number_(number) {}
-  static int keep(int number);
+  explicit Descriptor(int number);
 
   int number_ = -1;
+  const void* process_ = nullptr;
 };
+
+// Begins to connect to a numeric address: resolving a name could take seconds. No descriptor, and errno, if that fails.
+Descriptor begin_dial(const std::string& host, int port);
+// The errno of a finished dial. A socket that connected to itself was refused.
+int dial_error(int socket);
+// Returns a listener, and sets `port` to its own; no descriptor, and errno, if that fails.
+Descriptor listen_at(const std::string& address, int* port);
 
 // Wakes a thread that polls `number()`: an eventfd, or a pipe if a sandbox refuses one.
 class Wake {

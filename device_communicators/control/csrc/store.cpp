@@ -58,30 +58,40 @@ bool Seal::open(Bytes* body) {
   return equal_secrets(end, mac(*body));
 }
 
-bool Table::ask(int client, std::string_view request, std::vector<Reply>* replies) {
+// Returns false if the request is malformed, or the guest waits and this is no kCancel.
+bool Store::ask(int guest, std::string_view request, std::vector<Output>* out) {
+  Guest& from = guests_.at(guest);
   std::uint8_t code = 0;
   std::vector<Bytes> parts;
   if (!decode_store(request, &code, &parts)) return false;
   const auto call = static_cast<StoreCall>(code);
   if (call == StoreCall::kCancel) {
-    if (end_wait(client)) replies->push_back({client, encode_store(kCancelled, {})});
+    if (end_wait(guest)) reply(guest, encode_store(kCancelled, {}), out);
     return parts.empty();
   }
-  if (waits(client)) return false;
-  try {
-    if (call == StoreCall::kGet || call == StoreCall::kWait) {
-      wait_for(client, call == StoreCall::kGet, std::move(parts), replies);
-    } else {
-      Bytes reply = answer(call, parts, client, replies);
-      replies->push_back({client, std::move(reply)});
+  if (!from.missing.empty()) return false;
+  if (call == StoreCall::kQuestion) {
+    if (parts.size() != 1 || parts[0].size() > kMostStatusBytes) return false;
+    from.asks = true;
+    out->push_back({guest, parts[0], true});
+  } else if (call == StoreCall::kGet || call == StoreCall::kWait) {
+    from.gets = call == StoreCall::kGet;
+    from.keys = std::move(parts);
+    wait_for(guest, out);
+  } else {
+    try {
+      const auto answer = carry_out(call, parts, guest, out);
+      reply(guest, encode_store(kReplied, answer), out);
+    } catch (const Problem& problem) {
+      reply(guest, encode_store(kProblem, {problem.text}), out);
     }
-  } catch (const Problem& problem) {
-    replies->push_back({client, encode_store(kProblem, {problem.text})});
   }
   return true;
 }
 
-Bytes Table::answer(StoreCall call, const std::vector<Bytes>& parts, int client, std::vector<Reply>* replies) {
+// Returns the parts of the reply.
+std::vector<Bytes> Store::carry_out(StoreCall call, const std::vector<Bytes>& parts, int guest,
+                                    std::vector<Output>* out) {
   const auto value_of = [&](const Bytes& key) {
     const auto found = values_.find(key);
     return found == values_.end() ? Bytes() : found->second;
@@ -89,14 +99,14 @@ Bytes Table::answer(StoreCall call, const std::vector<Bytes>& parts, int client,
   switch (call) {
     case StoreCall::kSet:
       if (parts.empty() || parts.size() % 2 != 0) throw Problem{"keys and values must come in pairs"};
-      for (std::size_t i = 0; i < parts.size(); i += 2) set(parts[i], parts[i + 1], replies);
-      return encode_store(kReplied, {});
+      for (std::size_t i = 0; i < parts.size(); i += 2) set(parts[i], parts[i + 1], out);
+      return {};
     case StoreCall::kHold:
       expect(2, parts);
       if (parts[0].size() + parts[1].size() > kMostHeldBytes) throw Problem{"a held key and its value are too large"};
-      set(parts[0], parts[1], replies);
-      holders_[parts[0]] = client;
-      return encode_store(kReplied, {});
+      set(parts[0], parts[1], out);
+      holders_[parts[0]] = guest;
+      return {};
     case StoreCall::kAdd: {
       expect(2, parts);
       const Bytes before = value_of(parts[0]);
@@ -104,116 +114,89 @@ Bytes Table::answer(StoreCall call, const std::vector<Bytes>& parts, int client,
       if (__builtin_add_overflow(before.empty() ? 0 : number_in(before), number_in(parts[1]), &sum)) {
         throw Problem{"the sum of add has more than 64 bits"};
       }
-      set(parts[0], std::to_string(sum), replies);
-      return encode_store(kReplied, {std::to_string(sum)});
+      set(parts[0], std::to_string(sum), out);
+      return {std::to_string(sum)};
     }
     case StoreCall::kCheck: {
       bool all = true;
       for (const Bytes& key : parts) all = all && values_.count(key) != 0;
-      return encode_store(kReplied, {all ? "1" : "0"});
+      return {all ? "1" : "0"};
     }
     case StoreCall::kCompareSet: {
       expect(3, parts);
       const bool is_set = values_.count(parts[0]) != 0;
       const Bytes before = value_of(parts[0]);
-      if (before != parts[1]) return encode_store(kReplied, {is_set ? before : parts[1]});
-      set(parts[0], parts[2], replies);
-      return encode_store(kReplied, {parts[2]});
+      if (before != parts[1]) return {is_set ? before : parts[1]};
+      set(parts[0], parts[2], out);
+      return {parts[2]};
     }
     case StoreCall::kDelete:
       expect(1, parts);
       holders_.erase(parts[0]);
-      return encode_store(kReplied, {values_.erase(parts[0]) != 0 ? "1" : "0"});
-    case StoreCall::kCount: expect(0, parts); return encode_store(kReplied, {std::to_string(values_.size())});
+      return {values_.erase(parts[0]) != 0 ? "1" : "0"};
+    case StoreCall::kCount: expect(0, parts); return {std::to_string(values_.size())};
     case StoreCall::kAppend:
       expect(2, parts);
-      set(parts[0], value_of(parts[0]) + parts[1], replies);
-      return encode_store(kReplied, {});
+      set(parts[0], value_of(parts[0]) + parts[1], out);
+      return {};
     default: throw Problem{"there is no request of kind " + std::to_string(static_cast<int>(call))};
   }
 }
 
-void Table::wait_for(int client, bool gets, std::vector<Bytes> keys, std::vector<Reply>* replies) {
-  Wait wait{gets, std::move(keys), {}};
+// Replies once all of the guest's keys are set.
+void Store::wait_for(int guest, std::vector<Output>* out) {
+  Guest& from = guests_.at(guest);
   std::size_t size = 0;
   std::vector<Bytes> values;
-  for (const Bytes& key : wait.keys) {
+  for (const Bytes& key : from.keys) {
     const auto found = values_.find(key);
-    if (found == values_.end()) wait.missing.insert(key);
+    if (found == values_.end()) from.missing.insert(key);
     else size += found->second.size() + kPartBytes;
   }
-  if (!wait.missing.empty()) {
-    for (const Bytes& key : wait.missing) waiting_[key].insert(client);
-    waits_[client] = std::move(wait);
-    return;
+  for (const Bytes& key : from.missing) waiting_[key].insert(guest);
+  if (!from.missing.empty()) return;
+  if (from.gets && size > kMostStoreBytes) {
+    const std::string text = std::to_string(from.keys.size()) + " values have " + std::to_string(size);
+    return reply(guest, encode_store(kProblem, {text + " bytes; request fewer keys in one call"}), out);
   }
-  if (gets && size > kMostStoreBytes) {
-    throw Problem{std::to_string(wait.keys.size()) + " values have " + std::to_string(size) +
-                  " bytes; request fewer keys in one call"};
+  for (const Bytes& key : std::exchange(from.keys, {})) {
+    if (from.gets) values.push_back(values_.at(key));
   }
-  for (const Bytes& key : wait.keys) {
-    if (gets) values.push_back(values_.at(key));
-  }
-  replies->push_back({client, encode_store(kReplied, values)});
+  reply(guest, encode_store(kReplied, values), out);
 }
 
-void Table::set(const Bytes& key, Bytes value, std::vector<Reply>* replies) {
+void Store::set(const Bytes& key, Bytes value, std::vector<Output>* out) {
   if (key.size() + value.size() + 2 * kPartBytes > kMostStoreBytes) {
     throw Problem{"a value and its key must have less than " + std::to_string(kMostStoreBytes) + " bytes"};
   }
   values_[key] = std::move(value);
   const auto found = waiting_.find(key);
   if (found == waiting_.end()) return;
-  const std::set<int> clients = std::move(found->second);
+  const std::set<int> guests = std::move(found->second);
   waiting_.erase(found);
-  for (const int client : clients) {
-    Wait& wait = waits_.at(client);
-    wait.missing.erase(key);
-    if (!wait.missing.empty()) continue;
-    const Wait ready = std::move(wait);
-    waits_.erase(client);
-    try {
-      wait_for(client, ready.gets, ready.keys, replies);  // another of its keys was deleted
-    } catch (const Problem& problem) {
-      replies->push_back({client, encode_store(kProblem, {problem.text})});
-    }
+  for (const int guest : guests) {
+    auto& missing = guests_.at(guest).missing;
+    missing.erase(key);
+    if (missing.empty()) wait_for(guest, out);  // another of its keys may have been deleted
   }
 }
 
-bool Table::end_wait(int client) {
-  const auto wait = waits_.find(client);
-  if (wait == waits_.end()) return false;
-  for (const Bytes& key : wait->second.missing) {
-    const auto clients = waiting_.find(key);
-    clients->second.erase(client);
-    if (clients->second.empty()) waiting_.erase(clients);
+bool Store::end_wait(int guest) {
+  const auto missing = std::exchange(guests_.at(guest).missing, {});
+  for (const Bytes& key : missing) {
+    const auto guests = waiting_.find(key);
+    guests->second.erase(guest);
+    if (guests->second.empty()) waiting_.erase(guests);
   }
-  waits_.erase(wait);
-  return true;
-}
-
-void Table::drop(int client, std::vector<Reply>* replies) {
-  end_wait(client);
-  std::vector<Bytes> held;
-  for (const auto& [key, holder] : holders_) {
-    if (holder == client) held.push_back(key);
-  }
-  for (const Bytes& key : held) {
-    holders_.erase(key);
-    Bytes value = std::move(values_.at(key));
-    values_.erase(key);
-    try {
-      set("gone/" + key, std::move(value), replies);
-    } catch (const Problem&) {  // the value grew beyond the bound
-      set("gone/" + key, "", replies);
-    }
-  }
+  return !missing.empty();
 }
 
 bool Store::admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out) {
   const std::string_view theirs = handed.substr(0, kNonceBytes), mine = handed.substr(kNonceBytes, kNonceBytes);
-  guests_[guest] = {Parser::after_hello(handed.substr(2 * kNonceBytes)), Seal(token, true, theirs, mine),
-                    Seal(token, false, theirs, mine)};
+  Guest& admitted = guests_[guest];
+  admitted.parser = Parser::after_hello(handed.substr(2 * kNonceBytes));
+  admitted.in = Seal(token, true, theirs, mine);
+  admitted.out = Seal(token, false, theirs, mine);
   return take(guest, {}, out);
 }
 
@@ -224,19 +207,8 @@ bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
   Frame frame;
   Parser::Result result;
   while ((result = from.parser.next(&hello, &frame)) == Parser::Result::kFrame) {
-    std::vector<Table::Reply> replies;
     if (frame.kind != FrameKind::kStoreCall || from.asks || !from.in.open(&frame.body)) return false;
-    if (!frame.body.empty() && frame.body[0] == static_cast<char>(StoreCall::kQuestion)) {
-      std::uint8_t code = 0;
-      std::vector<Bytes> parts;
-      if (table_.waits(guest) || !decode_store(frame.body, &code, &parts) || parts.size() != 1) return false;
-      if (parts[0].size() > kMostStatusBytes) return false;
-      from.asks = true;
-      out->push_back({guest, parts[0], true});
-      continue;
-    }
-    if (!table_.ask(guest, frame.body, &replies)) return false;
-    send(replies, out);
+    if (!ask(guest, frame.body, out)) return false;
   }
   return result == Parser::Result::kNeedsMore;
 }
@@ -244,20 +216,32 @@ bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
 void Store::answer(int guest, const Bytes& bytes, std::vector<Output>* out) {
   const auto found = guests_.find(guest);
   if (found == guests_.end() || !std::exchange(found->second.asks, false)) return;
-  send({{guest, encode_store(kReplied, {bytes.substr(0, kMostStoreBytes - kSealBytes)})}}, out);
+  reply(guest, encode_store(kReplied, {bytes.substr(0, kMostStoreBytes - kSealBytes)}), out);
 }
 
 void Store::drop(int guest, std::vector<Output>* out) {
-  std::vector<Table::Reply> replies;
+  if (guests_.count(guest) == 0) return;
+  end_wait(guest);
   guests_.erase(guest);
-  table_.drop(guest, &replies);
-  send(replies, out);
+  std::vector<Bytes> held;
+  for (const auto& [key, holder] : holders_) {
+    if (holder == guest) held.push_back(key);
+  }
+  for (const Bytes& key : held) {
+    holders_.erase(key);
+    Bytes value = std::move(values_.at(key));
+    values_.erase(key);
+    try {
+      set("gone/" + key, std::move(value), out);
+    } catch (const Problem&) {  // the value grew beyond the bound
+      set("gone/" + key, "", out);
+    }
+  }
 }
 
-void Store::send(const std::vector<Table::Reply>& replies, std::vector<Output>* out) {
-  for (const auto& [guest, body] : replies) {
-    out->push_back({guest, encode(Frame{FrameKind::kStoreReply, 0, 0, 0, 0, guests_.at(guest).out.seal(body)})});
-  }
+void Store::reply(int guest, Bytes body, std::vector<Output>* out) {
+  body = guests_.at(guest).out.seal(std::move(body));
+  out->push_back({guest, encode(Frame{FrameKind::kStoreReply, 0, 0, std::move(body)})});
 }
 
 }  // namespace parallel_state::control

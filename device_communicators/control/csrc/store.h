@@ -71,38 +71,7 @@ inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<
   return reader.finished();
 }
 
-// Keys, values, and clients that wait for keys. Replies as torch's TCPStore does.
-class Table {
- public:
-  struct Reply {
-    int client;
-    Bytes body;
-  };
-  // Appends the reply, and replies to waiting clients whose keys are set. Returns false if the request is malformed, or
-  // `client` waits and the request is no kCancel.
-  bool ask(int client, std::string_view request, std::vector<Reply>* replies);
-  bool waits(int client) const { return waits_.count(client) != 0; }
-  // Drops the client's wait, and replaces each KEY that it holds by gone/KEY.
-  void drop(int client, std::vector<Reply>* replies);
-
- private:
-  struct Wait {
-    bool gets = false;
-    std::vector<Bytes> keys;
-    std::set<Bytes> missing;
-  };
-
-  Bytes answer(StoreCall call, const std::vector<Bytes>& parts, int client, std::vector<Reply>* replies);
-  void wait_for(int client, bool gets, std::vector<Bytes> keys, std::vector<Reply>* replies);
-  bool end_wait(int client);  // false: it doesn't wait
-  void set(const Bytes& key, Bytes value, std::vector<Reply>* replies);
-
-  std::map<Bytes, Bytes> values_;
-  std::map<Bytes, int> holders_;  // their end deletes the key
-  std::map<int, Wait> waits_;
-  std::map<Bytes, std::set<int>> waiting_;  // clients, by missing key
-};
-
+// Keys, values, and guests that wait for keys. Replies as torch's TCPStore does.
 class Store {
  public:
   struct Output {
@@ -110,11 +79,15 @@ class Store {
     Bytes bytes;
     bool is_question = false;  // `bytes` is for the program
   };
+  // Each appends to `out` what guests receive: replies, also to guests whose last missing key was set.
+
   // `handed`: the bytes of kGuest. Returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
   // False: as `admit`.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
+  // The program's answer to a question.
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
+  // Drops the guest's wait, and replaces each KEY that it holds by gone/KEY.
   void drop(int guest, std::vector<Output>* out);
 
  private:
@@ -122,12 +95,23 @@ class Store {
     Parser parser;
     Seal in, out;
     bool asks = false;
+    // Of a kGet or kWait; it waits while keys are missing.
+    bool gets = false;
+    std::vector<Bytes> keys;
+    std::set<Bytes> missing;
   };
 
-  void send(const std::vector<Table::Reply>& replies, std::vector<Output>* out);
+  bool ask(int guest, std::string_view request, std::vector<Output>* out);
+  std::vector<Bytes> carry_out(StoreCall call, const std::vector<Bytes>& parts, int guest, std::vector<Output>* out);
+  void wait_for(int guest, std::vector<Output>* out);
+  bool end_wait(int guest);  // false: it doesn't wait
+  void set(const Bytes& key, Bytes value, std::vector<Output>* out);
+  void reply(int guest, Bytes body, std::vector<Output>* out);
 
   std::map<int, Guest> guests_;
-  Table table_;
+  std::map<Bytes, Bytes> values_;
+  std::map<Bytes, int> holders_;            // guests whose end deletes the key
+  std::map<Bytes, std::set<int>> waiting_;  // guests, by missing key
 };
 
 }  // namespace parallel_state::control
