@@ -93,7 +93,7 @@ struct Agreement {
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
                                "one_way", "short_cut", "drop",      "pause",     "pause_lead", "pause_host",
                                "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
-                               "delay",   "relay",     "fail",      "pause_two", "status"};
+                               "delay",   "relay",     "fail",      "pause_two", "none",       "status"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 
 class Simulator {
