@@ -5,8 +5,8 @@
 
 `8 KiB there and back` is put, signal and wait_signal against send and recv: half of a ping-pong. `16 MiB` is a put,
 against the C library's memcpy from and to the same memory, which the other rank doesn't use meanwhile. The answers are
-checked first. The candidates take turns; a row has the medians of the rounds, and their ratio. Copies count the CPU time
-of the thread, which other programs on the machine change less.
+checked first. The candidates take turns; a row has the medians of the rounds, and their ratio. Copies count the CPU
+time of the thread, which other programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
     one_sided()
     expected = two_sided()
-    assert torch.equal(window.tensor[:SMALL], expected), "put and send differ"
+    if not torch.equal(window.tensor[:SMALL], expected):
+        raise ValueError("put and send differ")
     group.barrier()
     there = window.map_remote_tensor(peer)
     if rank == 0:
         window.put(large, peer)
-        assert torch.equal(there, large), "a large put is wrong"
+        if not torch.equal(there, large):
+            raise ValueError("a large put is wrong")
     group.barrier()
     found: dict[str, list[float]] = {"put, signal, wait": [], "send, recv": [], "put": [], "memcpy": []}
     for _ in range(rounds):

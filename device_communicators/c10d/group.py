@@ -201,9 +201,7 @@ class Group:
             return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
         return self._failed(found, method, elapsed_s)
 
-    def window_error(
-        self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
-    ) -> BaseException:
+    def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
         """Returns the error of a window's call in this thread; raises what interrupted it."""
         collectives = self.collectives
         if collectives is None:

@@ -22,6 +22,7 @@ from device_communicators.base.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
+from device_communicators.base.host_calls import host_call
 from device_communicators.calls.memory import dense, is_dense
 from device_communicators.calls.user_call import DTYPE_NUMBERS
 from device_communicators.cpu.native_group import LEFT, OUTSIDE, NativeGroup, given_up, outsider_died, peer_died
@@ -32,6 +33,7 @@ _CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _WRONG_ARGUMENT = 4, 5, 6, 9, 12
 _PART_WORDS, _MOST_DIMS = 16, 9
 """`WindowPart` in csrc/one_sided.h."""
 _LONGEST_S = 1e9
+_ADVICE = "call it outside the compiled function"
 
 
 def window_failure(
@@ -59,8 +61,9 @@ def window_failure(
             f"{method} of {members} timed out after {elapsed_s:.3f} s (the timeout is {timeout_s:g} s): global rank "
             f"{who} has not signalled. The window can be used further; look at that rank, or raise the timeout"
         )
-        facts = {"suspect_ranks": (who,), "elapsed_s": elapsed_s, "timeout_s": timeout_s}
-        return members.failure(CollectiveTimeoutError, text, method, **facts)
+        return members.failure(
+            CollectiveTimeoutError, text, method, suspect_ranks=(who,), elapsed_s=elapsed_s, timeout_s=timeout_s
+        )
     suspect, reporter, reason = words
     if suspect == OUTSIDE:
         return outsider_died(members, method, elapsed_s)
@@ -103,7 +106,7 @@ class Window:
         barrier: Callable[[], object],
         failure_of: Callable[[Exception, str, float], Exception],
     ) -> None:
-        """`exchange` gathers a tensor of all ranks. `failure_of` has the group note a failure, and returns its error."""
+        """`exchange` gathers a tensor of all ranks. `failure_of` notes a failure of the group and returns its error."""
         self._group, self._barrier, self._failure_of = group, barrier, failure_of
         count, library = math.prod(size), group.library
         number = DTYPE_NUMBERS.get(dtype, -1)
@@ -125,6 +128,7 @@ class Window:
         self.tensor: Tensor = self.map_remote_tensor(group.rank).view(tuple(size))
         """This rank's memory, zeros at first."""
 
+    @host_call(_ADVICE)
     def put(self, x: Tensor, dst: int, offset: int = 0) -> None:
         """Copies `x` to the memory of rank `dst`, from its element `offset` on. When it returns, the bytes are there.
 
@@ -139,6 +143,7 @@ class Window:
         if status:
             self._fail(status, "put", dst)
 
+    @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
         """Returns the memory of `rank` as a tensor: no copy, so writing to it writes there.
 
@@ -153,15 +158,17 @@ class Window:
         if size_bytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         memory = (ctypes.c_char * size_bytes).from_address(found.value or 0)
-        memory.owner = self._opened  # type: ignore[attr-defined]  # torch keeps `memory`
+        memory.owner = self._opened  # torch keeps `memory`
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
+    @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
         """Adds one to the signals from this rank that rank `dst` can take. Returns at once."""
         status = self._signalling(self._address, index(dst))
         if status:
             self._fail(status, "signal", dst)
 
+    @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
         """Takes one signal of rank `src`; waits for it up to `timeout_s` (default: the group's timeout).
 
@@ -174,6 +181,7 @@ class Window:
         if status:
             self._fail(status, "wait_signal", src, started, limit_s)
 
+    @host_call(_ADVICE)
     def deregister(self) -> None:
         """Ends the window once all ranks have called this, as every rank must. The memory can be used again then.
 

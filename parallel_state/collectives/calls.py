@@ -563,6 +563,7 @@ class TensorCalls(GroupFacts):
             return None
         return self.route.allocate(size, dtype)
 
+    @host_call("make the window before, outside the compiled function")
     def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
         """Makes a window: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks read and write.
 
@@ -577,7 +578,9 @@ class TensorCalls(GroupFacts):
         self.route.check_usable("window")
         collectives = self.context.collectives
         if collectives is None or self.world_size == 1:
-            raise UnsupportedError(f"{self.context}: a window needs at least two ranks and shared memory; see explain()")
+            raise UnsupportedError(
+                f"{self.context}: a window needs at least two ranks and shared memory; see explain()"
+            )
 
         def exchange(part: Tensor) -> Tensor:
             with self.route.called_as("window"):

@@ -25,11 +25,12 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 120.0
+TORCHS: Any = c10d  # its windows are in torch 2.15
 ROUNDS = 1_000_000 if LONG else 100_000
 LITMUS_DEADLINE_S = 60.0 + ROUNDS * 1e-3
 DTYPES = (torch.float32, torch.int32, torch.int8, torch.bfloat16, torch.bool, torch.float64, torch.complex64)
 needs_torchs_windows = pytest.mark.skipif(
-    not hasattr(c10d, "_new_window"), reason=f"torch {torch.__version__} has no windows: needs torch >= 2.15"
+    not hasattr(TORCHS, "_new_window"), reason=f"torch {torch.__version__} has no windows: needs torch >= 2.15"
 )
 
 
@@ -83,7 +84,9 @@ def _parts_differ() -> list[Any]:
     with world(2):
         group = ps.get_world_group()
         rank = group.rank_in_group
-        window = group.window([9000] if rank else [8000, 1, 1, 1, 1, 1, 1, 1, 1, 1], torch.int64 if rank else torch.float16)
+        window = group.window(
+            [9000] if rank else [8000, 1, 1, 1, 1, 1, 1, 1, 1, 1], torch.int64 if rank else torch.float16
+        )
         other = window.map_remote_tensor(1 - rank)
         empty = group.window([0, 4])
         empty.put(torch.empty(0), 1 - rank, 0)
@@ -258,7 +261,7 @@ def _torchs(count: int, dtype: torch.dtype, is_async: bool, registers: bool) -> 
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     memory = torch.ones(count * size, dtype=dtype)
-    window = c10d._new_window(None if registers else memory)
+    window = TORCHS._new_window(None if registers else memory)
     if registers:
         window.tensor_register(memory)
     x = torch.full([count], rank, dtype=dtype)
@@ -279,7 +282,7 @@ def _torchs(count: int, dtype: torch.dtype, is_async: bool, registers: bool) -> 
 def _oracle() -> int:
     cases = 0
     with torch_world():
-        assert c10d._supports_window()
+        assert TORCHS._supports_window()
         for count, dtype, is_async, registers in itertools.product(
             (4, 1024, 100_000), (torch.float, torch.int, torch.int8), (True, False), (True, False)
         ):
@@ -288,14 +291,14 @@ def _oracle() -> int:
         rank, size = dist.get_rank(), dist.get_world_size()
         for dtype in (torch.float32, torch.int32, torch.bfloat16):
             memory = (torch.arange(64 * size) % 100).to(dtype).view(size, 64)
-            window = c10d._new_window(memory)
+            window = TORCHS._new_window(memory)
             kinds = [window.get_attr(each).access_type.name for each in range(size)]
             assert kinds == ["SEPARATE"] * size, "the tensor was copied"
             there = window.map_remote_tensor((rank + 1) % size)
             assert there.dtype == dtype and there.shape == memory.shape and torch.equal(there, memory)
             dist.barrier()
             own = window.map_remote_tensor(rank)
-            inside = c10d._new_window(own[1:])  # in memory that all ranks have mapped
+            inside = TORCHS._new_window(own[1:])  # in memory that all ranks have mapped
             assert inside.get_attr(rank).access_type.name == "UNIFIED"
             assert inside.map_remote_tensor(rank).data_ptr() == own[1:].data_ptr()
             inside.put(torch.full([2], 3.0).to(dtype), rank, 1, False)
@@ -316,8 +319,8 @@ def _wrong_over_torch() -> list[Outcome]:
     with torch_world():
         rank = dist.get_rank()
         peer = 1 - rank
-        window, gone = c10d._new_window(torch.zeros(8)), c10d._new_window(torch.zeros(8))
-        bare = c10d._new_window()
+        window, gone = TORCHS._new_window(torch.zeros(8)), TORCHS._new_window(torch.zeros(8))
+        bare = TORCHS._new_window()
         gone.tensor_deregister()
         bindings: Any = importlib.import_module("torch._C._distributed_c10d")
         hinted, brief = bindings.PutOptions(), bindings.WaitSignalOptions()
