@@ -113,7 +113,7 @@ class Window:
         shape = tuple(size) if len(size) <= _MOST_DIMS else (count,)
         part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, len(shape), *shape)
         address = library.ps_window_new(group.number, part, None)
-        self._parts = exchange(torch.tensor(part[:], dtype=torch.int64)).view(-1, _PART_WORDS)
+        self._parts = exchange(torch.tensor(part[:], dtype=torch.int64, device="cpu")).view(-1, _PART_WORDS)
         if address is None:
             raise group.members.destroyed()
         self._opened = _Opened(library, address)
