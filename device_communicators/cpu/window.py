@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ _CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _WRONG_ARGUMENT = 4, 5, 6, 9, 12
 """`Status` in csrc/group.h."""
 _PART_WORDS, _MOST_DIMS = 16, 9
 """`WindowPart` in csrc/one_sided.h."""
+_DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _LONGEST_S = 1e9
 _ADVICE = "call it outside the compiled function"
 
@@ -73,6 +75,15 @@ def window_failure(
     return peer_died(members, method, who, elapsed_s, LEFT if group.has_left(suspect) else "has ended")
 
 
+@functools.cache
+def _calls_of(library: Any) -> tuple[Any, Any, Any]:
+    """Returns put, signal and wait_signal of csrc/one_sided_api.cpp."""
+    putting, signalling, waiting = (
+        library.method(f"ps_window_{name}") for name in ("putting", "signalling", "waiting")
+    )
+    return putting, signalling, waiting
+
+
 class _Opened:
     """A window of the library. The tensors that view its memory keep it."""
 
@@ -110,18 +121,17 @@ class Window:
         self._group, self._barrier, self._failure_of = group, barrier, failure_of
         count, library = math.prod(size), group.library
         number = DTYPE_NUMBERS.get(dtype, -1)
+        if number < 0:
+            raise InvalidArgumentError(f"a window of {self} can't be of {dtype}: use a dtype of the same width")
         shape = tuple(size) if len(size) <= _MOST_DIMS else (count,)
         part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, len(shape), *shape)
         address = library.ps_window_new(group.number, part, None)
-        self._parts = exchange(torch.tensor(part[:], dtype=torch.int64, device="cpu")).view(-1, _PART_WORDS)
         if address is None:
             raise group.members.destroyed()
         self._opened = _Opened(library, address)
         self._address: int = address
-        self._dtypes = {number: each for each, number in DTYPE_NUMBERS.items()}
-        self._putting, self._signalling, self._waiting = (
-            library.method(f"ps_window_{name}") for name in ("putting", "signalling", "waiting")
-        )
+        self._parts = exchange(torch.tensor(part[:], dtype=torch.int64, device="cpu")).view(-1, _PART_WORDS)
+        self._putting, self._signalling, self._waiting = _calls_of(library)
         status = library.ps_window_open(address, self._parts.data_ptr())
         if status:
             self._fail(status, "window", group.rank)
@@ -154,7 +164,7 @@ class Window:
         if status:
             self._fail(status, "map_remote_tensor", rank)
         _, _, size_bytes, _, number, _, dims, *sizes = self._parts[rank].tolist()
-        dtype, shape = self._dtypes[number], sizes[:dims]
+        dtype, shape = _DTYPES[number], sizes[:dims]
         if size_bytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         memory = (ctypes.c_char * size_bytes).from_address(found.value or 0)
