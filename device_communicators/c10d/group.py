@@ -39,6 +39,7 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.streams import connect_streams
 from device_communicators.cpu.transfers import Failed, failure_of, failure_text_of
+from device_communicators.cpu.window import TIMED_OUT, window_failure
 from device_communicators.liveness.health import NOTICE_S, UnmetError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
@@ -198,6 +199,16 @@ class Group:
         found = collectives.failure(status, method, elapsed_s)
         if isinstance(found, TransferError):
             return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
+        return self._failed(found, method, elapsed_s)
+
+    def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
+        """Returns the error of a window's call in this thread; raises what interrupted it."""
+        collectives = self.collectives
+        if collectives is None:
+            return self._members.destroyed()
+        found = window_failure(collectives, status, method, rank, elapsed_s, timeout_s)
+        if status == TIMED_OUT:  # the group stays usable
+            return as_torch_error(found)
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _CLASSES: tuple[tuple[str, ...], ...] = (
     (),
     ("all_reduce", "all_reduce_", "all_reduce_async"),
-    ("all_gather", "all_gather_to_list", "all_gather_async"),
+    ("all_gather", "all_gather_to_list", "all_gather_async", "window"),
     ("reduce_scatter", "reduce_scatter_async"),
     ("broadcast", "broadcast_", "broadcast_async", "broadcast_flag"),
     ("all_gatherv",),

@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from device_communicators.base.errors import InvalidArgumentError, RemoteError
+from device_communicators.base.errors import InvalidArgumentError, RemoteError, UnsupportedError
 from device_communicators.base.host_calls import host_call
 from device_communicators.base.torch_internals import dispatch_modes, in_transform, mark_written
 from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import copy_values, dense, is_dense
 from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.calls.user_call import transfer
+from device_communicators.cpu.window import Window
 from device_communicators.routing.communicator import GroupContext, merge_blocks
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
@@ -561,6 +562,31 @@ class TensorCalls(GroupFacts):
         if not is_groups or dispatch_modes():  # tracers and fake tensors use the op
             return None
         return self.route.allocate(size, dtype)
+
+    @host_call("make the window before, outside the compiled function")
+    def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
+        """Makes a window: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks read and write.
+
+        Every rank of the group must call it; sizes and dtypes may differ. Default dtype: torch's. Its calls reach the
+        ranks of the same host; see `Window`. Raises UnsupportedError, on all ranks, in a group of one rank, without
+        shared memory, and if one rank's memory for symmetric tensors (PARALLEL_STATE_SYMMETRIC_BYTES) is used up. Else
+        raises the errors of a collective.
+        """
+        checks.check_shape(self.context, "window", "size", size)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        checks.check_dtype(self.context, "window", dtype)
+        self.route.check_usable("window")
+        collectives = self.context.collectives
+        if collectives is None or self.world_size == 1:
+            raise UnsupportedError(
+                f"{self.context}: a window needs at least two ranks and shared memory; see explain()"
+            )
+
+        def exchange(part: Tensor) -> Tensor:
+            with self.route.called_as("window"):
+                return self.all_gather(part, 0)
+
+        return Window(collectives, size, dtype, exchange, self.barrier, self.route.failure_of)
 
     # Point to point
 

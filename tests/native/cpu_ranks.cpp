@@ -3,11 +3,12 @@
 //   cpu_ranks processes   each rank is a process: for AddressSanitizer and UndefinedBehaviorSanitizer
 //   cpu_ranks threads     each rank is a thread over one mapping: ThreadSanitizer sees all accesses
 //
-// Runs every collective in several sizes and dtypes, with and without arenas, and messages through queues. Other
-// threads close, inspect and doom groups. Calls fail by mismatch, deadline and death. A peer sends bytes that are no
-// message.
+// Runs every collective in several sizes and dtypes, with and without arenas, messages through queues, and
+// windows. Other threads close, inspect and doom groups. Calls fail by mismatch, deadline and death. A peer sends bytes
+// that are no message.
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,6 +29,7 @@
 #include "call.h"
 #include "handle.h"
 #include "messages.h"
+#include "one_sided.h"
 #include "pack.h"
 #include "queue.h"
 #include "unpack.h"
@@ -365,6 +367,84 @@ class Body final : public Taker {
 
 bool take(void* reader, std::uint64_t number, Body body) {
   return receive_value(*static_cast<OpenReader*>(reader), number, kTimeoutS, body) == Outcome::kDone;
+}
+
+// Each rank puts to the next one, signals, and checks what the previous one put before its signal. Ranks map arenas at
+// different addresses, so ThreadSanitizer sees the order of accesses only between two threads that use the rank's own
+// part. Finally threads compete for signals.
+void windows(const World& world, const File& segment, const File& arenas) {
+  const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  use_arenas(world, group, arenas);
+  WindowPart part;
+  constexpr std::int64_t kCount = 100;
+  part.bytes = kCount * 8;
+  part.elements = kCount;
+  part.dtype = 4;
+  SharedWindow window(group, find(group), part, nullptr);
+  std::vector<WindowPart> parts(kRanks);
+  CHECK(run(group, told(16, 16), [&](Group& self, double limit) {
+          return self.all_gather(parts.data(), &window.part(), 1, sizeof(WindowPart), limit);
+        }) == Status::kDone);
+  SharedWindow::Refusal refusal;
+  CHECK(window.open(parts.data(), &refusal) == Status::kDone);
+  const int after = (world.rank + 1) % kRanks, before = (world.rank + kRanks - 1) % kRanks;
+  void* found = nullptr;
+  CHECK(window.memory_of(world.rank, &found, &refusal) == Status::kDone);
+  const auto* const own = static_cast<const std::int64_t*>(found);
+  std::vector<std::int64_t> values(kCount);
+  for (std::int64_t round = 1; round <= 3000; ++round) {
+    const std::int64_t count = 1 + round % kCount, first = kCount - count;
+    std::fill(values.begin(), values.end(), round);
+    CHECK(window.put(after, first, count, 4, values.data(), &refusal) == Status::kDone);
+    CHECK(window.signal(after, &refusal) == Status::kDone);
+    CHECK(window.wait_signal(before, kTimeoutS, &refusal) == Status::kDone);
+    CHECK(std::all_of(own + first, own + kCount, [&](std::int64_t value) { return value == round; }));
+    CHECK(window.signal(before, &refusal) == Status::kDone);  // it may write again
+    CHECK(window.wait_signal(after, kTimeoutS, &refusal) == Status::kDone);
+  }
+  std::atomic<std::int64_t> read{0};
+  bool is_right = true;
+  std::thread reads([&] {  // without CHECK, whose counter would order the threads
+    SharedWindow::Refusal mine;
+    for (std::int64_t round = 1; round <= 3000; ++round) {
+      is_right = window.wait_signal(world.rank, kTimeoutS, &mine) == Status::kDone && is_right;
+      is_right = std::all_of(own, own + kCount, [&](std::int64_t value) { return value == -round; }) && is_right;
+      read.store(round, std::memory_order_release);
+    }
+  });
+  for (std::int64_t round = 1; round <= 3000; ++round) {
+    std::fill(values.begin(), values.end(), -round);
+    CHECK(window.put(world.rank, 0, kCount, 4, values.data(), &refusal) == Status::kDone);
+    CHECK(window.signal(world.rank, &refusal) == Status::kDone);
+    while (read.load(std::memory_order_acquire) != round) sched_yield();
+  }
+  reads.join();
+  CHECK(is_right);
+  constexpr int kSignals = 500;
+  const auto signals = [&] {
+    SharedWindow::Refusal mine;
+    for (int each = 0; each < kSignals; ++each) CHECK(window.signal(world.rank, &mine) == Status::kDone);
+  };
+  const auto takes = [&] {
+    SharedWindow::Refusal mine;
+    for (int each = 0; each < kSignals; ++each) {
+      CHECK(window.wait_signal(world.rank, kTimeoutS, &mine) == Status::kDone);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int pair = 0; pair < 2; ++pair) {
+    threads.emplace_back(signals);
+    threads.emplace_back(takes);
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(window.wait_signal(world.rank, 0, &refusal) == Status::kTimedOut);
+  CHECK(window.put(after, 1, kCount, 4, values.data(), &refusal) == Status::kWrongArgument);
+  CHECK(window.put(after, 0, 1, 6, values.data(), &refusal) == Status::kWrongArgument);
+  CHECK(window.put(kRanks, 0, 1, 4, values.data(), &refusal) == Status::kWrongArgument);
+  CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
+  window.end();
+  CHECK(window.signal(after, &refusal) == Status::kWrongArgument);
+  close_group(group);
 }
 
 // Rank 0 writes to all others, then each of them to rank 0.
@@ -1007,9 +1087,10 @@ int main(int, char** arguments) {
   as_threads = std::string(arguments[1]) == "threads";
   hostile_bytes();
   const std::size_t segment_bytes = Handle::segment_bytes(kRanks);
-  const File collective(segment_bytes), message(segment_bytes), dying(segment_bytes);
+  const File collective(segment_bytes), message(segment_bytes), dying(segment_bytes), window(segment_bytes);
   const File a(segment_bytes), b(segment_bytes), c(segment_bytes);
-  const File arenas(kRanks * kArenaBytes), queues(kRanks * (kChunkBytes * kChunks + 8192));
+  const File arenas(kRanks * kArenaBytes), window_arenas(kRanks * kArenaBytes),
+      queues(kRanks * (kChunkBytes * kChunks + 8192));
   std::vector<File> own;  // closing a group unmaps its mapping
   for (int rank = 0; rank < kRanks; ++rank) own.emplace_back(segment_bytes);
   const File closing(segment_bytes);
@@ -1025,6 +1106,7 @@ int main(int, char** arguments) {
     }
     collectives(world, collective, arenas);
     messages(world, message, queues, arenas);
+    windows(world, window, window_arenas);
     failures(world, {&a, &b, &c, as_threads ? &own[rank] : &closing});
     if (!as_threads) death(world, dying);
   };

@@ -15,6 +15,9 @@ struct Callbacks {
   // Returns the error for a status of group.h.
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
       collective_error;
+  // Returns the error for a status of a window's call with `rank`, in the thread of that call.
+  std::function<std::exception_ptr(int status, const char* method, int rank, double elapsed_s, double timeout_s)>
+      window_error;
   Pairs::Raise pair_error;
   Interruption interruption;
   std::function<std::exception_ptr(const std::string& text)> usage_error;
@@ -99,10 +102,15 @@ class Backend : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return is_native(); }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
   // Called without users: Python's object, which the callbacks hold, has only a weak pointer to this.
   void release_resources() override;
 
  private:
+  friend class Window;
   struct Kind {  // of a call, as recorded
     c10d::OpType type;
     const char* method;

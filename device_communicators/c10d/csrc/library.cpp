@@ -28,6 +28,14 @@ Library::Library(const std::string& path) {
   FIND(broadcast);
   FIND(scatter);
   FIND(all_to_all);
+  FIND(window_new);
+  FIND(window_open);
+  FIND(window_put);
+  FIND(window_signal);
+  FIND(window_wait);
+  FIND(window_memory);
+  FIND(window_end);
+  FIND(window_delete);
   FIND(transfers_delete);
   FIND(transfers_start);
   FIND(transfers_wait);

@@ -31,6 +31,15 @@ struct Library {
   int (*scatter)(Number, Word, Word, void*, const void*, std::size_t, int src);
   int (*all_to_all)(Number, Word, Word, void*, const void*, const std::size_t* out, const std::size_t* in);
 
+  void* (*window_new)(Number, std::int64_t* part, const void* data);
+  int (*window_open)(void*, const std::int64_t* parts);
+  int (*window_put)(void*, int dst, std::int64_t first, std::int64_t elements, int dtype, const void*);
+  int (*window_signal)(void*, int dst);
+  int (*window_wait)(void*, int src, double timeout_s);
+  int (*window_memory)(void*, int rank, void** found);
+  void (*window_end)(void*);
+  void (*window_delete)(void*);
+
   void (*transfers_delete)(void*);
   std::int64_t (*transfers_start)(void*, const TransferCall*);
   int (*transfers_wait)(void*, std::uint64_t number, double timeout_s);

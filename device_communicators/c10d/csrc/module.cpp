@@ -76,6 +76,10 @@ Callbacks callbacks_of(const py::object& python) {
     return python_error("a collective failed",
                         [&] { return owner->attr("collective_error")(status, method, elapsed_s, timeout_s); });
   };
+  made.window_error = [owner](int status, const char* method, int rank, double elapsed_s, double timeout_s) {
+    return python_error("a call of a window failed",
+                        [&] { return owner->attr("window_error")(status, method, rank, elapsed_s, timeout_s); });
+  };
   made.pair_error = [owner](const TransferFailure& failure) {
     std::vector<std::int64_t> words(sizeof failure / sizeof(std::int64_t));
     std::memcpy(words.data(), &failure, sizeof failure);

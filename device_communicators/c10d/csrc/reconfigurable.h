@@ -39,6 +39,12 @@ class ReconfigurableBackend final : public c10d::Backend {
   bool supportsReconfigure() const override { return true; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return membership_.handle(); }
   Started reconfigure(const c10d::ReconfigureOptions& options) override;
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override {
+    return group("new_window")->new_window(tensor);
+  }
+#endif
   // Ends the current group: its calls under way raise, here at once.
   void end_group();
   // Revokes the group on all of its ranks. `reconfigure` makes the next one.

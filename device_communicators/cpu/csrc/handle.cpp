@@ -127,6 +127,13 @@ void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descrip
   lender_ = std::make_unique<Lender>(*arena_, *windows_[host_group_.rank()]);
 }
 
+Windows* Handle::windows_of(int rank) const {
+  if (hosts_ == nullptr) return arena_of(rank);
+  const std::vector<int>& here = hosts_->local_ranks();
+  const auto found = std::find(here.begin(), here.end(), rank);
+  return found == here.end() ? nullptr : arena_of(static_cast<int>(found - here.begin()));
+}
+
 void Handle::note(Status status, double elapsed_s) {
   {
     const std::lock_guard<std::mutex> lock(failure_mutex_);

@@ -152,6 +152,9 @@ class Handle {
   Arena* arena() const { return arena_.get(); }
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
   Lender* lender() const { return lender_.get(); }
+  // Of a rank of the whole group; null if this rank doesn't map its arena.
+  Windows* windows_of(int rank) const;
+  const WaitPolicy& wait_policy() const { return policy_; }
 
   GroupLiveness& liveness() { return liveness_; }
 

@@ -1,0 +1,44 @@
+// torch's windows (since 2.15), over cpu/csrc/one_sided.h.
+#pragma once
+
+#include "backend.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+
+namespace parallel_state {
+
+class Window final : public c10d::Window {
+ public:
+  using Started = Backend::Started;
+
+  explicit Window(c10::intrusive_ptr<Backend> backend) : backend_(std::move(backend)) {}
+
+  // A tensor in memory that the host's ranks map, such as that of another window, is used as it is. Another one is
+  // copied: puts then write to the copy, and `get_attr` says SEPARATE.
+  void tensor_register(const at::Tensor& tensor, bool owning) override;
+  void tensor_deregister() override;
+  Started put(const at::Tensor& tensor, std::int64_t dst, std::int64_t first_element, bool is_async,
+              const c10d::PutOptions& options) override;
+  at::Tensor map_remote_tensor(std::int64_t rank) override;
+  Started signal(std::int64_t peer, bool is_async, const c10d::SignalOptions& options) override;
+  Started wait_signal(std::int64_t peer, bool is_async, const c10d::WaitSignalOptions& options) override;
+  c10d::WindowAttr get_attr(std::int64_t peer) override;
+
+ private:
+  class Signalled;
+  template <typename Options>
+  void check(const char* method, const Options& options);
+  void check(const char* method);
+  // Takes a signal; returns a status. Without the interpreter's lock.
+  int take(int src, double timeout_s);
+  void done(int status, const char* method, std::int64_t rank, Clock::time_point started, double timeout_s = 0);
+
+  const c10::intrusive_ptr<Backend> backend_;
+  std::shared_ptr<void> opened_;  // null: no tensor is registered
+  std::vector<std::int64_t> parts_;
+  at::Tensor tensor_;
+};
+
+}  // namespace parallel_state
+
+#endif  // C10D_BACKEND_HAS_WINDOW

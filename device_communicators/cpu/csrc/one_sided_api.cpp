@@ -1,0 +1,102 @@
+// The C interface of one_sided.h: for ctypes and the torch backend, and for Python as calling.h has it.
+
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "calling.h"
+#include "one_sided.h"
+
+namespace {
+
+using namespace parallel_state;
+
+thread_local SharedWindow::Refusal refusal;  // of this thread's last call
+
+std::shared_ptr<SharedWindow> shared(void* opened) { return *static_cast<std::shared_ptr<SharedWindow>*>(opened); }
+
+template <typename Function>
+void* unlocked(Function function) {
+  void* const thread = calling.save_thread();
+  const int status = static_cast<int>(function());
+  calling.restore_thread(thread);
+  return calling.make_integer(status);
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// `part`: the words of WindowPart, with this rank's offsets afterwards. Null for an unknown group, or without memory.
+void* ps_window_new(std::uint64_t group, std::int64_t* part, const void* data) {
+  std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr) return nullptr;
+  try {
+    WindowPart given;
+    std::memcpy(static_cast<void*>(&given), part, sizeof given);
+    auto made = std::make_shared<SharedWindow>(group, std::move(handle), given, data);
+    std::memcpy(part, &made->part(), sizeof given);
+    return new std::shared_ptr<SharedWindow>(std::move(made));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+int ps_window_open(void* window, const std::int64_t* parts) {
+  return static_cast<int>(shared(window)->open(reinterpret_cast<const WindowPart*>(parts), &refusal));
+}
+
+int ps_window_put(void* window, int dst, std::int64_t first, std::int64_t elements, int dtype, const void* data) {
+  return static_cast<int>(shared(window)->put(dst, first, elements, dtype, data, &refusal));
+}
+
+int ps_window_signal(void* window, int dst) { return static_cast<int>(shared(window)->signal(dst, &refusal)); }
+
+int ps_window_wait(void* window, int src, double timeout_s) {
+  return static_cast<int>(shared(window)->wait_signal(src, timeout_s, &refusal));
+}
+
+int ps_window_memory(void* window, int rank, void** found) {
+  return static_cast<int>(shared(window)->memory_of(rank, found, &refusal));
+}
+
+// Of this thread's last call: the suspect, the rank that reported it, and its status; then the text.
+void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
+  words[0] = refusal.loss.rank;
+  words[1] = refusal.loss.reporter;
+  words[2] = refusal.loss.status;
+  text[refusal.text.copy(text, capacity - 1)] = '\0';
+}
+
+void ps_window_end(void* window) { shared(window)->end(); }
+void ps_window_delete(void* window) { delete static_cast<std::shared_ptr<SharedWindow>*>(window); }
+
+// window, dst, first element, elements, dtype, data.
+void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 6) return nullptr;
+  const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
+  const auto word = [given](int at) { return static_cast<std::int64_t>(number_of(given[at])); };
+  const int dst = static_cast<int>(word(1)), dtype = static_cast<int>(word(4));
+  const std::int64_t first = word(2), elements = word(3);
+  const void* const data = pointer_of(given[5]);
+  return unlocked([&] { return window->put(dst, first, elements, dtype, data, &refusal); });
+}
+
+// window, dst.
+void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 2) return nullptr;
+  return calling.make_integer(ps_window_signal(pointer_of(given[0]), static_cast<int>(number_of(given[1]))));
+}
+
+// window, src, timeout in us.
+void* ps_window_waiting(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 3) return nullptr;
+  const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
+  const int src = static_cast<int>(number_of(given[1]));
+  const double timeout_s = static_cast<double>(number_of(given[2])) / 1e6;
+  return unlocked([&] { return window->wait_signal(src, timeout_s, &refusal); });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+
+namespace parallel_state {
+
+// A rank's part of a window, as the ranks exchange it: 16 words.
+struct WindowPart {
+  static constexpr int kWords = 16, kMostDims = 9;
+  std::int64_t signals = -1, memory = -1;            // offsets in its arena; -1: no memory was left
+  std::int64_t bytes = 0, elements = 0, dtype = -1;  // torch's number
+  std::int64_t is_copy = 0;                          // of a tensor that is in other memory
+  std::int64_t dims = 0, sizes[kMostDims] = {};
+};
+static_assert(sizeof(WindowPart) == WindowPart::kWords * sizeof(std::int64_t));
+
+}  // namespace parallel_state

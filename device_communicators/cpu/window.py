@@ -1,0 +1,214 @@
+"""Windows: memory of each rank that the other ranks of its host read and write without its help.
+
+`csrc/one_sided.h` describes how. torch's door to the same windows is `c10d/csrc/window.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from ctypes import c_int64, c_void_p
+from operator import index
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from device_communicators.base.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from device_communicators.base.host_calls import host_call
+from device_communicators.calls.memory import dense, is_dense
+from device_communicators.calls.user_call import DTYPE_NUMBERS
+from device_communicators.cpu.native_group import LEFT, OUTSIDE, NativeGroup, given_up, outsider_died, peer_died
+
+TIMED_OUT = 1
+_CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _WRONG_ARGUMENT = 4, 5, 6, 9, 12
+"""`Status` in csrc/group.h."""
+_PART_WORDS, _MOST_DIMS = 16, 9
+"""`WindowPart` in csrc/one_sided.h."""
+_DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
+_LONGEST_S = 1e9
+_ADVICE = "call it outside the compiled function"
+
+
+def window_failure(
+    group: NativeGroup, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
+) -> Exception:
+    """Returns the error for the status of this thread's last call of a window, with `rank` in the group.
+
+    Raises what a signal's handler raised during the call.
+    """
+    members = group.members
+    if status == _INTERRUPTED:
+        group.library.raise_interruption()
+    if status == _CLOSED:
+        return members.destroyed()
+    words, said = (c_int64 * 3)(), ctypes.create_string_buffer(512)
+    group.library.ps_window_refusal(words, said, len(said))
+    if status in (_WRONG_ARGUMENT, _UNSUPPORTED):
+        kind = InvalidArgumentError if status == _WRONG_ARGUMENT else UnsupportedError
+        return kind(f"{said.value.decode()} (a window of {members})")
+    if status == _UNMAPPED:
+        return group.failure(status, method, elapsed_s)
+    if status == TIMED_OUT:
+        who = members.ranks[rank]
+        text = (
+            f"{method} of {members} timed out after {elapsed_s:.3f} s (the timeout is {timeout_s:g} s): global rank "
+            f"{who} has not signalled. The window can be used further; look at that rank, or raise the timeout"
+        )
+        return members.failure(
+            CollectiveTimeoutError, text, method, suspect_ranks=(who,), elapsed_s=elapsed_s, timeout_s=timeout_s
+        )
+    suspect, reporter, reason = words
+    if suspect == OUTSIDE:
+        return outsider_died(members, method, elapsed_s)
+    who = members.ranks[suspect] if suspect >= 0 else -1
+    if reporter >= 0:
+        return given_up(members, method, who, elapsed_s, reason, members.ranks[reporter])
+    return peer_died(members, method, who, elapsed_s, LEFT if group.has_left(suspect) else "has ended")
+
+
+@functools.cache
+def _calls_of(library: Any) -> tuple[Any, Any, Any]:
+    """Returns put, signal and wait_signal of csrc/one_sided_api.cpp."""
+    putting, signalling, waiting = (
+        library.method(f"ps_window_{name}") for name in ("putting", "signalling", "waiting")
+    )
+    return putting, signalling, waiting
+
+
+class _Opened:
+    """A window of the library. The tensors that view its memory keep it."""
+
+    def __init__(self, library: Any, address: int) -> None:
+        self.library, self.address = library, address
+
+    def __del__(self) -> None:
+        self.library.ps_window_delete(self.address)
+
+
+class Window:
+    """A tensor of each rank that the other ranks of the group read and write: `GroupCoordinator.window` makes it.
+
+    Ranks are those in the group; a rank may name itself. Nothing here needs the other rank to call anything, apart from
+    `deregister`. Ranks on different hosts share no memory: a call that names one raises UnsupportedError.
+
+    Memory order: once `put` has returned, whatever a rank reads of that memory has the new bytes. A rank whose
+    `wait_signal` has returned sees all that the other rank wrote before that signal. Reading memory while a rank writes
+    it gives a mix of old and new bytes.
+
+    A call raises PeerDiedError if a rank of the group died, which fails the group, InvalidArgumentError after
+    `deregister`, and GroupDestroyedError after the group was destroyed. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        group: NativeGroup,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        exchange: Callable[[Tensor], Tensor],
+        barrier: Callable[[], object],
+        failure_of: Callable[[Exception, str, float], Exception],
+    ) -> None:
+        """`exchange` gathers a tensor of all ranks. `failure_of` notes a failure of the group and returns its error."""
+        self._group, self._barrier, self._failure_of = group, barrier, failure_of
+        count, library = math.prod(size), group.library
+        number = DTYPE_NUMBERS.get(dtype, -1)
+        if number < 0:
+            raise InvalidArgumentError(f"a window of {self} can't be of {dtype}: use a dtype of the same width")
+        shape = tuple(size) if len(size) <= _MOST_DIMS else (count,)
+        part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, len(shape), *shape)
+        address = library.ps_window_new(group.number, part, None)
+        if address is None:
+            raise group.members.destroyed()
+        self._opened = _Opened(library, address)
+        self._address: int = address
+        self._parts = exchange(torch.tensor(part[:], dtype=torch.int64, device="cpu")).view(-1, _PART_WORDS)
+        self._putting, self._signalling, self._waiting = _calls_of(library)
+        status = library.ps_window_open(address, self._parts.data_ptr())
+        if status:
+            self._fail(status, "window", group.rank)
+        self.tensor: Tensor = self.map_remote_tensor(group.rank).view(tuple(size))
+        """This rank's memory, zeros at first."""
+
+    @host_call(_ADVICE)
+    def put(self, x: Tensor, dst: int, offset: int = 0) -> None:
+        """Copies `x` to the memory of rank `dst`, from its element `offset` on. When it returns, the bytes are there.
+
+        `x` is a CPU tensor of the window's dtype and any shape. Raises InvalidArgumentError if it doesn't fit.
+        """
+        if not isinstance(x, Tensor) or not x.is_cpu:
+            raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
+        if not is_dense(x):
+            x = dense(x)
+        number = DTYPE_NUMBERS.get(x.dtype, -1)
+        status = self._putting(self._address, index(dst), index(offset), x.numel(), number, x.data_ptr())
+        if status:
+            self._fail(status, "put", dst)
+
+    @host_call(_ADVICE)
+    def map_remote_tensor(self, rank: int) -> Tensor:
+        """Returns the memory of `rank` as a tensor: no copy, so writing to it writes there.
+
+        It stays mapped while the tensor exists; after `deregister`, that rank may use it for something else.
+        """
+        found = c_void_p()
+        status = self._group.library.ps_window_memory(self._address, index(rank), ctypes.byref(found))
+        if status:
+            self._fail(status, "map_remote_tensor", rank)
+        _, _, size_bytes, _, number, _, dims, *sizes = self._parts[rank].tolist()
+        dtype, shape = _DTYPES[number], sizes[:dims]
+        if size_bytes == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        memory = (ctypes.c_char * size_bytes).from_address(found.value or 0)
+        memory.owner = self._opened  # torch keeps `memory`
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+    @host_call(_ADVICE)
+    def signal(self, dst: int) -> None:
+        """Adds one to the signals from this rank that rank `dst` can take. Returns at once."""
+        status = self._signalling(self._address, index(dst))
+        if status:
+            self._fail(status, "signal", dst)
+
+    @host_call(_ADVICE)
+    def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
+        """Takes one signal of rank `src`; waits for it up to `timeout_s` (default: the group's timeout).
+
+        Raises CollectiveTimeoutError, after which window and group can be used further and a late signal can be taken.
+        With a timeout of 0 it doesn't wait.
+        """
+        started = time.monotonic()
+        limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
+        status = self._waiting(self._address, index(src), int(1e6 * min(limit_s, _LONGEST_S)))
+        if status:
+            self._fail(status, "wait_signal", src, started, limit_s)
+
+    @host_call(_ADVICE)
+    def deregister(self) -> None:
+        """Ends the window once all ranks have called this, as every rank must. The memory can be used again then.
+
+        Without it the memory stays allocated until the group is destroyed. Raises the errors of a barrier.
+        """
+        self._barrier()
+        self._group.library.ps_window_end(self._address)
+
+    def _fail(
+        self, status: int, method: str, rank: int, started: float | None = None, limit_s: float = 0.0
+    ) -> NoReturn:
+        started = started or time.monotonic()
+        error = window_failure(self._group, status, method, rank, time.monotonic() - started, limit_s)
+        if status == TIMED_OUT or not isinstance(error, CommunicationError):
+            raise error
+        failure = self._failure_of(error, method, started)
+        raise failure from None if failure is error else error
+
+    def __str__(self) -> str:
+        return str(self._group.members)

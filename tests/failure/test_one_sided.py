@@ -1,0 +1,108 @@
+"""A rank dies while others wait for its signal, or for that of another rank: at most 1 s later all know its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from device_communicators.c10d import creation
+from tests.contract.attempts import Outcome, attempt
+from tests.contract.test_c10d import torch_world
+from tests.failure.ranks import KILLED, Ranks
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, kill_me, later, world_over
+
+WITHIN_S = 1.0
+TORCHS: Any = c10d  # its windows are in torch 2.15
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Before any deadline starts."""
+    creation.load()
+
+
+def _die(folder: str) -> None:
+    Path(folder, "died").write_text(repr(time.monotonic()), encoding="utf-8")
+    kill_me()
+
+
+def _waits(rank: int, wait: Callable[[], Any], call: Callable[[], Any], folder: str) -> tuple[Outcome, float, Outcome]:
+    if rank == 3:
+        later(0.3, lambda: _die(folder))
+        time.sleep(DEADLINE_S)
+    return attempt(wait), time.monotonic(), attempt(call)
+
+
+def _killed(folder: str) -> tuple[Outcome, float, Outcome]:
+    with world_over("shared memory", None, LONG_TIMEOUT_S) as group:
+        window = group.window([4])
+        src = 3 if group.rank != 1 else 0  # rank 1 waits for a rank that lives
+        return _waits(group.rank, lambda: window.wait_signal(src), lambda: window.put(torch.ones(1), 3), folder)
+
+
+def _killed_over_torch(folder: str, is_async: bool) -> tuple[Outcome, float, Outcome]:
+    with torch_world(timeout_s=LONG_TIMEOUT_S) as (rank, _):
+        window = TORCHS._new_window(torch.zeros(4))
+        src = 3 if rank != 1 else 0
+        return _waits(
+            rank,
+            lambda: window.wait_signal(src, is_async).wait(),
+            lambda: window.put(torch.ones(1), 3, 0, False).wait(),
+            folder,
+        )
+
+
+def _assert_told(ranks: Ranks, results: dict[int, tuple[Outcome, float, Outcome]], folder: Path) -> None:
+    assert sorted(results) == [0, 1, 2] and ranks.exit_code(3) == KILLED
+    died_s = float((folder / "died").read_text())
+    for rank, (outcome, at_s, later_call) in results.items():
+        assert outcome.kind == "PeerDiedError" and outcome.suspect_ranks == (3,), (rank, outcome)
+        assert at_s - died_s <= WITHIN_S, f"rank {rank} was told {at_s - died_s:.3f} s after the death"
+        assert later_call.kind in ("PeerDiedError", "GroupFailedError"), (rank, later_call)
+
+
+def test_a_wait_ends_at_a_death(ranks: Ranks, tmp_path: Path) -> None:
+    _assert_told(ranks, ranks.survivors(_killed, str(tmp_path), timeout_s=DEADLINE_S), tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(TORCHS, "_new_window"), reason="needs torch >= 2.15")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_wait_of_torchs_window_ends_at_a_death(ranks: Ranks, tmp_path: Path, is_async: bool) -> None:
+    found = ranks.survivors(_killed_over_torch, str(tmp_path), is_async, timeout_s=DEADLINE_S)
+    _assert_told(ranks, found, tmp_path)
+
+
+def _left() -> Outcome | None:
+    """Rank 0 destroys its group, which ends only waits for it."""
+    with world_over("shared memory", None, LONG_TIMEOUT_S) as group:
+        window = group.window([4])
+        window.signal(1)
+        if group.rank == 1:
+            window.wait_signal(0)
+            return attempt(window.wait_signal, 0)
+        if group.rank > 1:
+            window.signal(5 - group.rank)
+            window.wait_signal(5 - group.rank)
+    return None
+
+
+def test_a_wait_for_a_rank_that_left_ends(ranks: Ranks) -> None:
+    found = ranks.run(_left)
+    assert found[1].kind == "PeerDiedError" and found[1].suspect_ranks == (0,) and "left" in found[1].text, found
+    assert found[1].seconds < WITHIN_S
+
+
+def _mismatch() -> Outcome:
+    with world_over("shared memory", None, LONG_TIMEOUT_S) as group:
+        return attempt(group.window, [4]) if group.rank != 2 else attempt(group.all_reduce, torch.ones(4))
+
+
+def test_a_rank_in_another_call_is_named(ranks: Ranks) -> None:
+    for outcome in ranks.run(_mismatch):
+        assert outcome.kind == "CollectiveMismatchError" and "window" in outcome.text, outcome
