@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,14 @@ from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import copy_values, dense, is_dense
 from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.calls.user_call import transfer
-from device_communicators.cpu.window import Window
 from device_communicators.routing.communicator import GroupContext, merge_blocks
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
 from parallel_state.collectives import batches, checks, ops
 from parallel_state.collectives.direct import DIRECT
+
+if TYPE_CHECKING:
+    from device_communicators.cpu.window import Window
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.default
@@ -572,6 +574,8 @@ class TensorCalls(GroupFacts):
         shared memory, and if one rank's memory for symmetric tensors (PARALLEL_STATE_SYMMETRIC_BYTES) is used up. Else
         raises the errors of a collective.
         """
+        from device_communicators.cpu.window import Window  # imports the compiled library
+
         checks.check_shape(self.context, "window", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         checks.check_dtype(self.context, "window", dtype)
