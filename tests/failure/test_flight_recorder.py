@@ -24,7 +24,7 @@ from tests.failure.over_torch import torch_world
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import kill_me
 
-_c10d = torch._C._distributed_c10d
+_c10d: Any = torch._C._distributed_c10d
 pytestmark = pytest.mark.skipif(not hasattr(_c10d, "_dump_fr_trace"), reason="needs torch >= 2.15")
 CULPRIT = 2
 ALL = {0, 1, 2, 3}
@@ -43,7 +43,9 @@ def _recorded() -> dict[str, Any]:
 def _all_kinds_of_calls() -> bool:
     with torch_world() as world:
         hooks: list[str] = []
-        world.group._get_backend(torch.device("cpu")).register_abort_hook(7, lambda: hooks.append("called"))
+        group: Any = world.group
+        backend = group._get_backend(torch.device("cpu"))
+        backend.register_abort_hook(7, lambda: hooks.append("called"))
         x = torch.ones(8)
         calls = [
             lambda: dist.all_reduce(x),
@@ -69,14 +71,13 @@ def _all_kinds_of_calls() -> bool:
         (status,) = _recorded()["pg_status"].values()
         assert status["last_completed_collective"] == status["last_enqueued_collective"] == entries[-1]["op_id"]
         assert not hooks
-        backend = world.group._get_backend(torch.device("cpu"))
         backend.unregister_abort_hook(7)
         backend.register_abort_hook(8, lambda: hooks.append("called once"))
-        world.group.abort()
+        group.abort()
         until = time.monotonic() + 60.0
         while not hooks and time.monotonic() < until:
             time.sleep(0.01)
-        world.group.abort()
+        group.abort()
         assert hooks == ["called once"]
     return True
 
@@ -88,6 +89,7 @@ def test_completed_calls_are_recorded_as_completed(ranks: Ranks) -> None:
 
 def _failing(how: str, folder: str) -> tuple[str, float]:
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
     os.environ["TORCH_INCLUDE_STACK_TRACE"] = "0"  # for the first one torch imports its compiler
     with torch_world(timeout_s=2.0 if how == "hang" else 60.0) as world:
         x = torch.ones(256)
@@ -97,7 +99,8 @@ def _failing(how: str, folder: str) -> tuple[str, float]:
             if how == "kill":
                 kill_me()
             _await_dumps(Path(folder), ALL - {CULPRIT})
-            world.group.abort()
+            group: Any = world.group
+            group.abort()
             _await_dumps(Path(folder), ALL)
             return "", 0.0
         started = time.monotonic()
