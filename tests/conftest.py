@@ -12,7 +12,6 @@ from tests.extent import LONG
 from tests.hosts import HostRanks, Hosts, problem
 from tests.workers import WorkerPool
 
-
 # At a failure torch's flight recorder would write a file to the user's folder, and first import torch's compiler.
 os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
 
