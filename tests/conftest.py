@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -10,6 +11,9 @@ from tests import promises, workers
 from tests.extent import LONG
 from tests.hosts import HostRanks, Hosts, problem
 from tests.workers import WorkerPool
+
+# At a failure torch's flight recorder would write a file to the user's folder, and first import torch's compiler.
+os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

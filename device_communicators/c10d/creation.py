@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,9 @@ from device_communicators.cpu.native_group import Members
 from device_communicators.routing.failures import counted_from_begin
 
 logger = logging.getLogger("parallel_state")
+
+_HOOKS_LIMIT = timedelta(seconds=32)
+"""Twice the default time that torch's flight recorder has to write a file (TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC)."""
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -168,6 +172,8 @@ def _shut_down() -> None:
         group.shut_down()
     for group in list(_GROUPS):
         group.leave()
+    if extension.try_load.cache_info().currsize and (module := extension.try_load()[0]) is not None:
+        module.wait_for_failure_hooks(_HOOKS_LIMIT)  # torch's flight recorder writes its file in one
 
 
 def load() -> Any:

@@ -125,15 +125,28 @@ class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
 
-  Borrowed(int rank, OpType type, Backend::Started work, Name name, std::vector<Tensor> averaged, int size)
-      : Work(rank, type), work_(std::move(work)), name_(std::move(name)), started_(Clock::now()) {
-    if (averaged.empty()) return;
+  Borrowed(int rank, OpType type, Backend::Started work, Name name, std::vector<Tensor> averaged, int size,
+           std::shared_ptr<const Hooks> hooks)
+      : Work(rank, type),
+        work_(std::move(work)),
+        name_(std::move(name)),
+        started_(Clock::now()),
+        hooks_(std::move(hooks)),
+        size_(size) {
+    if (averaged.empty() && hooks_->completed.is_empty()) return;
     c10::intrusive_ptr<c10::ivalue::Future> summed;
     try {
       summed = work_->getFuture();
-    } catch (const c10::Error&) {  // gloo's works of reduce_scatter write their outputs in `wait`
+    } catch (const c10::Error&) {  // gloo's transfers; its works of reduce_scatter write their outputs in `wait`
       averaged_at_wait_ = std::move(averaged);
-      size_ = size;
+      ends_at_wait_ = true;
+      return;
+    }
+    const auto completed = [hooks = hooks_, key = key_](c10::ivalue::Future& done) {
+      if (!done.hasError()) hooks->completed.call(key, std::nullopt);
+    };
+    if (averaged.empty()) {
+      summed->addCallback(completed);
       return;
     }
     averaged_ = summed->then(
@@ -144,12 +157,16 @@ class Borrowed final : public c10d::Work {
           return value;
         },
         summed->elementType());
+    averaged_->addCallback(completed);
   }
 
   bool isCompleted() override { return averaged_ ? averaged_->completed() : work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess(); }
   std::exception_ptr exception() const override { return work_->exception(); }
   int sourceRank() const override { return work_->sourceRank(); }
+#ifdef PARALLEL_STATE_HAS_HOOKS
+  std::uint64_t getCompletionKey() const override { return key_; }
+#endif
   std::vector<Tensor> result() override {
     const bool is_transfer = opType_ == OpType::SEND || opType_ == OpType::RECV || opType_ == OpType::RECVANYSOURCE;
     return is_transfer ? std::vector<Tensor>{} : work_->result();  // gloo's transfers have none
@@ -163,6 +180,7 @@ class Borrowed final : public c10d::Work {
       std::call_once(waited_, [this] {
         const Below below;
         for (const Tensor& x : averaged_at_wait_) divide_(x, size_);
+        if (ends_at_wait_) hooks_->completed.call(key_, std::nullopt);
       });
       return is_done;
     } catch (const std::exception& error) {
@@ -180,7 +198,10 @@ class Borrowed final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> averaged_;
   std::vector<Tensor> averaged_at_wait_;
   std::once_flag waited_;
-  int size_ = 1;
+  const std::shared_ptr<const Hooks> hooks_;
+  const int size_;
+  const std::uint64_t key_ = new_key();
+  bool ends_at_wait_ = false;
 };
 
 bool all_contiguous(const std::vector<Tensor>& tensors) {
@@ -356,14 +377,22 @@ Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& out
 
 Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, void* transfers,
                  std::chrono::milliseconds timeout, Callbacks callbacks)
-    : c10d::Backend(rank, size),
+    : HookedBackend(rank, size),
       library_(std::move(library)),
       group_(group),
       options_(c10::make_intrusive<Options>(timeout)),
       callbacks_(std::move(callbacks)),
       made_in_(fork_generation()) {
-  lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption);
-  if (transfers != nullptr) pairs_ = std::make_shared<Pairs>(library_, transfers, callbacks_.pair_error);
+  lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption,
+                                 hooks_);
+  if (transfers != nullptr) {
+    const auto raise = [raise = callbacks_.pair_error, hooks = hooks_](const TransferFailure& failure) {
+      const std::exception_ptr error = raise(failure);
+      if (failure.status != static_cast<std::int64_t>(QueueStatus::kInterrupted)) Hooks::call_failed(hooks);
+      return error;
+    };
+    pairs_ = std::make_shared<Pairs>(library_, transfers, raise, hooks_);
+  }
   init();
 }
 
@@ -462,7 +491,14 @@ void Backend::done(int status, const char* method, Clock::time_point started) {
   TORCH_CHECK_WITH(DistBackendError, !closed_ || interrupted, "the group was destroyed or aborted while ", method,
                    " was under way");
   const double elapsed_s = std::chrono::duration<double>(Clock::now() - started).count();
-  std::rethrow_exception(callbacks_.collective_error(status, method, elapsed_s, timeout_s_));
+  const std::exception_ptr error = callbacks_.collective_error(status, method, elapsed_s, timeout_s_);
+  if (!interrupted) call_failure_hooks();  // after the error, for which the peers wait
+  std::rethrow_exception(error);
+}
+
+// A hook may need the interpreter lock.
+void Backend::call_failure_hooks() {
+  callbacks_.without_interpreter([this] { Hooks::call_failed(hooks_); });
 }
 
 // Runs `body` in the lane. The tensors that it reads must stay until the work is done. The future holds `outputs`.
@@ -484,12 +520,13 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   };
   if (!is_async && !coalescing_ && lane_->begin_inline()) {
     std::exception_ptr error;
+    call->begin(*hooks_);
     try {
       run();
     } catch (...) {
       error = std::current_exception();
     }
-    call->settle(error);
+    call->settle(error, hooks_.get());
     lane_->end_inline();
     call->announce();
     if (error != nullptr) std::rethrow_exception(error);
@@ -506,8 +543,10 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
 template <typename Start>
 Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start, Tensors averaged) {
   check_usable(method);
-  const auto name = [callbacks = callbacks_, method, peer](const char* text, double elapsed_s) {
-    return callbacks.gloo_error(text, method, peer, elapsed_s);
+  const auto name = [callbacks = callbacks_, hooks = hooks_, method, peer](const char* text, double elapsed_s) {
+    const std::exception_ptr error = callbacks.gloo_error(text, method, peer, elapsed_s);
+    if (error != nullptr) callbacks.without_interpreter([&] { Hooks::call_failed(hooks); });
+    return error;
   };
   averaged = once_each(averaged);
   if (peer < 0 && type != OpType::RECVANYSOURCE) sequence_.fetch_add(1, std::memory_order_relaxed);
@@ -518,7 +557,7 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Sta
     if (const std::exception_ptr named = name(error.what(), 0)) std::rethrow_exception(named);
     throw;
   }
-  return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name, std::move(averaged), size_));
+  return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name, std::move(averaged), size_, hooks_));
 }
 
 Backend::Started Backend::kept(Started work) {
@@ -1293,7 +1332,10 @@ c10d::ErrorType Backend::getError() { return c10d::ErrorType::SUCCESS; }
 
 // Ends.
 
-void Backend::abort() { end(/*in_order=*/false); }
+void Backend::abort() {
+  if (!closed_) call_failure_hooks();
+  end(/*in_order=*/false);
+}
 
 void Backend::shutdown() { end(/*in_order=*/true); }
 

@@ -4,8 +4,6 @@
 // transport where that is supported. gloo carries all else. The choice depends on facts that are equal on all ranks.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include "pairs.h"
 
 namespace parallel_state {
@@ -37,7 +35,7 @@ struct Callbacks {
       split;
 };
 
-class Backend : public c10d::Backend {
+class Backend : public HookedBackend {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
@@ -100,6 +98,7 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
   c10d::ErrorType getError() override;
+  // Ends the group on this rank, after the hooks on failures.
   void abort() override;
   void shutdown() override;
 #ifdef C10D_BACKEND_HAS_WINDOW
@@ -144,6 +143,7 @@ class Backend : public c10d::Backend {
   void check_reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
   void check_root(std::int64_t root, const char* method) const;
   void end(bool in_order);
+  void call_failure_hooks();
   void done(int status, const char* method, Clock::time_point started);
 
   // The steps of the calls, in the thread that runs them.

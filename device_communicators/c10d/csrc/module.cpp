@@ -243,6 +243,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       module, "ResolvingBackend");  // the class that `make` returns
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
              py::arg("library"), py::arg("group"), py::arg("transfers"), py::arg("timeout"), py::arg("python"));
+  module.def("wait_for_failure_hooks", &parallel_state::Hooks::wait_for_failed, py::arg("limit"),
+             py::call_guard<py::gil_scoped_release>());
   parallel_state::add_control_store(module);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   using Reconfigurable = parallel_state::ReconfigurableBackend;

@@ -19,8 +19,8 @@ const TransferUser Pairs::kUser{
     [](void* self) { Held::reclaim(static_cast<Transfer*>(self)); },
 };
 
-Pairs::Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise)
-    : library_(std::move(library)), raise_(std::move(raise)), transfers_(transfers) {}
+Pairs::Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise, std::shared_ptr<const Hooks> hooks)
+    : library_(std::move(library)), raise_(std::move(raise)), hooks_(std::move(hooks)), transfers_(transfers) {}
 
 Pairs::~Pairs() {
   library_->transfers_close(transfers_);
@@ -29,6 +29,7 @@ Pairs::~Pairs() {
 
 void Pairs::start(const Held& transfer, std::chrono::milliseconds timeout) {
   transfer->pairs = shared_from_this();
+  transfer->begin(*hooks_);
   const at::Tensor& tensor = transfer->tensor;
   const TransferCall call{transfer->peer,
                           transfer->is_send ? 1 : 0,
@@ -95,7 +96,7 @@ int Pairs::settle(Transfer& transfer, int source, const TransferFailure* failure
     transfer.tensor.reset();
   }
   transfer.target.reset();
-  transfer.settle(std::move(error));
+  transfer.settle(std::move(error), hooks_.get());
   return transfer.has_announcement() ? 1 : 0;
 }
 

@@ -6,6 +6,8 @@ namespace parallel_state {
 
 namespace {
 
+constexpr std::int64_t kOwnHook = 0;  // the number of the hooks by which a group calls this backend's
+
 // What `reconfigure` returns: it waits itself until the group is made.
 class Reconfigured final : public Operation {
  public:
@@ -19,7 +21,7 @@ class Reconfigured final : public Operation {
 
 ReconfigurableBackend::ReconfigurableBackend(int rank, int size, std::chrono::milliseconds timeout,
                                              Membership membership)
-    : c10d::Backend(rank, size), options_(c10::make_intrusive<Options>(timeout)), membership_(std::move(membership)) {
+    : HookedBackend(rank, size), options_(c10::make_intrusive<Options>(timeout)), membership_(std::move(membership)) {
   init();
 }
 
@@ -41,6 +43,14 @@ ReconfigurableBackend::Group ReconfigurableBackend::take_group() {
 ReconfigurableBackend::Started ReconfigurableBackend::reconfigure(const c10d::ReconfigureOptions& options) {
   Group made = membership_.reconfigure(options);
   made->setTimeout(options_->timeout);
+#ifdef PARALLEL_STATE_HAS_HOOKS
+  if (made->supportsCompletionHooks()) {  // a group over gloo doesn't
+    made->registerCompletionHook(kOwnHook, [hooks = hooks_](const c10d::CompletionHookArgs& args) {
+      hooks->completed.call(args.completionKey, args.duration_ms);
+    });
+    made->registerAbortHook(kOwnHook, [hooks = hooks_] { hooks->failed.call(); });
+  }
+#endif
   const std::lock_guard<std::mutex> lock(mutex_);
   rank_ = made->getRank();
   size_ = made->getSize();
@@ -49,7 +59,13 @@ ReconfigurableBackend::Started ReconfigurableBackend::reconfigure(const c10d::Re
 }
 
 void ReconfigurableBackend::end_group() {
-  if (const Group group = take_group()) group->abort();
+  const Group group = take_group();
+  if (!group) return;
+#ifdef PARALLEL_STATE_HAS_HOOKS
+  if (group->supportsAbortHooks())
+    group->unregisterAbortHook(kOwnHook);  // the next group replaces this one: no failure
+#endif
+  group->abort();
 }
 
 void ReconfigurableBackend::abort() {

@@ -10,7 +10,7 @@
 
 namespace parallel_state {
 
-class ReconfigurableBackend final : public c10d::Backend {
+class ReconfigurableBackend final : public HookedBackend {
  public:
   using Group = c10::intrusive_ptr<c10d::Backend>;
   using Handles = std::vector<std::string>;

@@ -65,6 +65,10 @@ class Filled final : public c10d::Work {
   std::exception_ptr exception() const override { return work_->exception(); }
   int sourceRank() const override { return work_->sourceRank(); }
   std::uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
+  float getDuration() const override { return work_->getDuration(); }
+#ifdef PARALLEL_STATE_HAS_HOOKS
+  std::uint64_t getCompletionKey() const override { return work_->getCompletionKey(); }
+#endif
   std::vector<Tensor> result() override {
     std::vector<Tensor> found = work_->result();
     for (Tensor& each : found) each = target_of(each);

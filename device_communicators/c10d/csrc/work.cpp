@@ -19,6 +19,11 @@ std::atomic<int> forks{0};
 
 }  // namespace
 
+std::uint64_t new_key() {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
 int fork_generation() {
   static const int watched = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
   static_cast<void>(watched);
@@ -45,10 +50,21 @@ void Operation::synchronize() {
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
 }
 
-void Operation::settle(std::exception_ptr error) {
+float Operation::getDuration() const {
+  TORCH_CHECK(done_.load(std::memory_order_acquire) && took_ms_,
+              "the call has no duration: it isn't done, or began before durations were needed "
+              "(`_enable_collectives_timing`, or torch's flight recorder)");
+  return *took_ms_;
+}
+
+// torch's recorder registers a work after the call was started, and then asks whether it is done: so hooks run after
+// `done_` is set. `mutex_` is held meanwhile, because a wait ends with a look at the error.
+void Operation::settle(std::exception_ptr error, const Hooks* hooks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   exception_ = std::move(error);
+  if (began_) took_ms_ = std::chrono::duration<float, std::milli>(Clock::now() - *began_).count();
   done_.store(true, std::memory_order_release);
+  if (hooks != nullptr && exception_ == nullptr) hooks->completed.call(key_, took_ms_);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Operation::take_future() {
@@ -165,12 +181,13 @@ void Lane::run_front(std::unique_lock<std::mutex>& lock, bool is_server) {
   lock.unlock();
   std::exception_ptr error;
   try {
+    call->begin(*hooks_);
     call->body();
   } catch (...) {
     error = std::current_exception();
   }
   call->body = nullptr;
-  call->settle(std::move(error));
+  call->settle(std::move(error), hooks_.get());
   const auto future = call->take_future();
   lock.lock();
   running_ = false;

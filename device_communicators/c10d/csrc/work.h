@@ -16,12 +16,17 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "hooks.h"
+
 namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
 // Returns what a signal handler raised, such as Ctrl-C, in the thread that runs handlers; else null, without a lock.
 using Interruption = std::function<std::exception_ptr()>;
+
+// Returns a number that no other work of this process has: torch names completed works by it.
+std::uint64_t new_key();
 
 // A started call. The thread that ran it calls `settle` once, and then `announce` without locks: callbacks of the
 // future may begin calls.
@@ -36,13 +41,23 @@ class Operation : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   int sourceRank() const override { return source_rank_; }
   std::uint64_t getSequencenumber() const override { return sequence_; }
+  // Milliseconds for which the call ran. Raises if nothing needed durations when it began.
+  float getDuration() const override;
+#ifdef PARALLEL_STATE_HAS_HOOKS
+  std::uint64_t getCompletionKey() const override { return key_; }
+#endif
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   void synchronize() override;
 
   // Raises the call's failure. If the wait times out, it raises DistBackendError, and the call continues.
   bool wait(std::chrono::milliseconds timeout) override;
 
-  void settle(std::exception_ptr error);
+  // Call it before the call runs.
+  void begin(const Hooks& hooks) {
+    if (hooks.needs_durations()) began_ = Clock::now();
+  }
+  // `hooks`: of the group; called if the call succeeded. A wait for the call returns after them.
+  void settle(std::exception_ptr error, const Hooks* hooks = nullptr);
   void announce() { announce(take_future()); }
   void finish(std::exception_ptr error) {
     settle(std::move(error));
@@ -68,7 +83,10 @@ class Operation : public c10d::Work {
   std::atomic<bool> done_{false};
   std::vector<at::Tensor> outputs_;
   std::uint64_t sequence_;
-  std::size_t list_length_ = 0;  // 0: one list
+  const std::uint64_t key_ = new_key();
+  std::optional<Clock::time_point> began_;
+  std::optional<float> took_ms_;  // written before done_
+  std::size_t list_length_ = 0;   // 0: one list
   int source_rank_ = -1;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // this, the next and the error: guarded by mutex_
   c10::intrusive_ptr<c10::ivalue::Future> future_to_complete_;
@@ -87,8 +105,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   };
 
   // A thread that waits for another thread's call polls `interruption`, which ends the wait if it returns an error.
-  Lane(void (*wait_gently)(int), Interruption interruption)
-      : wait_gently_(wait_gently), interruption_(std::move(interruption)) {}
+  Lane(void (*wait_gently)(int), Interruption interruption, std::shared_ptr<const Hooks> hooks)
+      : wait_gently_(wait_gently), interruption_(std::move(interruption)), hooks_(std::move(hooks)) {}
 
   // If nothing is queued or running, the caller runs its call now, and then calls `end_inline`.
   bool begin_inline();
@@ -114,6 +132,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   void (*const wait_gently_)(int);
   const Interruption interruption_;
+  const std::shared_ptr<const Hooks> hooks_;
   std::mutex mutex_;
   std::condition_variable posted_;    // wakes threads
   std::condition_variable finished_;  // wakes waiters
