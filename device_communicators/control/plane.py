@@ -430,7 +430,8 @@ class World:
 
     def _report(self, proc: int, flags: int, text: str) -> None:
         cut = text.encode()[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
-        self._check(self._library.ps_control_post(self._handle, _REPORT, proc, flags, 0, cut, len(cut), 0.0), "a report")
+        code = self._library.ps_control_post(self._handle, _REPORT, proc, flags, 0, cut, len(cut), 0.0)
+        self._check(code, "a report")
 
     def _check(self, code: int, what: str) -> None:
         if code == 0:
