@@ -29,6 +29,7 @@ _NAMES = {
         "MessageEncodeError", "ParallelStateError", "PeerDiedError", "RemoteError", "RenamedError", "RendezvousError",
         "ResourceLimitError", "SettingError", "UnsupportedError", "UsageError",
     ],
+    "device_communicators.base.member": ["extended_deadline"],
     "device_communicators.cpu.window": ["Window"],
     "device_communicators.routing.failures": ["error_of"],
     "device_communicators.routing.registry": ["on_failure", "on_operation", "write_record"],

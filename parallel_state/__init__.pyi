@@ -23,6 +23,7 @@ from device_communicators.base.errors import ResourceLimitError as ResourceLimit
 from device_communicators.base.errors import SettingError as SettingError
 from device_communicators.base.errors import UnsupportedError as UnsupportedError
 from device_communicators.base.errors import UsageError as UsageError
+from device_communicators.base.member import extended_deadline as extended_deadline
 from device_communicators.cpu.window import Window as Window
 from device_communicators.routing.failures import error_of as error_of
 from device_communicators.routing.registry import on_failure as on_failure

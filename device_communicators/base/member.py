@@ -2,12 +2,96 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, TypeVar
 
-from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
+from device_communicators.base.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    GroupDestroyedError,
+    InvalidArgumentError,
+)
+from device_communicators.base.host_calls import OUTSIDE, host_call
 
+
+class Timeout:
+    """The timeout of a group's calls, which all its parts share. A change applies to calls that begin later."""
+
+    all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
+    extra_s: ClassVar[float] = 0.0
+    """Of `extended_deadline`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._own_s = seconds
+        self._followers: list[Callable[[float], object]] = []
+        Timeout.all.add(self)
+
+    @property
+    def seconds(self) -> float:
+        return self._own_s + Timeout.extra_s
+
+    def set(self, seconds: float) -> None:
+        """Sets the timeout, to which `extended_deadline` adds."""
+        self._own_s = seconds
+        self.publish()
+
+    def follow(self, apply: Callable[[float], object]) -> None:
+        """Calls `apply(seconds)` at each change, for a part that keeps a copy."""
+        self._followers.append(apply)
+
+    def publish(self) -> None:
+        for apply in self._followers:
+            apply(self.seconds)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Sets the timeout in the body."""
+        before = self._own_s
+        self.set(seconds)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+    def end(self) -> None:
+        """Drops the parts that follow, when the group is destroyed."""
+        self._followers.clear()
+
+
+@host_call(OUTSIDE)
+def extended_deadline(seconds: float) -> AbstractContextManager[None]:
+    """Adds `seconds` to the timeout of each call that begins in the body: `with ps.extended_deadline(600): warm_up()`.
+
+    It applies to all groups of this process, also those that the body makes, and sends nothing. Every rank that waits
+    for a rank that compiles or warms up enters it as well. Nested uses add up. A started call counts from its wait.
+    Calls of torch.distributed keep their timeouts. Raises InvalidArgumentError unless `seconds` is above 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise InvalidArgumentError(f"seconds of extended_deadline must be a number above 0, but is {seconds!r}")
+    return _extended(seconds)
+
+
+@contextmanager
+def _extended(seconds: float) -> Iterator[None]:
+    _extend(seconds)
+    try:
+        yield
+    finally:
+        _extend(-seconds)
+
+
+def _extend(seconds: float) -> None:
+    with _EXTENDING:
+        Timeout.extra_s += seconds
+        for each in list(Timeout.all):
+            each.publish()
+
+
+_EXTENDING = threading.Lock()
 LOST = "The group can't be used further"
 Failure = TypeVar("Failure", bound=CommunicationError)
 
@@ -18,7 +102,11 @@ class GroupMember:
     name: str
     ranks: tuple[int, ...]
     rank: int
-    timeout_s: float
+    timeout: Timeout
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout.seconds
 
     def failure(
         self,

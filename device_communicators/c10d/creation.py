@@ -24,6 +24,7 @@ from device_communicators.base import logs, settings
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.helper_threads import Call
+from device_communicators.base.member import Timeout
 from device_communicators.c10d import extension
 from device_communicators.c10d.group import Group, make_gloo
 from device_communicators.c10d.membership import create_reconfigurable
@@ -81,7 +82,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
     timeout = options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-    members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
+    members = Members(options.group_id or "default", ranks, rank, Timeout(timeout.total_seconds()))
     is_default = not options.global_ranks_in_group
     # Megatron's ranks make groups of one name at the same time, each by its own ranks alone.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -112,7 +113,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
         if begins:
             world.close()
         raise
-    group = Group(store, members, memory, timeout, world, begins, create_group)
+    group = Group(store, members, memory, world, begins, create_group)
     collectives = group.collectives
     backend = module.make(
         rank=rank,

@@ -100,7 +100,6 @@ class Group:
         store: BoundedStore,
         members: Members,
         memory: HostMemory,
-        timeout: timedelta,
         world: World,
         is_worlds: bool,
         create: Callable[[Any], Any],
@@ -109,7 +108,6 @@ class Group:
         self._store = store
         self._members = members
         self._memory = memory
-        self._timeout = timeout
         self._world = world
         self._is_worlds = is_worlds
         self._create = create
@@ -117,7 +115,7 @@ class Group:
         self.has_crashed = False
         """True if an exception ends this process."""
         self._context = GroupContext(
-            members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
+            members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout,
             host_memory=memory, watcher=world.watcher, domain=world.domain,
         )  # fmt: skip
         self.signal_pipe = 0
@@ -182,9 +180,7 @@ class Group:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The compiled backend has the new timeout already."""
-        self._timeout = timeout
-        self._members = replace(self._members, timeout_s=timeout.total_seconds())
-        self._context = replace(self._context, timeout_s=timeout.total_seconds())
+        self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
 
@@ -195,7 +191,7 @@ class Group:
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
-        collectives.set_timeout(timeout_s)
+        self._members.timeout.set(timeout_s)  # the failed call's own
         found = collectives.failure(status, method, elapsed_s)
         if isinstance(found, TransferError):
             return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
@@ -290,9 +286,9 @@ class Group:
         store = self._store.prefixed("gloo")
         started, members = time.monotonic(), self._members
         rank, size = members.rank, len(members.ranks)
-        call = Call(lambda: make_gloo(store, rank, size, self._timeout, self._world.address))
+        call = Call(lambda: make_gloo(store, rank, size, timedelta(seconds=members.timeout_s), self._world.address))
         # gloo's own deadline is the same, but its store operations have none.
-        deadline = started + self._timeout.total_seconds() + LAST_WORD_S
+        deadline = started + members.timeout_s + LAST_WORD_S
         if call.wait(deadline, lambda: bool(self._context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
             return call.result()
         if self._context.deaths():
@@ -332,7 +328,7 @@ class Group:
         The ranks meet over the control plane, so the group stays usable. Raises CollectiveTimeoutError.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
-        limit_s = (timeout if members.rank == 0 else self._timeout).total_seconds()
+        limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s
         what, watched = f"{method} of {members}", self._context.failure_ranks
         try:
             watcher.gather(

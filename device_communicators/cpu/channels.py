@@ -185,7 +185,7 @@ class Channels:
                 if (first := self._senders.setdefault((dst, kind), sender)) is not sender:  # a handler of signals was
                     return first
                 if self._group:
-                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, *self._of_calls_past_python)
+                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, addressof(self._broadcasts))
             return sender
 
     def _open_receiver(self, src: int, kind: int, broadcast: bool) -> Receiver:
@@ -198,14 +198,9 @@ class Channels:
                 if (first := self._receivers.setdefault((src, kind), receiver)) is not receiver:
                     return first
                 if self._group:
-                    shared = self._of_calls_past_python
-                    self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, *shared)
+                    shared = addressof(self._broadcasts)
+                    self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, shared)
             return receiver
-
-    @property
-    def _of_calls_past_python(self) -> tuple[float, int]:
-        """Returns the timeout of calls that bypass Python, and the address of the number of broadcasts."""
-        return self.members.timeout_s, addressof(self._broadcasts)
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
         """Maps the queue's ring, and with `commit` allocates it."""

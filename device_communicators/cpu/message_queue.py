@@ -110,7 +110,6 @@ class _End:
         self.closed = False
         self._library = library
         self._place = place
-        self._timeout_s = members.timeout_s
         self._report = QueueReport()
         self._failure: CommunicationError | None = None
         self._delete = getattr(library, f"ps_queue_{self.side}_delete")
@@ -271,7 +270,7 @@ class Sender(_End):
             if writer:
                 started = time.monotonic()
                 if status == _TIMED_OUT:
-                    status = self._library.ps_queue_resume(self.end, self._timeout_s)
+                    status = self._library.ps_queue_resume(self.end, self.members.timeout_s)
                 if status != _DONE:
                     raise self.failed(status, operation, started)
                 return
@@ -405,7 +404,7 @@ class Receiver(_End):
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
-        status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, self._timeout_s)
+        status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, self.members.timeout_s)
         if status != _DONE:
             raise self.failed(status, operation, started)
 
@@ -444,7 +443,7 @@ class Receiver(_End):
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
         """Copies the message's next bytes to `pieces` (see `pieces_of`)."""
         started = time.monotonic()
-        status = self._library.ps_queue_read(self.end, pieces, count, self._timeout_s)
+        status = self._library.ps_queue_read(self.end, pieces, count, self.members.timeout_s)
         if status != _DONE:
             raise self.failed(status, operation, started)
 
@@ -464,7 +463,7 @@ class Receiver(_End):
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
         """Returns the object of the next message, which has this number; see `PastPython.receive_at`."""
-        return past.receive_at(self.end, number, self._timeout_s, group, *arguments)
+        return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
         """Returns the error for a signal handler that would wait for its own thread's message."""

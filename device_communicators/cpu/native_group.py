@@ -6,7 +6,8 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from device_communicators.base.errors import (
     UsageError,
     format_ranks,
 )
-from device_communicators.base.member import LOST, Failure, GroupMember
+from device_communicators.base.member import LOST, Failure, GroupMember, Timeout
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.reductions import reducible
 from device_communicators.calls.user_call import (
@@ -93,7 +94,7 @@ class Members(GroupMember):
     ranks: tuple[int, ...]
     """Global, in group order."""
     rank: int
-    timeout_s: float
+    timeout: Timeout
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self.rank} of {len(self.ranks)}"
@@ -110,6 +111,7 @@ class NativeGroup:
         """By rank in the group; empty on one host."""
         self._lock = threading.Lock()
         self._served: set[str] = set()
+        members.timeout.follow(partial(library.ps_group_timeout, number))
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
@@ -139,11 +141,6 @@ class NativeGroup:
     def silent_peers(self, limit_s: float) -> list[int]:
         with self._lock:  # descriptors may be closed meanwhile
             return self.connections.silent_peers(limit_s)
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Sets the timeout of later calls."""
-        self.members = replace(self.members, timeout_s=timeout_s)
-        self.library.ps_group_timeout(self.number, timeout_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
         """Calls `ps_<operation>`. Raises its failure, and UsageError while another call is running.

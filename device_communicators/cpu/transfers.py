@@ -201,7 +201,7 @@ class Transfers:
         self._waits: set[tuple[int, int, int]] = set()
         """Waits: their threads, whether they send, and their peers; the threads alone between hosts."""
         if group:
-            library.ps_transfers_serve(self.address, group, min(members.timeout_s, _LONGEST_S), tag)
+            library.ps_transfers_serve(self.address, group, tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
         """Starts to send a contiguous CPU tensor. Complete at once if the ring or the socket has room for it."""

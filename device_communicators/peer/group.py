@@ -80,7 +80,7 @@ class PeerGroup:
         self.streams = device.streams
         self._kernels: Launcher | None = None
         self._words: HostWords
-        self._deadline_ns = int(1e9 * context.timeout_s)
+        self._share_of_timeout = 1.0  # within which a kernel must be done
         self._prepared: dict[_CallKey, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
         """Number of blocks of any kernel that can be resident at once on every rank's device."""
@@ -134,7 +134,7 @@ class PeerGroup:
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         # A launch itself may block. After 0.75 of the timeout `run_on_all_ranks` may time out.
-        self._deadline_ns = int(0.6e9 * self.context.timeout_s)
+        self._share_of_timeout = 0.6
         wrong = []
         with self.streams.guard():
             for what, attempt in self._proofs():
@@ -154,7 +154,7 @@ class PeerGroup:
             raise NotSharedError(
                 f"the test call of {wrong[0]} returned a wrong result; check peer access between the GPUs"
             )
-        self._deadline_ns = int(1e9 * self.context.timeout_s)
+        self._share_of_timeout = 1.0
 
     def _proofs(self) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
         """Yields the test calls: a name, and a function that launches it and returns its result and the correct one."""
@@ -381,7 +381,7 @@ class PeerGroup:
         return norm_grid(hidden * dtype.itemsize, numel // hidden, self.max_blocks)
 
     def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
-        call.deadline_ns = self._deadline_ns
+        call.deadline_ns = int(1e9 * self._share_of_timeout * self.context.timeout_s)
         stream = self._order.next()  # two calls at the same time on one rank would use the same epoch
         try:
             if self.streams.is_current_device():

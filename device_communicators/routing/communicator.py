@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, format_ranks
-from device_communicators.base.member import GroupMember
+from device_communicators.base.member import GroupMember, Timeout
 from device_communicators.calls.reductions import (
     add_rms_norm,
     combine_,
@@ -65,7 +65,7 @@ class GroupContext(GroupMember):
     rank: int
     """This process' position in `ranks`."""
     device: torch.device
-    timeout_s: float
+    timeout: Timeout
     device_group: Any = None
     """torch ProcessGroup for tensors of `device`; None in a simulated group."""
     make_cpu_group: Callable[[], Any] | None = None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from device_communicators.base.errors import CommunicationError, InvalidArgumentError, RemoteError, plain
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import is_fake
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
@@ -169,7 +170,7 @@ class _PlainGroup(TensorCalls):
         self._token = ordering_token(torch.device("cpu"))
         self.world_size, self.rank_in_group = group.size(), group.rank()
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)
+        self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), Timeout(0.0))
 
     def _exchange_rows(self, x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
         if self._is_single_rank():

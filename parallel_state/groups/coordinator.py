@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -26,7 +27,8 @@ from device_communicators.base.errors import (
     no_such_name,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
-from device_communicators.base.torch_internals import default_store, is_fake
+from device_communicators.base.member import Timeout
+from device_communicators.base.torch_internals import default_store, is_fake, set_timeout
 from device_communicators.catalog import build_route
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
@@ -309,6 +311,25 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
 
     @property
+    def timeout(self) -> float:
+        """The timeout of each call in seconds. Assign seconds, a timedelta, or None for PARALLEL_STATE_TIMEOUT_S.
+
+        A new value applies to calls that begin later on this rank, of tensors, objects and messages; for a started call
+        its wait counts. It sends nothing: if ranks have different timeouts, the first deadline ends the call on all of
+        them. `within` sets it for some calls, `extended_deadline` adds to it in all groups. Sub-groups begin with the
+        timeout that was given at creation. A process group of the program's own keeps its timeout.
+        """
+        return self.context.timeout_s
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta | float | None) -> None:
+        self.context.timeout.set(seconds(timeout))
+
+    def within(self, timeout: timedelta | float) -> AbstractContextManager[None]:
+        """Sets the timeout of the calls in the body: `with group.within(2.0): group.barrier()`. See `timeout`."""
+        return self.context.timeout.within(seconds(timeout))
+
+    @property
     def supports_process_group(self) -> bool:
         """Returns False for a simulated group, whose `device_group`, `cpu_group` and `as_process_group()` raise."""
         return not self.context.simulated
@@ -452,6 +473,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             self.route.close()
         finally:
             self.context = self.route.context
+            self.context.timeout.end()
 
     @host_call(OUTSIDE)
     def close(self) -> None:
@@ -502,7 +524,8 @@ def create_group(
             cpu_group = LazyProcessGroup(lambda: acquire(traits.options.for_cpu).process_group)
         if traits.options.for_cpu == traits.options or not traits.lazy_cpu_group:
             cpu_group()
-        members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), traits.options.timeout_s)
+        timeout = Timeout(traits.options.timeout_s)
+        members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), timeout)
         fake = is_fake(device.process_group)
         real = cpu_group.made and len(ranks) > 1 and not fake
         memory = HostMemory(members, pool.neighbours) if real else None
@@ -516,7 +539,7 @@ def create_group(
             ranks=members.ranks,
             rank=members.rank,
             device=traits.device,
-            timeout_s=members.timeout_s,
+            timeout=timeout,
             device_group=device.process_group,
             make_cpu_group=cpu_group,
             host_memory=memory,
@@ -529,6 +552,8 @@ def create_group(
             high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,
             nccl_config=traits.options.nccl_config,
         )
+        if given is None and len(ranks) > 1 and not fake:
+            timeout.follow(partial(_set_timeouts, (device, cpu_group), members.timeout_s))
         for_callers, found = traits.options.for_callers, None
         is_programs = traits.device.type == "cpu" and pool.is_programs(device, everyone=domain.is_root)
         if given is not None:
@@ -545,6 +570,19 @@ def create_group(
             for acquired in taken:
                 stack.callback(pool.release, acquired, failed=failed)
         raise
+
+
+def _set_timeouts(owned: tuple[Acquired, LazyProcessGroup], at_creation_s: float, timeout_s: float) -> None:
+    """Gives the process groups of a coordinator its new timeout.
+
+    gloo keeps at least the first one: groups of the same ranks share it, and their waits have deadlines of their own.
+    """
+    device, cpu_group = owned
+    gloo = cpu_group() if cpu_group.made else None
+    if gloo is not None:
+        set_timeout(gloo, max(timeout_s, at_creation_s))
+    if device.process_group is not gloo:
+        set_timeout(device.process_group, timeout_s)
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:

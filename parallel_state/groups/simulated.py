@@ -19,6 +19,7 @@ import torch
 from device_communicators.base import settings
 from device_communicators.base.errors import InvalidArgumentError, int_advice
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.member import Timeout
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
 from parallel_state.groups.coordinator import GroupCoordinator
@@ -93,7 +94,7 @@ def simulated_group(
         ranks=tuple(ranks),
         rank=ranks.index(rank),
         device=torch.device(device),
-        timeout_s=settings.TIMEOUT_S.get(),
+        timeout=Timeout(settings.TIMEOUT_S.get()),
         simulated=True,
     )
     return GroupCoordinator(context)

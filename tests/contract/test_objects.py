@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators import GroupContext, Handle, Route
 from device_communicators.base import settings
+from device_communicators.base.member import Timeout
 from parallel_state import GroupCoordinator, GroupOptions
 from parallel_state.groups.coordinator import Traits, create_group
 from tests.internals import raw_messages
@@ -806,7 +807,7 @@ class FakeWork:
 
 
 def handle_of(work: FakeWork, device: str) -> Handle:
-    context = GroupContext("fake:0", (0, 1), 0, torch.device("cpu"), timeout_s=DEADLINE_S)
+    context = GroupContext("fake:0", (0, 1), 0, torch.device("cpu"), Timeout(DEADLINE_S))
     route = Route(context, (), {})
     return Handle(route, route.note("irecv_", None), work, torch.empty(1, device=device))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,9 +86,11 @@ def _evaluate(seconds: float) -> Outcome:
     return Outcome("ok", "", 0.0)
 
 
-def _one_leaves_the_loop(route: str, folder: str) -> Told:
+def _one_leaves_the_loop(route: str, folder: str, longer_s: Sequence[float]) -> Told:
     def body() -> Outcome:
         world = ps.get_world_group()
+        if any(longer_s):
+            world.timeout = T_S + longer_s[world.rank]
         for _ in range(3):
             world.all_reduce(torch.ones(6))
         return _evaluate(T_S + 1.0) if world.rank == 3 else attempt(world.all_reduce, torch.ones(6))
@@ -129,8 +131,19 @@ def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, rou
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    _check_that_one_has_left(ranks, tmp_path, route)
+
+
+@pytest.mark.side_by_side
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    """The first deadline ends the call on all ranks, which name the missing rank."""
+    _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0))
+
+
+def _check_that_one_has_left(ranks: Ranks, tmp_path: Path, route: str, longer_s: Sequence[float] = (0.0,) * 4) -> None:
     def trial(folder: Path) -> float:
-        *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), timeout_s=DEADLINE_S)
+        *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), longer_s, timeout_s=DEADLINE_S)
         does = r"global rank 3 is in no call of a group, at test_deadlock\.py:\d+ in _evaluate, called by test_deadlock"
         if _latest(told) >= WITHIN_S:
             return _latest(told)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, Told, until_it_fails, world
 T_S = 2.0
 
 
-def _until_the_stopped_fails(route: str, folder: str) -> tuple[Told, list[str]]:
+def _until_the_stopped_fails(route: str, folder: str, longer_s: Sequence[float]) -> tuple[Told, list[str]]:
     with world_over(route, timeout_s=T_S) as group:
+        if any(longer_s):
+            group.timeout = T_S + longer_s[group.rank]
         group.barrier()
         Path(folder, str(group.rank)).write_text(str(os.getpid()), encoding="utf-8")
         told = until_it_fails(group, lambda: group.all_reduce(torch.ones(5)))
@@ -54,12 +57,19 @@ def test_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path, rout
     check_row_15(ranks, tmp_path, route)
 
 
-def check_row_15(ranks: Ranks, tmp_path: Path, route: str) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("first", [0, 1, 3], ids="rank {} is the first".format)
+def test_row_15_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str, first: int) -> None:
+    """The first deadline ends the call on all ranks, which name the stopped rank, not the one that gave up."""
+    check_row_15(ranks, tmp_path, route, [0.0 if rank == first else 4.0 + rank for rank in range(4)])
+
+
+def check_row_15(ranks: Ranks, tmp_path: Path, route: str, longer_s: Sequence[float] = (0.0,) * 4) -> None:
     def trial(folder: Path) -> float:
         thread = threading.Thread(target=_stop_and_go_on, args=(folder,))
         thread.start()
         try:
-            results = ranks.survivors(_until_the_stopped_fails, route, str(folder), timeout_s=DEADLINE_S)
+            results = ranks.survivors(_until_the_stopped_fails, route, str(folder), longer_s, timeout_s=DEADLINE_S)
         finally:
             thread.join(DEADLINE_S)
         assert sorted(results) == [0, 1, 2, 3]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from device_communicators.base.member import Timeout
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native_group import Members
@@ -52,7 +53,7 @@ class FileMemory(QueueMemory):
 
 
 def members_of(rank: int, size: int, timeout_s: float = 30.0) -> Members:
-    return Members("queue:0", tuple(range(size)), rank, timeout_s)
+    return Members("queue:0", tuple(range(size)), rank, Timeout(timeout_s))
 
 
 @contextlib.contextmanager

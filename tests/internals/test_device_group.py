@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import GroupContext
+from device_communicators.base.member import Timeout
 from device_communicators.calls.work import DONE
 from device_communicators.process_group.device import DeviceGroupCommunicator
 
@@ -56,7 +57,9 @@ def _noted(call: Callable[[Recording], object]) -> list[tuple[str, bool]]:
 
 
 def _ours(group: Recording) -> DeviceGroupCommunicator:
-    return DeviceGroupCommunicator(GroupContext("tp:0", (0, 1), 0, torch.device("meta"), 5.0, device_group=group))
+    return DeviceGroupCommunicator(
+        GroupContext("tp:0", (0, 1), 0, torch.device("meta"), Timeout(5.0), device_group=group)
+    )
 
 
 X, OUT = torch.empty(SIZE, 3, device="meta"), torch.empty(SIZE, SIZE, 3, device="meta")

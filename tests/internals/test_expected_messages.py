@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError
+from device_communicators.base.member import Timeout
 from device_communicators.calls.user_call import UserCall
 from device_communicators.cpu import native
 from device_communicators.routing.communicator import GroupContext
@@ -40,7 +41,7 @@ def messengers(path: Path) -> Iterator[list[Messenger]]:
         made = []
         for rank, ends in enumerate((first, second)):
             memory: Any = SimpleNamespace(channels=ends, collectives=None, debug=False, domains=((0, 1),))
-            context = GroupContext("pp:0", (0, 1), rank, torch.device("cpu"), 5.0, host_memory=memory)
+            context = GroupContext("pp:0", (0, 1), rank, torch.device("cpu"), Timeout(5.0), host_memory=memory)
             made.append(Messenger(Route(context, [], {})))
         yield made
 

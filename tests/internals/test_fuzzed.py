@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError, MessageDecodeError
+from device_communicators.base.member import Timeout
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
@@ -36,7 +37,7 @@ from tests.internals.test_codec_hostile import SAMPLE
 CODEC_FRAMES, WIRE_FRAMES, QUEUE_HEADERS = (count if LONG else count // 100 for count in (700_000, 250_000, 50_000))
 
 MOST_BYTES = 16 << 20
-CONTEXT = GroupContext("fuzzed:0", (0, 1), 0, torch.device("cpu"), timeout_s=5.0)
+CONTEXT = GroupContext("fuzzed:0", (0, 1), 0, torch.device("cpu"), timeout=Timeout(5.0))
 DEEP = 10**4
 SHAPE = Shape(512, 8)
 LENGTHS = (0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -154,7 +155,7 @@ class Ring:
         self.memory = mmap.mmap(-1, self._control_bytes + SHAPE.data_bytes)
         self._view = (ctypes.c_char * len(self.memory)).from_buffer(self.memory)
         self._address = ctypes.addressof(self._view)
-        self._members = [Members("queue:0", (0, 1), rank, 0.001) for rank in (0, 1)]
+        self._members = [Members("queue:0", (0, 1), rank, Timeout(0.001)) for rank in (0, 1)]
         self._liveness = self._library.ps_liveness_new((ctypes.c_int64 * 2)(os.getpid(), os.getpid()), 2)
 
     def header_of(self, chunk: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from device_communicators.base.member import Timeout
 from device_communicators.machine import group_topology
 from device_communicators.machine.group_topology import GroupTopology, RankGpu, agree_on_topology
 from device_communicators.machine.topology import Topology
@@ -34,7 +35,7 @@ def agree(places: Sequence[Place]) -> list[GroupTopology]:
             assert told[context.rank] == mine
             return told
 
-        context = GroupContext("tp:0", tuple(range(size)), rank, torch.device("cpu"), 60.0)
+        context = GroupContext("tp:0", tuple(range(size)), rank, torch.device("cpu"), Timeout(60.0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group_topology, "exchange_facts", exchange)
             found.append(agree_on_topology(context, *place))
@@ -142,7 +143,7 @@ def test_a_rank_without_a_gpu() -> None:
 
 def test_a_group_of_one_needs_nobody() -> None:
     node = machine("one-h200")
-    context = GroupContext("tp:0", (5,), 0, torch.device("cpu"), 60.0)
+    context = GroupContext("tp:0", (5,), 0, torch.device("cpu"), Timeout(60.0))
     found = agree_on_topology(context, node, node.gpus[0].uuid)
     assert found.nvlink_full_mesh and found.peer_access
     assert found.gpus[0].uuid == node.gpus[0].uuid

@@ -13,6 +13,7 @@ import torch
 
 from device_communicators import GroupContext, catalog
 from device_communicators.base import settings
+from device_communicators.base.member import Timeout
 from device_communicators.machine.group_topology import GroupTopology, RankGpu, Vote
 from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.thresholds import Conditions, Thresholds, conditions_of, covering, link_of
@@ -23,7 +24,7 @@ ROW = Thresholds(
     "9.0", 8, *[1024] * 8, measured=True, source="a test",
     one_gpu_each=True, link="NV18", proven_calls=100_000, own_nccl=True, **VERSIONS,
 )  # fmt: skip
-CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
+CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), Timeout(5.0))
 
 
 def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], ...] = (), size: int = 8) -> Any:

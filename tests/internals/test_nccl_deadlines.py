@@ -11,9 +11,10 @@ import torch
 
 from device_communicators import GroupContext
 from device_communicators.base.errors import CollectiveTimeoutError
+from device_communicators.base.member import Timeout
 from device_communicators.nccl.deadlines import Watch
 
-CONTEXT = GroupContext("tp:0", (0, 1), 0, torch.device("cpu"), 1.0)
+CONTEXT = GroupContext("tp:0", (0, 1), 0, torch.device("cpu"), Timeout(1.0))
 
 
 class Device:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from device_communicators import GroupContext
+from device_communicators.base.member import Timeout
 from device_communicators.peer import memory as peer_memory
 from device_communicators.peer.memory import IpcSharing, NotSharedError, SymmetricSharing
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def context(rank: int, timeout_s: float = 10.0) -> GroupContext:
-    return GroupContext("g", tuple(range(3)), rank, CPU, timeout_s, make_cpu_group=lambda: "the CPU group")
+    return GroupContext("g", tuple(range(3)), rank, CPU, Timeout(timeout_s), make_cpu_group=lambda: "the CPU group")
 
 
 class FakeStorage:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.base.member import Timeout
 from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import _MOST_REPORTS, Report, _peers_to_ask, _verdict, explained
@@ -18,7 +19,7 @@ def _conclude(rank: int, **calls: str) -> CommunicationError:
     """`r0="3 barrier gather"`: rank 0 was in the group's third call, a barrier, after a gather."""
     told = {int(name[1:]): [*words.split(), ""] for name, words in calls.items()}
     reports = {each: Report(int(words[0]), words[1], before=words[2]) for each, words in told.items()}
-    context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0)
+    context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), Timeout(1.0))
     missing = [each for each in range(4) if each not in reports]
     return _verdict(context, reports[rank], reports, CommunicationError("it broke."), missing)
 
@@ -64,7 +65,7 @@ def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
     def fail(rank: int) -> CommunicationError:
         name, before = ("gather", "barrier") if rank > 1 else ("barrier", "gather")
         operation = Operation(3 if rank > 1 else 4, name, "", (), 0.0)
-        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=watchers[rank])
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), Timeout(1.0), watcher=watchers[rank])
         return explained(context, operation, CommunicationError("it broke."), before)
 
     with ThreadPoolExecutor(4) as threads:
@@ -84,7 +85,7 @@ def test_the_report_of_a_rank_that_left_is_known() -> None:
     watchers = [peers.join(rank) for rank in range(4)]
 
     def fail(rank: int, call: str) -> CommunicationError:
-        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=watchers[rank])
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), Timeout(1.0), watcher=watchers[rank])
         return explained(context, Operation(3, call, "", (), 0.0), CommunicationError("it broke."))
 
     fail(3, "gather")
@@ -99,7 +100,7 @@ def test_the_report_of_a_rank_that_left_is_known() -> None:
 @pytest.mark.parametrize("size", [2, 65, 66, 1000])
 def test_ranks_of_large_groups_exchange_reports_with_some_others(size: int) -> None:
     def asked(rank: int) -> list[int]:
-        return _peers_to_ask(GroupContext("test", tuple(range(size)), rank, torch.device("cpu"), 1.0))
+        return _peers_to_ask(GroupContext("test", tuple(range(size)), rank, torch.device("cpu"), Timeout(1.0)))
 
     assert len(set(asked(0))) == len(asked(0)) == min(size - 1, _MOST_REPORTS)
     for rank in asked(0):

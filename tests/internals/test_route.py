@@ -22,6 +22,7 @@ from device_communicators.base.errors import (
     UnsupportedError,
     UsageError,
 )
+from device_communicators.base.member import Timeout
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.user_call import begin_locally
 from device_communicators.liveness.health import FailureDomain, Watcher
@@ -105,7 +106,7 @@ def watcher() -> Watcher:
 @pytest.fixture
 def failing(watcher: Watcher) -> Failing:
     domain = FailureDomain(range(8))
-    return Failing(GroupContext("tp:0", RANKS, 1, torch.device("cpu"), 5.0, watcher=watcher, domain=domain))
+    return Failing(GroupContext("tp:0", RANKS, 1, torch.device("cpu"), Timeout(5.0), watcher=watcher, domain=domain))
 
 
 @pytest.fixture

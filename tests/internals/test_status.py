@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError
+from device_communicators.base.member import Timeout
 from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import add_calls
@@ -26,7 +27,7 @@ def _peers() -> Peers:
 
 def _fail(peers: Peers, rank: int, call: str, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> str:
     watcher = peers.watchers[rank]
-    context = GroupContext("test", ranks, ranks.index(rank), torch.device("cpu"), 1.0, watcher=watcher)
+    context = GroupContext("test", ranks, ranks.index(rank), torch.device("cpu"), Timeout(1.0), watcher=watcher)
     failure = CollectiveTimeoutError("it took too long")
     add_calls(context, Operation(3, call, "", (), 0.0), failure)
     return str(failure)
@@ -92,7 +93,7 @@ def test_a_reply_that_cannot_be_read_costs_no_other(reply: bytes) -> None:
 
 
 def test_groups_of_the_same_ranks_are_told_apart() -> None:
-    context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 1.0, channel=1 << 20)
+    context = GroupContext("test", (0, 1), 0, torch.device("cpu"), Timeout(1.0), channel=1 << 20)
     others = [replace(context, given="a"), replace(context, given="b"), replace(context, channel=1 << 21)]
     assert len({group_key(each) for each in (context, *others)}) == 4
 

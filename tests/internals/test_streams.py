@@ -28,6 +28,7 @@ from device_communicators.base.errors import (
     MessageDecodeError,
     UsageError,
 )
+from device_communicators.base.member import Timeout
 from device_communicators.calls.user_call import DTYPE_NUMBERS
 from device_communicators.calls.work import TransferError, Work
 from device_communicators.cpu import connections, native
@@ -81,7 +82,7 @@ class Rank:
         losses = library.ps_liveness_new((ctypes.c_int64 * size)(), size)
         address = open_streams(self.made, losses, rank, size, int(1e9 * spin_s), striped_bytes)
         library.ps_liveness_delete(losses)
-        self.transfers = Transfers(library, Members("test", tuple(range(size)), rank, timeout_s), address)
+        self.transfers = Transfers(library, Members("test", tuple(range(size)), rank, Timeout(timeout_s)), address)
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         self.transfers.send(x, dst, tag)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError, HostUnreachableError, PeerDiedError
+from device_communicators.base.member import Timeout
 from device_communicators.cpu import native
 from device_communicators.liveness.health import LOOPBACK, NOTICE_S, Watcher
 from device_communicators.routing.communicator import GroupContext
@@ -41,7 +42,7 @@ class Collective:
 
 
 def _context(watcher: Watcher | None, timeout_s: float = 5.0) -> GroupContext:
-    return GroupContext("tp:0", (0, 1, 2, 3), 0, torch.device("cpu"), timeout_s, watcher=watcher)
+    return GroupContext("tp:0", (0, 1, 2, 3), 0, torch.device("cpu"), Timeout(timeout_s), watcher=watcher)
 
 
 def _seconds(call: Callable[[], object], error: type[Exception]) -> float:

@@ -19,13 +19,14 @@ from device_communicators.base.errors import (
     MessageEncodeError,
     RemoteError,
 )
+from device_communicators.base.member import Timeout
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack
 from parallel_state.messages.wire import FRAME_BYTES, Header
 
-CONTEXT = GroupContext("wire:0", (4, 7, 9), 1, torch.device("cpu"), timeout_s=5.0)
+CONTEXT = GroupContext("wire:0", (4, 7, 9), 1, torch.device("cpu"), timeout=Timeout(5.0))
 SRC = 2  # global rank 9
 HEADER = struct.Struct("<4sBBHIIQQ")
 INLINE_BYTES = FRAME_BYTES - HEADER.size

@@ -50,8 +50,8 @@ int ps_queue_writer_delete(void*);
 int ps_queue_reader_delete(void*);
 void ps_queue_writer_leave(void*);
 void ps_queue_reader_leave(void*);
-void ps_queue_writer_serve(void*, std::uint64_t, int, double, std::uint64_t*);
-void ps_queue_reader_serve(void*, std::uint64_t, int, int, double, std::uint64_t*);
+void ps_queue_writer_serve(void*, std::uint64_t, int, std::uint64_t*);
+void ps_queue_reader_serve(void*, std::uint64_t, int, int, std::uint64_t*);
 int ps_queue_send(void*, const char*, std::uint64_t, const Piece*, int, int, std::uint64_t, double);
 int ps_pack(void*, const void*, int, std::uint64_t, std::uint64_t, std::uint64_t, void*);
 int ps_packed(Piece*, int, int*, void**);
@@ -501,8 +501,8 @@ void messages(const World& world, const File& segment, const File& queues, const
   const auto receive_list = [&](int src, List& list) {
     return receive_message(served, {src, 1}, list.pieces()) == Outcome::kDone;
   };
-  if (world.rank == 0) ps_queue_writer_serve(broadcast, group, -1, kTimeoutS, &broadcasts);
-  else ps_queue_reader_serve(broadcast, group, 0, 1, kTimeoutS, &broadcasts);
+  if (world.rank == 0) ps_queue_writer_serve(broadcast, group, -1, &broadcasts);
+  else ps_queue_reader_serve(broadcast, group, 0, 1, &broadcasts);
   for (std::size_t bytes = 1; bytes < 16'000; bytes += 499) {
     const bool other = bytes % 5 == 0;
     List list(world.rank != 0 && other ? "else" : "list", bytes, static_cast<char>(world.rank == 0 ? bytes % 90 : 0));
@@ -559,8 +559,8 @@ void messages(const World& world, const File& segment, const File& queues, const
   for (int rank = 1; rank < kRanks; ++rank) {
     if (world.rank != 0 && world.rank != rank) continue;
     void* const pair = open(rank, {rank, 0}, world.rank == 0 ? 1 : 0);
-    if (world.rank == 0) ps_queue_reader_serve(pair, group, rank, 0, kTimeoutS, nullptr);
-    else ps_queue_writer_serve(pair, group, 0, kTimeoutS, nullptr);
+    if (world.rank == 0) ps_queue_reader_serve(pair, group, rank, 0, nullptr);
+    else ps_queue_writer_serve(pair, group, 0, nullptr);
     for (std::size_t bytes = 1; bytes < 16'000; bytes += 499) {
       List list("list", bytes, static_cast<char>(world.rank == rank ? bytes % 90 : 0));
       const Piece piece{list.body.data(), bytes};
@@ -731,7 +731,7 @@ void hostile_messages() {
     void* const writer = ps_queue_writer_new(control, data, kSmallChunk, kFewChunks, 1, ranks, liveness, 0, 0, written);
     void* const reader =
         ps_queue_reader_new(control, data, kSmallChunk, kFewChunks, 1, ranks, 1, liveness, 0, 0, report);
-    ps_queue_reader_serve(reader, group, 0, 0, 0, nullptr);
+    ps_queue_reader_serve(reader, group, 0, 0, nullptr);
     bool spoilt = false;  // from then on
     for (std::uint64_t message = 0; message < 3; ++message) {
       const std::vector<char> head(draw(80), 'h'), body(draw(500), 'b');

@@ -485,6 +485,25 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);  // null: the group was destroyed
 }
 
+void Backend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  const std::lock_guard<std::mutex> lock(ephemeral_mutex_);
+  ephemeral_ms_ += timeout.count();
+}
+
+Backend::Ephemeral::Ephemeral(Backend& of) : backend(of) {
+  if (backend.ephemeral_ms_.load(std::memory_order_relaxed) == 0) return;
+  const std::lock_guard<std::mutex> lock(backend.ephemeral_mutex_);
+  owned_ms = backend.ephemeral_ms_ - backend.owned_ephemeral_ms_;
+  backend.owned_ephemeral_ms_ += owned_ms;
+}
+
+Backend::Ephemeral::~Ephemeral() {
+  if (owned_ms == 0) return;
+  const std::lock_guard<std::mutex> lock(backend.ephemeral_mutex_);
+  backend.ephemeral_ms_ -= owned_ms;
+  backend.owned_ephemeral_ms_ -= owned_ms;
+}
+
 void Backend::done(int status, const char* method, Clock::time_point started) {
   if (status == static_cast<int>(Status::kDone)) return;
   const bool interrupted = status == static_cast<int>(Status::kInterrupted);  // it may have destroyed the group
@@ -506,14 +525,17 @@ template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, Body body) {
   check_usable(kind.method);
+  const std::chrono::milliseconds extra(ephemeral_ms_.load(std::memory_order_relaxed));
   const double timeout_s =
-      std::chrono::duration<double>(timeout == c10d::kUnsetTimeout ? options_->timeout : timeout).count();
+      std::chrono::duration<double>((timeout == c10d::kUnsetTimeout ? options_->timeout : timeout) + extra).count();
+  auto ephemeral = extra.count() == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
   const std::size_t bytes = bytes_of(inputs);
   auto call = c10::make_intrusive<Lane::Call>(rank_, kind.type, kind.title, std::move(inputs), std::move(outputs),
                                               sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
   call->set_list_length(kind.list_length);
-  auto run = [this, timeout_s, body = std::move(body)]() mutable {
+  auto run = [this, timeout_s, ephemeral = std::move(ephemeral), body = std::move(body)]() mutable {
     const Below below;
+    const auto ends = std::move(ephemeral);
     timeout_s_ = timeout_s;
     if (is_native()) library_->group_timeout(group_, timeout_s);
     body();
@@ -1215,7 +1237,7 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
     work->tensor = sends || x.is_contiguous() ? x.contiguous() : at::empty(x.sizes(), x.options());
   }
   if (!sends && !work->tensor.is_same(x)) work->target = x;
-  pairs_->start(work, options_->timeout);
+  pairs_->start(work, options_->timeout + std::chrono::milliseconds(ephemeral_ms_.load(std::memory_order_relaxed)));
   return kept(std::move(work));
 }
 

@@ -57,6 +57,9 @@ class Backend : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
+  // Adds to the timeouts of calls until the first of them is done, as in ProcessGroupNCCL. Called by torch from 2.15
+  // on; older versions lack it, so it can't be an `override`.
+  virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   bool supportsSplitting() const override { return true; }
   // Only batch_isend_irecv asks; its coalescing manager stays open after an exception.
   bool supportsCoalescing() const override { return false; }
@@ -145,6 +148,15 @@ class Backend : public HookedBackend {
   void end(bool in_order);
   void call_failure_hooks();
   void done(int status, const char* method, Clock::time_point started);
+  // The part of the ephemeral timeout that ends with a call.
+  struct Ephemeral {
+    explicit Ephemeral(Backend& of);
+    ~Ephemeral();
+    Ephemeral(const Ephemeral&) = delete;
+    Ephemeral& operator=(const Ephemeral&) = delete;
+    Backend& backend;
+    std::int64_t owned_ms = 0;
+  };
 
   // The steps of the calls, in the thread that runs them.
   void all_reduce(const at::Tensor& x, const c10d::ReduceOp& op);
@@ -166,6 +178,9 @@ class Backend : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
+  std::atomic<std::int64_t> ephemeral_ms_{0};  // see addEphemeralTimeout; written by ephemeral_mutex_
+  std::int64_t owned_ephemeral_ms_ = 0;        // of this, what ends with calls that have begun
+  std::mutex ephemeral_mutex_;
   double timeout_s_ = 0;  // of the running collective
   bool coalescing_ = false;
   std::vector<Started> coalesced_;

@@ -88,12 +88,13 @@ void ReconfigurableBackend::release_resources() {
 
 void ReconfigurableBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  Group group;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    group = group_;
-  }
-  if (group) group->setTimeout(timeout);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (group_) group_->setTimeout(timeout);
+}
+
+void ReconfigurableBackend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (group_) group_->addEphemeralTimeout(timeout);
 }
 
 std::uint64_t ReconfigurableBackend::getSequenceNumberForGroup() {

@@ -35,6 +35,7 @@ class ReconfigurableBackend final : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
+  virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   bool supportsSplitting() const override { return true; }
   bool supportsReconfigure() const override { return true; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return membership_.handle(); }

@@ -62,7 +62,7 @@ Handle::Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy p
     : memory_(memory == nullptr ? private_memory(segment_bytes(size)) : memory),
       bytes_(memory == nullptr ? segment_bytes(size) : bytes),
       policy_(policy),
-      timeout_s_(timeout_s),
+      timeout_s_(std::min(timeout_s, kLongestS)),
       liveness_(reinterpret_cast<Member*>(static_cast<char*>(memory_) + members_offset(size)),
                 reinterpret_cast<ReportedEnds*>(static_cast<char*>(memory_) + ends_offset(size)), size, rank),
       host_group_(memory_, rank, size, liveness_, policy),

@@ -5,6 +5,7 @@
 // child has no groups.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -123,7 +124,7 @@ class Handle {
     in_call_ = true;
     Status status;
     try {
-      status = call(*group_, timeout_s_.load(std::memory_order_relaxed));
+      status = call(*group_, timeout_s());
     } catch (const std::bad_alloc&) {
       status = group_->out_of_memory();
     }
@@ -184,8 +185,9 @@ class Handle {
     transfers_ = transfers;
   }
 
-  // Applies to later calls.
-  void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
+  // The group's one timeout: of its collectives, transfers and messages. Applies to calls that begin later.
+  void set_timeout(double timeout_s) { timeout_s_.store(std::min(timeout_s, kLongestS), std::memory_order_relaxed); }
+  double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
   const Meter& meter() const { return *meter_; }
 
@@ -197,6 +199,7 @@ class Handle {
   int size() const { return group_->size(); }
 
  private:
+  static constexpr double kLongestS = 1e9;  // in ns it fits into 64 bits
   static std::size_t members_offset(int size) { return (HostGroup::segment_bytes(size) + 63) / 64 * 64; }
   static std::size_t ends_offset(int size) { return members_offset(size) + size * sizeof(Member); }
   struct Leave {

@@ -1,6 +1,7 @@
 #include "hosts_group.h"
 
 #include <sched.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
@@ -23,6 +24,18 @@ constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the d
 constexpr std::size_t kCopiedBytes = 1 << 20;
 constexpr std::size_t kMostKept = 1 << 20;      // of a message, for the next one
 constexpr std::uint64_t kPieceBytes = 4 << 20;  // forwarded while the next one arrives
+
+// Reads the failure note of a rank that gave up after it had sent its part, as with a shorter timeout. Only looks at
+// what it may not read: the next call's message, or that the rank left.
+void read_failure(Link& link) {
+  if (!link.in.is_idle() || link.is_broken() || link.is_in_trouble()) return;
+  CallRecord head;
+  const ssize_t bytes = recv(link.descriptors()[0], &head, sizeof head, MSG_PEEK | MSG_DONTWAIT);
+  if (bytes != static_cast<ssize_t>(sizeof head) || head.magic != CallRecord::kMagic) return;
+  if (head.kind != CallRecord::kFailure) return;
+  link.in.listen();
+  link.read();
+}
 
 }  // namespace
 
@@ -204,6 +217,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
     }
     if (interrupted(signal)) return Status::kInterrupted;
     RETURN_IF_FAILED(at_home_ended());
+    for (const auto& link : connections_->links()) read_failure(*link);
     signal = connections_->sleep(std::min(kSliceNs, waits_until_ns_ - now));
   }
 }

@@ -165,7 +165,7 @@ Outcome receive(Served& served, ToOne from, Read read) {
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
   const RecordedTransfer transfer{served, from.received(), from.rank, from.method};
   std::uint64_t bytes = 0;
-  const Outcome outcome = read(Reading{*open, open->timeout_s}, 0, &bytes);
+  const Outcome outcome = read(Reading{*open, handle.timeout_s()}, 0, &bytes);
   const bool has_come = outcome == Outcome::kDone || (outcome == Outcome::kRaised && bytes != 0);
   if (has_come) served.end(transfer.record(), from.received(), bytes);
   return outcome;
@@ -202,7 +202,7 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   Outcome outcome = Outcome::kLeft;
   const bool is_announced = open->report->found != 0;  // by the call that has left the message
   if (is_announced || announce(handle, told, src, open->spin_ns)) {
-    outcome = read(Reading{*open, open->timeout_s}, *open->broadcasts + 1, &bytes);
+    outcome = read(Reading{*open, handle.timeout_s()}, *open->broadcasts + 1, &bytes);
   }
   if (outcome == Outcome::kDone || outcome == Outcome::kRaised) {
     ++*open->broadcasts;  // else Python counts it, which goes on with it
@@ -253,7 +253,7 @@ Outcome outcome_of(const Transfers::Received& received) {
 Outcome receive_over(Transfers& transfers, Served& served, ToOne from, Taker& taker) {
   const RecordedTransfer transfer{served, from.received(), from.rank, from.method};
   const Transfers::Received received =
-      transfers.receive_message(from.rank, transfers.message_tag(), transfers.served_timeout_s(), taker);
+      transfers.receive_message(from.rank, transfers.message_tag(), served.handle().timeout_s(), taker);
   if (received.how == kEndedTransfer) {
     served.end(transfer.record(), from.received(), std::max(kFrameBytes, received.head_bytes) + received.tensor_bytes);
   }
@@ -279,7 +279,7 @@ std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const
       waits);
   if (number > 0 && waits) {
     const auto sent = static_cast<Transfers::Number>(number);
-    const int how = transfers.wait(sent, transfers.served_timeout_s(), true);
+    const int how = transfers.wait(sent, served.handle().timeout_s(), true);
     if (how == kInterruptedTransfer) transfers.break_off(sent);
     number = how == kEndedTransfer ? kDoneTransfer : kRefusedTransfer;
   }
@@ -468,7 +468,7 @@ Outcome send_tensor(Served& served, int dst, const PlainTensor& x) {
     transfer.begin();
     return at;
   };
-  return transfer.end(transfers->send_now(dst, x.dtype, x.bytes, data));
+  return transfer.end(transfers->send_now(dst, x.dtype, x.bytes, served.handle().timeout_s(), data));
 }
 
 Outcome receive_tensor(Served& served, int src, const PlainTensor& out) {
@@ -476,7 +476,9 @@ Outcome receive_tensor(Served& served, int src, const PlainTensor& out) {
   if (transfers == nullptr) return Outcome::kLeft;
   const ToOne from{src, ToOne::kPlainTensor};
   TensorTransfer transfer{served, from, from.received(), out};
-  return transfer.end(transfers->receive_now(src, out.dtype, out.bytes, [&] { transfer.begin(); }, out.data));
+  const double timeout_s = served.handle().timeout_s();
+  return transfer.end(
+      transfers->receive_now(src, out.dtype, out.bytes, timeout_s, [&] { transfer.begin(); }, out.data));
 }
 
 }  // namespace parallel_state

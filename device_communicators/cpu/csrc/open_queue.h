@@ -48,7 +48,6 @@ struct OpenEnd {
   QueueReport* const report;
   Turn turn;
   bool closed = false;
-  double timeout_s = 0;
   std::int64_t spin_ns = 0;
   std::uint64_t* broadcasts = nullptr;  // number of broadcast messages of the group so far
   std::shared_ptr<OpenEnd> itself;      // until closed

@@ -103,8 +103,7 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
 
 // Lets calls that bypass Python find the end where `add` puts it.
 template <typename End, typename Add>
-void serve(OpenEnd<End>* open, std::uint64_t group, double timeout_s, std::uint64_t* broadcasts, Add add) {
-  open->timeout_s = timeout_s;
+void serve(OpenEnd<End>* open, std::uint64_t group, std::uint64_t* broadcasts, Add add) {
   open->broadcasts = broadcasts;
   if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(*handle);
 }
@@ -172,19 +171,18 @@ void ps_queue_reader_leave(void* reader) { static_cast<OpenReader*>(reader)->end
 int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>(writer)) ? 1 : 0; }
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
-// Lets calls that bypass Python find this end of a group's queue. `dst` -1: all other ranks. `timeout_s` bounds their
-// waits; `broadcasts` counts broadcast messages.
-void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
+// Lets calls that bypass Python find this end of a group's queue. `dst` -1: all other ranks. `broadcasts` counts
+// broadcast messages.
+void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
-  serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
+  serve(open, group, broadcasts, [=](Handle& handle) {
     open->end.set_lender(handle.lender());
     handle.queues().add(dst, open->itself);
   });
 }
-void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, double timeout_s,
-                           std::uint64_t* broadcasts) {
+void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenReader*>(reader);
-  serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
+  serve(open, group, broadcasts, [=](Handle& handle) {
     open->end.set_lender(handle.arena_of(src));
     handle.queues().add(src, of_all != 0, open->itself);
   });

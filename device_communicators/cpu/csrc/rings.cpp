@@ -288,7 +288,7 @@ bool Rings::pull_all() {
   return moved;
 }
 
-Rings::Outcome Rings::send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) {
+Rings::Outcome Rings::send_now(int dst, int dtype, std::uint64_t bytes, double, const std::function<void*()>& data) {
   Outgoing& out = *outgoing_[dst];
   const std::atomic<int>& count = sends_[dst]->count;
   if (is_foreign() || has_failed() || count.load(std::memory_order_relaxed) != 0) return Outcome::kLeft;
@@ -301,11 +301,10 @@ Rings::Outcome Rings::send_now(int dst, int dtype, std::uint64_t bytes, const st
   return status == QueueStatus::kDone ? Outcome::kDone : Outcome::kLeft;
 }
 
-Rings::Outcome Rings::receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
-                                  const std::function<void*()>& data) {
+Rings::Outcome Rings::receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
+                                  const std::function<void()>& begins, const std::function<void*()>& data) {
   Incoming& in = *incoming_[src];
   if (is_foreign() || has_failed()) return Outcome::kLeft;
-  const double timeout_s = timeout_s_.load(std::memory_order_relaxed);
   const std::int64_t started_ns = now_ns();
   Done done;
   {

@@ -29,8 +29,9 @@ class Rings final : public Transfers {
  public:
   Rings(std::shared_ptr<const Losses> losses, int rank, int size, const TransferPlaces& places);
 
-  Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) override;
-  Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
+  Outcome send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
+                   const std::function<void*()>& data) override;
+  Outcome receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s, const std::function<void()>& begins,
                       const std::function<void*()>& data) override;
   bool is_inside(int peer, bool sends) const override;
   bool is_polled() const override { return false; }

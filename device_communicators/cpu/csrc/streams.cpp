@@ -631,25 +631,26 @@ void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
   stream = std::make_unique<Stream>(*this, rank, descriptor, early_bytes);
 }
 
-Streams::Outcome Streams::send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) {
+Streams::Outcome Streams::send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
+                                   const std::function<void*()>& data) {
   if (is_foreign() || has_failed()) return Outcome::kLeft;
-  return run({dst, 1, served_tag_, dtype, data(), bytes, 0, &kNobody, nullptr});
+  return run({dst, 1, served_tag_, dtype, data(), bytes, 0, &kNobody, nullptr}, timeout_s);
 }
 
-Streams::Outcome Streams::receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
-                                      const std::function<void*()>& data) {
+Streams::Outcome Streams::receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
+                                      const std::function<void()>& begins, const std::function<void*()>& data) {
   if (is_foreign() || has_failed()) return Outcome::kLeft;
   void* const to = data();
   begins();
-  return run({src, 0, served_tag_, dtype, to, bytes, 0, &kNobody, nullptr});
+  return run({src, 0, served_tag_, dtype, to, bytes, 0, &kNobody, nullptr}, timeout_s);
 }
 
-Streams::Outcome Streams::run(const TransferCall& call) {
+Streams::Outcome Streams::run(const TransferCall& call, double timeout_s) {
   try {
     const std::int64_t number = start(call, true);
     if (number == kDoneTransfer) return Outcome::kDone;
     if (number < 0) return Outcome::kLeft;
-    const int how = wait(static_cast<Number>(number), timeout_s_.load(std::memory_order_relaxed), true);
+    const int how = wait(static_cast<Number>(number), timeout_s, true);
     if (how == kInterruptedTransfer) break_off(static_cast<Number>(number));
     return how == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
   } catch (const std::bad_alloc&) {

@@ -51,8 +51,9 @@ class Streams final : public Transfers {
   void add(int rank, int descriptor, std::uint64_t early_bytes);
 
   bool has_left() override;
-  Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) override;
-  Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
+  Outcome send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
+                   const std::function<void*()>& data) override;
+  Outcome receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s, const std::function<void()>& begins,
                       const std::function<void*()>& data) override;
   bool is_inside(int, bool) const override { return in_handler(); }
   bool end_together() const override { return true; }
@@ -98,7 +99,7 @@ class Streams final : public Transfers {
     Pieces missing = {};  // of the body that is read
   };
 
-  Outcome run(const TransferCall& call);
+  Outcome run(const TransferCall& call, double timeout_s);
   bool step(Done* done);
   bool sleep(std::int64_t until_ns);
   void wake();

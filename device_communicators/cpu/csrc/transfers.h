@@ -74,19 +74,16 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Sends or receives in one step with the tag given to `serve`, for callers without Python. kNoRoom: the ring has no
   // room for all of it. kLeft: the caller goes on with `start`, which reports the failure if there was one.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
-  virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) = 0;
+  virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
+                           const std::function<void*()>& data) = 0;
   // `data` and `begins` are called before it waits.
-  virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
-                              const std::function<void*()>& data) = 0;
-  // Sets the timeout and the tag of `send_now` and `receive_now`. Once, before them.
-  void serve(double timeout_s, int tag) {
-    timeout_s_.store(timeout_s, std::memory_order_relaxed);
-    served_tag_ = tag;
-  }
+  virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
+                              const std::function<void()>& begins, const std::function<void*()>& data) = 0;
+  // Sets the tag of `send_now` and `receive_now`. Once, before them.
+  void serve(int tag) { served_tag_ = tag; }
 
   // Messages, where the medium carries them.
   virtual bool carries_messages() const { return false; }
-  double served_timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
   int message_tag() const { return served_tag_ + 1; }  // of calls without Python
   // Receives the next message of a rank, or that which an earlier receive has left. Returns how the wait ended.
   // `is_refused`: by the taker; then the message has arrived.
@@ -243,7 +240,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   std::vector<std::atomic<int>> reserved_;   // by source
   std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
   std::atomic<int> left_{0};                 // open transfers
-  std::atomic<double> timeout_s_{0};
   int served_tag_ = 0;
 
   std::mutex mutex_;

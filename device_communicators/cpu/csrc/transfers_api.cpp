@@ -123,9 +123,9 @@ void ps_transfers_delete(void* transfers) {
   if (!transfers_of(transfers).is_foreign()) delete static_cast<std::shared_ptr<Transfers>*>(transfers);
 }
 
-// Lets calls without Python use a group's transfers, with this timeout and tag.
-void ps_transfers_serve(void* transfers, std::uint64_t group, double timeout_s, int tag) {
-  transfers_of(transfers).serve(timeout_s, tag);
+// Lets calls without Python use a group's transfers, with this tag.
+void ps_transfers_serve(void* transfers, std::uint64_t group, int tag) {
+  transfers_of(transfers).serve(tag);
   if (const std::shared_ptr<Handle> handle = find(group)) {
     handle->set_transfers(*static_cast<std::shared_ptr<Transfers>*>(transfers));
   }

@@ -35,6 +35,7 @@ from device_communicators.base.errors import (
     UsageError,
 )
 from device_communicators.base.host import local_namespace
+from device_communicators.base.member import Timeout
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
@@ -92,7 +93,7 @@ class _Ring:
         self._facts[2 * me + 1] = local_namespace("pid")
         self._facts[2 * me] = os.getpid()
         segment.close()
-        self._members = Members("message queue", ends, me, _FOREVER_S)
+        self._members = Members("message queue", ends, me, Timeout(_FOREVER_S))
         self._place = Place(self._address + _PAGE_BYTES, self._address + data_at, shape, ends)
         self._liveness = 0
         self._end: Any = None
