@@ -25,7 +25,7 @@ from tests.failure.ranks import Ranks
 from tests.failure.worlds import kill_me
 
 _c10d: Any = torch._C._distributed_c10d
-pytestmark = pytest.mark.skipif(not hasattr(_c10d, "_dump_fr_trace"), reason="needs torch >= 2.15")
+pytestmark = pytest.mark.skipif(not hasattr(_c10d.Backend, "register_abort_hook"), reason="needs torch >= 2.15")
 CULPRIT = 2
 ALL = {0, 1, 2, 3}
 
