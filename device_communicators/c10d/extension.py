@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sysconfig
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe, Unit
 
 SOURCES = Path(__file__).parent / "csrc"
 _NAME = "parallel_state_c10d"
+_IMPORTING = threading.Lock()
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
@@ -37,6 +39,12 @@ def try_load() -> tuple[Any, str]:
         advice = _ADVICE
     if path is None:
         return None, f"has no compiled part: {problem}{advice}"
+    with _IMPORTING:  # two threads may come at once, and the module's types can be registered only once
+        return _import(path)
+
+
+@cache
+def _import(path: Path) -> tuple[Any, str]:
     spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None:
         return None, f"has no compiled part: {path} is no module of Python"

@@ -25,7 +25,7 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 ROWS = 24
 """Rows of each tensor. Both ROWS and ROWS + 16 are divisible by each size of group."""
-NO_TENSORS = {"barrier", "empty", "broadcast_flag", "all_sum"}
+NO_TENSORS = {"barrier", "empty", "broadcast_flag", "all_sum", "window"}
 """Calls that neither take a tensor of the caller nor return a tensor that was sent."""
 
 

@@ -21,7 +21,7 @@ from tests.doc_blocks import BLOCKS, DIRECTIVES, PLAIN, PYTHON, ROOT, SHELL, Blo
 from tests.programs import FORK_SERVERS, Program, script
 from tests.workers import WorkerPool
 
-NOT_RUN_AT_MOST = 4
+NOT_RUN_AT_MOST = 5
 """Limit on blocks that none of our machines can run."""
 
 
@@ -108,6 +108,9 @@ def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), f"the Makefile has no {target}"
     elif program == "pip":
         _check_extras(arguments)
+    elif program == "torchfrtrace":  # torch has it since 2.15
+        tested = (ROOT / "tests" / "failure" / "test_flight_recorder.py").read_text()
+        assert all(word in tested for word in words if word.startswith("-"))
     elif program == "torchrun":
         script = next(word for word in arguments if word.endswith(".py"))
         if script != "program.py":

@@ -763,7 +763,9 @@ def read_port() -> int:
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1.* port {port}: .*in use.*pass another master_port"):
+        with pytest.raises(
+            RendezvousError, match=rf"127\.0\.0\.1 port {port}: .*in use; pass .*a free port as master_port"
+        ):
             launch(read_port, 1, master_port=port)
         assert launch(read_port, 1, preferred_port=port) != [port]
     assert launch(read_port, 1, preferred_port=port) == [port]

@@ -26,6 +26,7 @@ from device_communicators.base.errors import (
     PeerDiedError,
     UnsupportedError,
 )
+from device_communicators.base.member import Timeout
 from tests.contract.attempts import attempt
 from tests.contract.carriers import twin_of
 from tests.internals import nccl_stand_in
@@ -237,7 +238,7 @@ def _ring_body(library: str, ahead: bool) -> list[float]:
     """All ranks send first, to peers without a connection. With `ahead`, a barrier follows the sends."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
-    group.route = build_route(dataclasses.replace(group.context, timeout_s=20.0), (_ROW, CATALOG[-1]))
+    group.route = build_route(dataclasses.replace(group.context, timeout=Timeout(20.0)), (_ROW, CATALOG[-1]))
     register_route(group.route)
     rank, size = group.rank_in_group, group.world_size
     following, previous = (rank + 1) % size, (rank - 1) % size
@@ -262,7 +263,7 @@ def test_a_ring_in_which_all_send_first_goes_on(pools: Pools, stand_in: str, ahe
 def _unmet_peer_body(library: str) -> list[str]:
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
-    group.route = build_route(dataclasses.replace(group.context, timeout_s=2.0, host_memory=None), (_ROW,))
+    group.route = build_route(dataclasses.replace(group.context, timeout=Timeout(2.0), host_memory=None), (_ROW,))
     register_route(group.route)
     kinds = []
     if group.rank_in_group == 0:
@@ -327,7 +328,7 @@ def _failing_body(library: str, how: str) -> list[tuple[str, str]]:
     group = twin_of(ps.get_tp_group())
     # No shared memory: a failed group would give up memory that later tests use.
     timeout_s = 5.0 if how == "stuck" else 30.0
-    context = dataclasses.replace(group.context, timeout_s=timeout_s, host_memory=None)
+    context = dataclasses.replace(group.context, timeout=Timeout(timeout_s), host_memory=None)
     group.route = build_route(context, (_ROW,))
     register_route(group.route)
     (nccl,) = group.route.communicators

@@ -743,7 +743,7 @@ def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: st
 
 def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools) -> None:
     numel = 1 << 45
-    words = rf"rank 0 of group .* no room on cpu for .*{numel}"
+    words = rf"rank 0 of group .* cpu has no room for .*{numel}"
     pools(2).run(told_of, numel, "route", ps.CommunicationError, words, tp=1, timeout_s=DEADLINE_S)
 
 

@@ -142,5 +142,5 @@ def test_only_the_writer_writes(pair: tuple[MessageQueue, MessageQueue]) -> None
 def test_readers_on_other_hosts_are_refused(pair: tuple[MessageQueue, MessageQueue]) -> None:
     with pytest.raises(UnsupportedError, match=r"2 of 3 are on other hosts\. Use vLLM's own MessageQueue"):
         MessageQueue(3, 1)
-    with pytest.raises(UsageError, match="are \\[1\\], without rank 99"):
+    with pytest.raises(UsageError, match="rank 99 isn't a reader of this message queue; its readers are ranks \\[1\\]"):
         MessageQueue.create_from_handle(pair[0].export_handle(), 99)

@@ -111,6 +111,8 @@ def _calls(group: ps.GroupCoordinator) -> dict[str, Call]:
         "all_sum": Call(group.all_sum, {"value": 1}),
         "split": Call(group.split, {"x": x, "dim": 0}),
         "empty": Call(group.empty, {"size": [2], "dtype": torch.float32, "device": torch.device("cpu")}),
+        "window": Call(lambda **given: group.window(**given).deregister(), {"size": [2], "dtype": torch.float32}),
+        "within": Call(lambda **given: group.within(**given).__enter__(), {"timeout": 60.0}),
         "all_gather_object": Call(group.all_gather_object, {"obj": 1}),
         "broadcast_object": Call(group.broadcast_object, {"obj": 1, "src": 0}),
         "broadcast_object_list": Call(group.broadcast_object_list, {"obj_list": [1], "src": 0}),

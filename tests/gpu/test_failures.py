@@ -14,6 +14,7 @@ import torch
 
 import parallel_state as ps
 from device_communicators.base.errors import CommunicationError, PeerDiedError
+from device_communicators.base.member import Timeout
 from parallel_state.tools.bench.devices import captured
 from tests.gpu.ranks import DRY, GpuRanks, device, nccl_of, needs_a_gpu, synchronize, world
 
@@ -85,7 +86,7 @@ def _late_body() -> tuple[str, float]:
     group = ps.get_tp_group()
     own = nccl_of(group)
     assert own is not None
-    nccl = type(own)(dataclasses.replace(group.context, timeout_s=TIMEOUT_S))
+    nccl = type(own)(dataclasses.replace(group.context, timeout=Timeout(TIMEOUT_S)))
     nccl.set_up()
     started = time.monotonic()
     try:

@@ -24,6 +24,7 @@ import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route
 from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveTimeoutError, PeerDiedError
+from device_communicators.base.member import Timeout
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.kernels import KernelError
 from parallel_state.tools.bench.devices import captured
@@ -299,7 +300,7 @@ def _late_body() -> tuple[str, tuple[int, ...], float]:
     ps.init_distributed_environment(backend=os.environ["RANKS_BACKEND"])
     ps.initialize_model_parallel(2)
     first = ps.get_tp_group()
-    peers = type(peers_of(first))(dataclasses.replace(first.context, timeout_s=LATE_S))
+    peers = type(peers_of(first))(dataclasses.replace(first.context, timeout=Timeout(LATE_S)))
     assert peers.admit() is None
     started = time.monotonic()
     if first.rank_in_group == 1:

@@ -95,25 +95,7 @@ def _by_queue(obj: Any) -> Any:
     return message_queue._decode(head, lambda size: bytearray(next(left)))
 
 
-def _by_packed(obj: Any) -> Any:
-    """Sends it as one transfer, like a broadcast message between hosts."""
-    outgoing = wire.encode(obj, allow_pickle=False)
-    data, _ = wire.packed(outgoing, 1 << 30)
-    flat = bytes(data.tolist())
-    header = wire._HEADER.unpack_from(flat)
-    end = wire.HEADER_BYTES + header[5]
-    message = wire.codec.read(flat[wire.HEADER_BYTES : end - header[3]])
-    tensors = []
-    for each in message.tensors:
-        tensors.append(torch.empty(each.shape, dtype=each.dtype))
-        part = torch.tensor(list(flat[end : end + each.nbytes]), dtype=torch.uint8)
-        as_bytes(tensors[-1]).copy_(part)
-        end += each.nbytes
-    assert end == len(flat)
-    return message.build(tensors)
-
-
-@pytest.mark.parametrize("carry", [_by_store, _by_queue, _by_packed])
+@pytest.mark.parametrize("carry", [_by_store, _by_queue])
 def test_objects_past_the_group(carry: Callable[[Any], Any]) -> None:
     for seed in range(60):
         source = random.Random(seed)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route
 from device_communicators.base import settings
+from device_communicators.base.member import Timeout
 from device_communicators.cuda.nccl_library import INVALID_USAGE, UNHANDLED_CUDA_ERROR
 from device_communicators.nccl import windows
 from tests.contract.attempts import attempt, environment
@@ -228,7 +229,7 @@ def test_a_full_device_gets_what_torch_keeps(pools: Pools, stand_in: str) -> Non
 
 def _late_body(library: str, how: str) -> tuple[str, str, float]:
     # Without host memory, which later tests also use: a failed group gives it up.
-    with _group(library, timeout_s=1.0, host_memory=None) as (group, nccl):
+    with _group(library, timeout=Timeout(1.0), host_memory=None) as (group, nccl):
         nccl.set_up()
         started = time.monotonic()
         if group.rank_in_group == 1 and how == "empty":

@@ -29,6 +29,7 @@ from device_communicators.base.errors import (
     SettingError,
     UnsupportedError,
 )
+from device_communicators.base.member import Timeout
 from device_communicators.machine.group_topology import Vote
 from device_communicators.peer import device as peer_device
 from device_communicators.peer import group as peer_group
@@ -318,7 +319,7 @@ def test_many_calls_with_delays_and_another_communicator_between(pools: Pools, e
 def _blocks_body(env: Env) -> float:
     """Rank 1's device holds fewer blocks, but block b of each rank must meet block b of the others."""
     rank = ps.get_tp_group().rank_in_group
-    group, _ = _group(env, lambda device: setattr(device, "max_blocks", 1 if rank == 1 else 4), timeout_s=5.0)
+    group, _ = _group(env, lambda device: setattr(device, "max_blocks", 1 if rank == 1 else 4), timeout=Timeout(5.0))
     found = float(group.all_reduce(torch.ones(50_000))[-1])
     group.route.close()
     return found
@@ -414,7 +415,7 @@ def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
             device.fails_at = "all_reduce_pull_float32"
 
     os.environ.pop(peer_stand_in.ARCH, None)
-    group, _ = _group(env, change, **({"timeout_s": 2.0} if which == "launch" else {}))
+    group, _ = _group(env, change, **({"timeout": Timeout(2.0)} if which == "launch" else {}))
     os.environ.pop(peer_stand_in.ARCH, None)
     total = float(group.all_reduce(torch.ones(3))[0])
     names = [each.name for each in group.route.communicators]
@@ -528,7 +529,7 @@ def test_two_ranks_need_no_nvlink(pools: Pools, env: Env) -> None:
 
 
 def _late_body(env: Env) -> tuple[str, tuple[int, ...], str, float, str]:
-    group, _ = _group(env, timeout_s=1.0)
+    group, _ = _group(env, timeout=Timeout(1.0))
     started = time.monotonic()
     try:
         if group.rank_in_group != 2:
@@ -565,7 +566,7 @@ def test_a_late_rank_is_named_at_the_deadline(env: Env) -> None:
 
 def _unseen_body(env: Env) -> tuple[str, str]:
     """A replay times out, which no call sees."""
-    group, _ = _group(env, timeout_s=2.0)
+    group, _ = _group(env, timeout=Timeout(2.0))
     said: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

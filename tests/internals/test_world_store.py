@@ -375,7 +375,7 @@ def test_a_server_that_is_silent() -> None:
 def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: World) -> None:
     """It is detected before a request is sent, even if it replays a greeting."""
     with socket.create_connection(("127.0.0.1", world.endpoint.port)) as stranger:
-        greeting = stranger.recv(20 + 40 + 16, socket.MSG_WAITALL)
+        greeting = stranger.recv(20 + 24 + 16, socket.MSG_WAITALL)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         received: list[bytes] = []
 
@@ -383,8 +383,8 @@ def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: W
             client, _ = listener.accept()
             with client:
                 client.sendall(greeting)
-                received.append(client.recv(20 + 2 * 40 + 16 + 32, socket.MSG_WAITALL))
-                client.sendall((32).to_bytes(4, "little") + greeting[24:26] + b"\2\0" + greeting[28:60] + bytes(32))
+                received.append(client.recv(20 + 2 * 24 + 16 + 32, socket.MSG_WAITALL))
+                client.sendall((32).to_bytes(4, "little") + greeting[24:26] + b"\2\0" + greeting[28:44] + bytes(32))
                 received.append(client.recv(1000))
 
         thread = threading.Thread(target=pretend)
@@ -393,7 +393,7 @@ def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: W
         with pytest.raises(dist.DistNetworkError, match="can't prove that it has the secret"):
             store.set("a", "private")
         thread.join(DEADLINE_S)
-    assert len(received[0]) == 148 and TOKEN.encode() not in received[0]
+    assert len(received[0]) == 116 and TOKEN.encode() not in received[0]
     assert received[1] == b""
 
 
