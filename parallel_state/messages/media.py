@@ -98,7 +98,7 @@ def medium_of(route: Route) -> Medium:
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
-    if memory is None or memory.channels is memory.collectives is None:
+    if memory is None or (memory.channels is None and memory.collectives is None):
         return RouteMedium(route)
     return LibraryMedium(route, memory.channels or memory.streams)
 

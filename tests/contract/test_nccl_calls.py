@@ -286,7 +286,7 @@ def test_a_peer_that_never_comes_is_told_at_the_wait(stand_in: str) -> None:
 
 
 def _late_body(library: str, what: str) -> tuple[str, str, float, list[str], int]:
-    nccl: Any = _communicator(library, timeout_s=1.0)
+    nccl: Any = _communicator(library, timeout=Timeout(1.0))
     if what == "never_ready":
         nccl.library.tell("never_ready", 1)
     else:

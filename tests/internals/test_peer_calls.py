@@ -429,7 +429,7 @@ REFUSALS = {
     "words": "rank 1: no pinned memory, says the stand-in",
     "memory": "files: rank 3: can't be mapped",
     "wrong": "rank 0: the test call of all_reduce (push) returned a wrong result",
-    "launch": "rank 0: the first all_reduce (pull) failed: all_reduce_pull_float32 of group",
+    "launch": "rank 0: the test call of all_reduce (pull) failed: all_reduce_pull_float32 of group",
     "peers": "no peer access: rank 0 doesn't see the GPU of rank 1",
     "links": "NVLink doesn't connect all GPUs, which more than 2 ranks need: from the GPU of rank 0",
     "setting": f"{ALGORITHM} is auto on rank 0, but push on rank 1",
