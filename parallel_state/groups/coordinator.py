@@ -311,6 +311,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
 
     @property
+    @host_call(OUTSIDE)
     def timeout(self) -> float:
         """The timeout of each call in seconds. Assign seconds, a timedelta, or None for PARALLEL_STATE_TIMEOUT_S.
 
@@ -325,6 +326,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def timeout(self, timeout: timedelta | float | None) -> None:
         self.context.timeout.set(seconds(timeout))
 
+    @host_call(OUTSIDE)
     def within(self, timeout: timedelta | float) -> AbstractContextManager[None]:
         """Sets the timeout of the calls in the body: `with group.within(2.0): group.barrier()`. See `timeout`."""
         return self.context.timeout.within(seconds(timeout))

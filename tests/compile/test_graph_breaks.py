@@ -108,6 +108,11 @@ def _captured(group: Group, x: Tensor) -> Any:
         return x + 1
 
 
+def _within(group: Group, x: Tensor) -> Any:
+    with group.within(30.0):
+        return x + 1
+
+
 def _norm(group: Group, x: Tensor) -> Any:
     return group.all_reduce_add_rms_norm(x, torch.zeros_like(x), torch.ones(x.shape[-1]), 1e-6)
 
@@ -230,7 +235,10 @@ CALLS: dict[str, Call] = {
     "size": Call(lambda group, x: x + group.size),
     "split": Call(lambda group, x: group.split(x, 0) + 1),
     "supports_process_group": Call(lambda group, x: x + 1 if group.supports_process_group else x),
+    "timeout": Call(lambda group, x: (x + 1, group.timeout), STATE),
     "traffic": Call(lambda group, x: (x + 1, sorted(group.traffic())), STATE),
+    "window": Call(lambda group, x: (x + 1, group.window([2]))[0], STATE),
+    "within": Call(_within, STATE),
 }
 
 
