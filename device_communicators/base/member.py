@@ -28,7 +28,8 @@ class Timeout:
     def __init__(self, seconds: float) -> None:
         self._own_s = seconds
         self._followers: list[Callable[[float], object]] = []
-        Timeout.all.add(self)
+        with _EXTENDING:  # `_extend` iterates the set
+            Timeout.all.add(self)
 
     @property
     def seconds(self) -> float:
@@ -68,10 +69,11 @@ def extended_deadline(seconds: float) -> AbstractContextManager[None]:
 
     It applies to all groups of this process, also those that the body makes, and sends nothing. Every rank that waits
     for a rank that compiles or warms up enters it as well. Nested uses add up. A started call counts from its wait.
-    Calls of torch.distributed keep their timeouts. Raises InvalidArgumentError unless `seconds` is above 0.
+    Calls of torch.distributed keep their timeouts. Raises InvalidArgumentError unless `seconds` is
+    above 0 and at most ten years.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise InvalidArgumentError(f"seconds of extended_deadline must be a number above 0, but is {seconds!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MOST_TIMEOUT_S:
+        raise InvalidArgumentError(f"extended_deadline takes a positive number of seconds, but got {seconds!r}")
     return _extended(seconds)
 
 
@@ -92,6 +94,8 @@ def _extend(seconds: float) -> None:
 
 
 _EXTENDING = threading.Lock()
+MOST_TIMEOUT_S = 10 * 365 * 86400
+"""Infinity would leave NaN behind an extended deadline."""
 LOST = "The group can't be used further"
 Failure = TypeVar("Failure", bound=CommunicationError)
 

@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """Which all-reduces of one or more graphs were fused, and why the others were not."""
+    """Reports which all-reduces of one or more graphs were fused, and why the others were not."""
 
     fused: list[str] = field(default_factory=list)
     """The fused op and its shape, for each all-reduce that was fused."""

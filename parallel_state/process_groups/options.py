@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.errors import InvalidArgumentError, int_advice
+from device_communicators.base.member import MOST_TIMEOUT_S
 from device_communicators.base.torch_internals import set_nccl_timeout
 
 
@@ -125,6 +126,6 @@ def seconds(timeout: object) -> float:
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < 10 * 365 * 86400:
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < MOST_TIMEOUT_S:
         raise InvalidArgumentError(f"timeout must be a positive number of seconds or a timedelta, but is {timeout!r}")
     return float(number)

@@ -116,7 +116,7 @@ def test_an_extended_deadline_holds_for_all_groups_until_it_ends(pools: Pools, r
         assert found == [short, short + LONG_S, short + LONG_S, 1.0 + 2 * LONG_S, short, short]
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "1", None, True])
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), "1", None, True])
 def test_wrong_extensions_are_refused(wrong: Any) -> None:
     with pytest.raises(ps.InvalidArgumentError, match="extended_deadline"):
         ps.extended_deadline(wrong)

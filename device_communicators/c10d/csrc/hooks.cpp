@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <condition_variable>
+#include <system_error>
 #include <thread>
 
 #include "work.h"
@@ -32,14 +33,20 @@ void Hooks::call_failed(const std::shared_ptr<Hooks>& hooks) {
   if (all.made_in != fork_generation()) return;
   const auto has_ended = std::make_shared<bool>(false);
   std::unique_lock<std::mutex> lock(all.mutex);
-  std::thread([hooks, has_ended, &all] {
+  const auto run = [hooks, has_ended, &all] {
     pthread_setname_np(pthread_self(), "ps-hooks");
     hooks->failed.call();
     const std::lock_guard<std::mutex> lock(all.mutex);
     *has_ended = true;
     --all.threads;
     all.ended.notify_all();
-  }).detach();
+  };
+  try {
+    std::thread(run).detach();
+  } catch (const std::system_error& error) {  // the call's own failure matters more
+    TORCH_WARN("hooks on the failure of a group were not called: no thread can be started: ", error.what());
+    return;
+  }
   ++all.threads;
   all.ended.wait_for(lock, kFailedGrace, [&] { return *has_ended; });
 }

@@ -181,7 +181,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
   if (is_done(what)) return Status::kDone;
   const bool gentle = waits_gently();
   const std::int64_t spin_ns = gentle ? kGentleSpinNs : policy_.spin_ns;
-  std::int64_t started = 0;
+  std::int64_t started = 0, looked = 0;
   int yields = gentle ? 0 : policy_.yields, late = -1;
   std::uint32_t moves = 0;
   for (bool signal = false;;) {
@@ -197,7 +197,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
     if (Link* const link = connections_->trouble()) return blame(*link);
     if (moved && ++moves % kMovesAtOnce != 0) continue;
     if (started == 0) {
-      started = now_ns();
+      started = looked = now_ns();
       continue;
     }
     RETURN_IF_FAILED(ends(now));
@@ -217,7 +217,10 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
     }
     if (interrupted(signal)) return Status::kInterrupted;
     RETURN_IF_FAILED(at_home_ended());
-    for (const auto& link : connections_->links()) read_failure(*link);
+    if (now - looked >= kSliceNs) {
+      looked = now;
+      for (const auto& link : connections_->links()) read_failure(*link);
+    }
     signal = connections_->sleep(std::min(kSliceNs, waits_until_ns_ - now));
   }
 }
