@@ -39,7 +39,7 @@ from device_communicators.cpu.connections import Connections
 from device_communicators.cpu.native import NativeLibrary
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED = 1, 2, 3, 4, 5
-_FAILED, _BUSY, _UNMAPPED, _BROKEN, _TOO_LARGE = 7, 8, 9, 10, 11
+_FAILED, _BUSY, _UNMAPPED, _BROKEN, _TOO_LARGE, _UNREACHABLE = 7, 8, 9, 10, 11, 13
 """`Status` in csrc/group.h."""
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                  11: "bool", 15: "bfloat16"}  # fmt: skip
@@ -194,8 +194,8 @@ class NativeGroup:
         place, elapsed_us, reporter, *misfit = words[:7]
         suspect = members.ranks[place] if 0 <= place < self.size else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
-        if reporter >= 0 and status == _PEER_DIED and place == self.rank:
-            return self._unreachable_from(reporter, operation, elapsed_s)
+        if status == _UNREACHABLE:
+            return self._unreachable_from(place, operation, elapsed_s)
         if reporter >= 0 and status == _BROKEN:  # a death may be known there first
             with_whom = f" with global rank {suspect}" if suspect >= 0 else ""
             text = f"global rank {members.ranks[reporter]} gave up: a connection{with_whom} was closed by peer"

@@ -559,10 +559,13 @@ class Watcher:
         """Returns the certain deaths of the world, sorted by rank."""
         return [death for _, death in sorted(self._deaths.items()) if death.certain]
 
-    def await_death_of(self, ranks: Iterable[int], timeout_s: float | None = None) -> list[Death]:
+    def await_death_of(
+        self, ranks: Iterable[int], timeout_s: float | None = None, *, together_s: float = _TOGETHER_S
+    ) -> list[Death]:
         """Waits for a death of these ranks, then briefly for simultaneous ones. Returns `deaths_of` them.
 
-        `timeout_s`: for the first death; None means 0.5 s, for a connection that broke.
+        `timeout_s`: for the first death; None means 0.5 s, for a connection that broke. `together_s`: after the last
+        one, at least 0.25 s for ranks of several hosts.
         """
         ranks = list(ranks)
         timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s
@@ -571,7 +574,7 @@ class Watcher:
         found = self.deaths_of(ranks)
         if found:
             is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
-            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S
+            together_s = together_s if is_local else max(together_s, _HOST_TOGETHER_S)
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)

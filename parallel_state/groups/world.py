@@ -61,6 +61,8 @@ _GLOO_DESCRIPTORS = 8
 """File descriptors that gloo needs for a group, in addition to one per rank."""
 _LAST_CALL_S = 1.0
 """At the deadline of the start, all ranks have this time to report whether they are connected."""
+_TOGETHER_S = 0.5
+"""A failed start waits this long for further deaths: those on another host are reported later than those on its own."""
 _START_DESCRIPTORS = 20
 """File descriptors that a rank needs during start, in addition to one per rank of the world (on rank 0: four)."""
 
@@ -349,7 +351,8 @@ def _not_connected(
     """Returns the error of a failed default group, with the ranks that exited, gave up or are missing."""
     late = time.monotonic() > met.deadline
     # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
-    deaths = met.watcher.await_death_of(range(place.world_size), 0.0 if late else None)
+    limit_s = 0.0 if late else None
+    deaths = met.watcher.await_death_of(range(place.world_size), limit_s, together_s=_TOGETHER_S)
     who = f"rank {place.rank} of {place.world_size} found the other ranks, but "
     facts = {
         "group": "world",

@@ -19,7 +19,7 @@ from tests.failure.ranks import Ranks
 from tests.internals.control_store import read_secret
 
 LEFT_S = 2.0
-AT_ONCE = 4
+AT_ONCE = 3
 RUN = pytest.StashKey[Future[None]]()
 OF_THE_SESSION = ("record_testsuite_property",)
 

@@ -24,9 +24,10 @@ enum class Status : int {
   kFailed = 7,  // this rank could not take a message
   kBusy = 8,
   kUnmapped = 9,
-  kBroken = 10,        // a connection to another host failed: see Group::text
-  kTooLarge = 11,      // of a message's head: the misfit has the bytes sent and the maximum
-  kWrongArgument = 12  // of a window: see SharedWindow::Refusal
+  kBroken = 10,         // a connection to another host failed: see Group::text
+  kTooLarge = 11,       // of a message's head: the misfit has the bytes sent and the maximum
+  kWrongArgument = 12,  // of a window: see SharedWindow::Refusal
+  kUnreachable = 13     // the suspect, on another host, receives nothing from this host
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to

@@ -259,12 +259,17 @@ Status HostsGroup::ends(std::int64_t now) {
   return now - noticed_ns_ < kNoticeNs ? Status::kDone : blame_dead();
 }
 
+// Another rank of this host may doom the group before this rank's control plane reports the death: waits a moment for
+// it.
 Status HostsGroup::blame_dead() {
   suspect_ = kOutside;
-  for (int rank = size_ - 1; rank >= 0; --rank) {
-    if (has_died(rank)) suspect_ = rank;
+  const std::int64_t until = (noticed_ns_ != 0 ? noticed_ns_ : now_ns()) + kNoticeNs;
+  for (;; connections_->sleep(1'000'000)) {
+    for (int rank = size_ - 1; rank >= 0; --rank) {
+      if (has_died(rank)) suspect_ = rank;
+    }
+    if (suspect_ != kOutside || now_ns() >= until) return Status::kPeerDied;
   }
-  return Status::kPeerDied;
 }
 
 // Returns the failure or mismatch of a rank of this host.
@@ -296,8 +301,8 @@ Status HostsGroup::blame(Link& link) {
       if (status != Status::kPeerDied) {
         reporter_ = why.reporter >= 0 ? rank_of(why.reporter) : link.rank;
       } else if (suspect_ >= 0 && suspect_ < size_ && is_here(suspect_) && !dies_soon(suspect_)) {
-        suspect_ = rank_;  // the other host receives nothing from this one
-        reporter_ = link.rank;
+        suspect_ = link.rank;
+        return Status::kUnreachable;
       } else {
         learn_end(suspect_);
       }
@@ -410,8 +415,9 @@ Status HostsGroup::at_home(Status status) {
 
 void HostsGroup::give_up(Status status) {
   FailureNote why;
-  why.status = static_cast<std::int64_t>(status);
-  why.suspect = suspect_;
+  const bool unreachable = status == Status::kUnreachable;  // other hosts see a death of this rank
+  why.status = static_cast<std::int64_t>(unreachable ? Status::kPeerDied : status);
+  why.suspect = unreachable ? rank_ : suspect_;
   why.reporter = reporter_;
   why.misfit = misfit_;
   why.expected = expected_;
