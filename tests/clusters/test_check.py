@@ -75,7 +75,8 @@ def first_core() -> None:
 
 
 def another_user() -> None:
-    from parallel_state.tools.check import command  # noqa: F401 - that user may not read this tree
+    # That user may not read this tree.
+    from parallel_state.tools.check import command, local, session  # noqa: F401
 
     os.setuid(65_534)
 
