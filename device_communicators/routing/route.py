@@ -228,7 +228,7 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Calls the method `operation`, with `args`, of the first communicator that supports it for `tensor`.
+        """Runs the method `operation` with `args`, on the first communicator that supports it for `tensor`.
 
         `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
         `as_list`: the first argument is a list of tensors, for the communicator's `run_list`.
