@@ -422,8 +422,8 @@ def bytes_of(x: Tensor) -> bytes:
 def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:
     """Returns the error for bytes that aren't the head of a message."""
     return _decode_error(
-        f"sent something that isn't a message: {problem}. All ranks must make the same calls in the same order, with the "
-        "same version of parallel_state",
+        f"sent something that isn't a message: {problem}. All ranks must make the same calls in the same order, with "
+        "the same version of parallel_state",
         context,
         src,
     )
