@@ -26,7 +26,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """Short texts on how calls reach a communicator in each state of the program."""
+    """Texts for `explain()`: how calls reach a communicator in eager code, compiled code, …"""
 
     eager: str
     compiled: str
@@ -75,7 +75,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """Returns the reason why this communicator can't be used, or None. Its facts are equal on all ranks."""
+        """Returns the reason why the group can't use this communicator, or None. It is the same on all ranks."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):
@@ -261,7 +261,7 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
-    """Runs the probes. Returns `reasons` with an objection for each row whose probe objects on any rank."""
+    """Runs the probes of all ranks. Returns `reasons`, with a reason for each row that a probe on any rank rejected."""
     found = {i: row.probe(context) for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None}
     if found and context.make_cpu_group is not None:
         votes = context.gather(json.dumps([reason is None for reason in found.values()]).encode(), "vote")

@@ -29,7 +29,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stops measuring; keeps the values."""
+    """Stops measuring. Values so far are kept."""
     _switch(False)
 
 
@@ -182,7 +182,7 @@ class Endpoint:
                 self.wfile.write(content)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Doesn't log requests."""
+                """Suppresses the log of requests."""
 
         class Server(ThreadingHTTPServer):
             def process_request(self, request: Any, client_address: Any) -> None:

@@ -36,7 +36,7 @@ def _never() -> bool:
 
 
 class _Connection:
-    """A connection to a server, and its oldest operation that was abandoned at a deadline."""
+    """A connection to a store's server. Remembers the oldest operation that a caller abandoned at its deadline."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -85,11 +85,11 @@ class BoundedStore:
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Returns the same connection, whose operations fail at `deadline`, or when `ended()` is true."""
+        """Returns a store over the same connection whose operations fail at `deadline`, or once `ended()` is true."""
         return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
 
     def within(self, limit_s: float) -> BoundedStore:
-        """Returns the same connection, whose operations fail `limit_s` seconds from now."""
+        """Returns a store over the same connection whose operations fail `limit_s` seconds from now."""
         return self.until(time.monotonic() + limit_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
@@ -143,15 +143,15 @@ class BoundedStore:
 
     @property
     def can_hold(self) -> bool:
-        """Returns True for a store of the control plane, which detects the exit of a process that holds a key."""
+        """Returns True if `hold` is supported: by stores of the control plane, which detect the exit of a process."""
         return hasattr(self.raw, "hold")
 
     def hold(self, key: str, value: str) -> None:
-        """Sets a key until this process exits or calls `close`; permanently if `can_hold` is False."""
+        """Sets a key, which is deleted when this process exits or calls `close` (never if `can_hold` is False)."""
         self._ask("hold" if self.can_hold else "set", key, value)
 
     def close(self) -> None:
-        """Ends each `hold` and closes the connections to a store of the control plane.
+        """Deletes held keys, and closes the connections to a store of the control plane.
 
         The next operation connects again. Does nothing for other stores.
         """

@@ -99,7 +99,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def flaw_of(library: Path) -> str | None:
-    """Returns the reason why a sealed library can't be loaded, or None if it can."""
+    """Returns the reason why a compiled library with a seal can't be loaded, or None if it can."""
     try:
         read_sealed(library)
     except CacheError as error:

@@ -157,8 +157,7 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
 
 
 def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
-    """Divides the cores into `count` consecutive parts, whose numbers of units differ by at most one. Returns the
-    parts."""
+    """Divides `units` into `count` consecutive parts of nearly equal number. Returns the cores of each part."""
     ends = [index * len(units) // count for index in range(count + 1)]
     return [sorted(core.number for unit in units[begin:end] for core in unit) for begin, end in pairwise(ends)]
 

@@ -17,7 +17,7 @@ class ParallelStateError(Exception):
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the error for `restore`, because the arguments of `__init__` differ by class."""
+        """Pickles the error as its class and fields, which `restore` sets without a call of `__init__`."""
         cause = self.__cause__
         is_kept = isinstance(cause, ParallelStateError) or (
             isinstance(cause, OSError) and type(cause).__module__ == "builtins"
@@ -86,7 +86,7 @@ class ForkedError(UsageError, RuntimeError):
 
 
 class ConfigMismatchError(UsageError, ValueError):
-    """A request differs from what exists, or from the request of another rank."""
+    """A request contradicts an existing group or setting, or the request of another rank."""
 
 
 class CommunicationError(ParallelStateError, RuntimeError):
@@ -129,9 +129,9 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.timeout_s = timeout_s
 
     def set_elapsed(self, elapsed_s: float) -> None:
-        """Sets `elapsed_s`, unless it is larger already, and updates the time in the text.
+        """Sets `elapsed_s`, unless it is larger already, and updates the time in the message.
 
-        The text is written before other ranks are asked for the cause.
+        The message was written before other ranks were asked for the cause, which takes time.
         """
         self.elapsed_s = max(elapsed_s, self.elapsed_s or 0.0)
         if self.args:

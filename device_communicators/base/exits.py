@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 def _let_them_wait() -> None:
-    """Makes `std::terminate` pause its thread instead of ending the process."""
+    """Makes `std::terminate` block the thread that calls it, instead of ending the process."""
     if not any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
         return
     try:

@@ -20,7 +20,7 @@ class _Process:
         self.is_child = False
 
     def forked(self) -> None:
-        """Marks the child, before other code runs there."""
+        """Records in the child that it is forked. Runs before other code of the child."""
         self.is_child |= self.leave is not None and self.leave()
 
 

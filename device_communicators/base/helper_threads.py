@@ -50,7 +50,7 @@ class HelperThread(threading.Thread):
 
 
 class _Helpers:
-    """Daemon threads: one per running job, and idle ones for the next jobs."""
+    """The pool: daemon threads that each run one job, and idle ones that wait for the next."""
 
     def __init__(self) -> None:
         self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
@@ -92,12 +92,12 @@ def run_in_thread(job: Callable[[], object]) -> None:
 
 
 def end_idle_threads() -> None:
-    """Ends the idle threads of the pool. Called when a group that used some is closed."""
+    """Ends the idle threads of the pool. Groups that used some call it when they are closed."""
     _HELPERS.end_idle()
 
 
 class Call:
-    """A call in a helper thread, whose caller may stop waiting for it at a deadline."""
+    """A call that runs in a thread of the pool. The caller may stop waiting for it at a deadline."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function: Callable[[], Any] | None = function

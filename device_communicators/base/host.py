@@ -40,7 +40,7 @@ def namespace_id(kind: str) -> str:
 
 
 def process_domain() -> str:
-    """Returns an id that is equal for processes that can watch each other by PID; "" if unknown."""
+    """Returns an id of the PID namespace, equal for processes that can watch each other by PID; "" if unknown."""
     processes = namespace_id("pid")
     # The time namespace must be equal, too: `start_time` uses the clock of the process that reads it.
     return f"{processes}/{local_namespace('time')}" if processes else ""
@@ -99,7 +99,7 @@ def address_towards(server: tuple[str, int] | None) -> str:
 
 
 def interface_ioctl(interface: str, request: int) -> bytes:
-    """Returns the kernel's answer about an interface, after its name; empty without an answer."""
+    """Asks the kernel about an interface. Returns the answer without the interface's name; empty if there is none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return fcntl.ioctl(probe.fileno(), request, interface.encode()[:15].ljust(256, b"\0"))[16:]
     return b""

@@ -77,7 +77,7 @@ def with_shortage(error: BaseException, folder: str | os.PathLike[str] | None = 
 
 @contextlib.contextmanager
 def naming_shortages(doing: str) -> Iterator[None]:
-    """Passes errors of the block through `name_shortage`."""
+    """Applies `name_shortage` to errors that the block raises."""
     try:
         yield
     except Exception as error:
@@ -100,7 +100,7 @@ def need_descriptors(count: int, doing: str) -> None:
 
 
 def in_force() -> str:
-    """Describes this process's limits, for errors of child processes whose own limits are unknown."""
+    """Describes this process's limits. Errors of child processes, whose own limits are unknown, quote them."""
     return (
         f"here a process may have {_limit(resource.RLIMIT_NOFILE)} descriptors (`ulimit -n`) and map "
         f"{_limit(resource.RLIMIT_AS)} bytes (`ulimit -v`), and the user {_limit(resource.RLIMIT_NPROC)} processes "

@@ -1,4 +1,4 @@
-"""A rank's membership in a group: its facts, and the errors that name them."""
+"""The facts of a rank in a group (names, ranks, timeout), and errors that contain these facts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 
 
 class Timeout:
-    """The timeout of a group's calls, which all its parts share. A change applies to calls that begin later."""
+    """The timeout of a group's calls, shared by all parts of the group. A change applies to calls that begin later."""
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0
@@ -41,7 +41,7 @@ class Timeout:
         self.publish()
 
     def follow(self, apply: Callable[[float], object]) -> None:
-        """Calls `apply(seconds)` at each change, for a part that keeps a copy."""
+        """Calls `apply(seconds)` at each change from now on, for a part that keeps its own copy of the timeout."""
         self._followers.append(apply)
 
     def publish(self) -> None:
@@ -50,7 +50,7 @@ class Timeout:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Sets the timeout in the body."""
+        """Sets the timeout in the body of a `with`, and restores it afterwards."""
         before = self._own_s
         self.set(seconds)
         try:
@@ -59,7 +59,7 @@ class Timeout:
             self.set(before)
 
     def end(self) -> None:
-        """Drops the parts that follow, when the group is destroyed."""
+        """Forgets the functions given to `follow`, when the group is destroyed."""
         self._followers.clear()
 
 
@@ -101,7 +101,7 @@ Failure = TypeVar("Failure", bound=CommunicationError)
 
 
 class GroupMember:
-    """Base class of objects with a group's name, ranks, own rank and timeout. Creates errors with these facts."""
+    """Base class of objects that have a group's name, ranks, own rank and timeout; creates errors with these."""
 
     name: str
     ranks: tuple[int, ...]
@@ -122,10 +122,10 @@ class GroupMember:
         like: CommunicationError | None = None,
         **facts: Any,
     ) -> Failure:
-        """Returns an error of the group.
+        """Returns an error of this class with the group's facts: names, ranks, timeout.
 
-        `started`: start of the operation on the monotonic clock; sets the error's elapsed time and timeout. `like`: an
-        error whose facts are copied. `facts` override both.
+        `started`: start of the operation on the monotonic clock, from which the elapsed time counts. `like`: an error
+        whose facts are copied. `facts` override both.
         """
         if like is not None:
             names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")
@@ -135,7 +135,7 @@ class GroupMember:
         return kind(text, group=self.name, operation=operation, rank=self.rank, **facts)
 
     def mismatch(self, operation: str, what: str, suspects: Sequence[int], **facts: Any) -> CollectiveMismatchError:
-        """Returns the error for ranks in different calls. `what` names the calls; `suspects` are global ranks."""
+        """Returns the error for ranks in different calls. `what` describes the calls; `suspects` are global ranks."""
         advice = "make the same calls in the same order on every rank"
         text = f"{operation} of {self} mismatched: {what}. {LOST}; {advice}"
         return self.failure(CollectiveMismatchError, text, operation, suspect_ranks=suspects, **facts)

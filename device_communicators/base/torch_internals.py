@@ -52,7 +52,7 @@ _RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # as an attribut
 
 
 def default_store() -> BoundedStore:
-    """Returns the default group's store, with that group's prefix."""
+    """Returns the store of torch's default group, with the prefix of that group's keys."""
     return BoundedStore(c10d._get_default_store())
 
 
@@ -65,7 +65,7 @@ def is_fake(group: Any = None) -> bool:
 
 
 def bound_device() -> torch.device | None:
-    """Returns the device that the default group was bound to at init, or None.
+    """Returns the device that the program bound the default group to at init, or None.
 
     torch creates the communicator of a bound device at init.
     """
@@ -81,9 +81,9 @@ def reset_group_count() -> None:
 
 
 def set_timeout(group: Any, timeout_s: float) -> None:
-    """Sets the timeout of a process group's operations.
+    """Sets the timeout of later operations of a process group.
 
-    A send or receive that is waited for without a timeout keeps the group's timeout at creation.
+    Exception: a send or receive that is waited for without a timeout has the timeout that the group was created with.
     """
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
@@ -118,12 +118,12 @@ def has_plugin(backend: str) -> bool:
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """Replaces torch's function behind `torch.distributed.set_timeout` (public since 2.15) by the result of `wrap`."""
+    """Replaces the function that `torch.distributed.set_timeout` (public since 2.15) calls by `wrap(function)`."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
 def wrap_backend_name(wrap: Callable[[Any], Any]) -> None:
-    """Replaces `ProcessGroup._get_backend_name` with the result of `wrap`."""
+    """Replaces the method `ProcessGroup._get_backend_name` by `wrap(method)`."""
     dist.ProcessGroup._get_backend_name = wrap(dist.ProcessGroup._get_backend_name)  # type: ignore[method-assign]
 
 
@@ -348,7 +348,7 @@ except (ImportError, AttributeError):  # a version of torch that has them elsewh
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Marks the function as torch.compiler.disable does, and returns it."""
+    """Excludes the function from compilation, as torch.compiler.disable does. Returns it."""
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -438,12 +438,12 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores `value` for this thread and for the autograd threads that work for it."""
+    """Stores `value` for `stashed_for_autograd`, in this thread and in autograd's threads for its backward."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
 def stashed_for_autograd() -> Any:
-    """Returns the value that the thread that called backward has stored, or None."""
+    """Returns the value that `stash_for_autograd` stored in the thread that called backward, or None."""
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 
 
@@ -485,7 +485,7 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the mark from a token.
+    """Removes the mark "must be saved" from a token, so that the partitioner decides.
 
     If the token of each op were saved, the backward would repeat the ops that have no other input.
     """
@@ -549,7 +549,7 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `function` with reverse and forward gradients enabled: within torch.func, those of the outer levels."""
+    """Calls `function` with reverse and forward gradients enabled; within torch.func, those of outer levels."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 

@@ -1,6 +1,6 @@
-"""Python's wakeup descriptor for signals: native waits poll it to detect a signal without the interpreter lock.
+"""Lets C++ waits detect signals without the interpreter lock, by polling a pipe that Python's handler writes to.
 
-Python's signal handler in C writes a byte to the descriptor (`signal.set_wakeup_fd`). A process has only one, and the
+Python's signal handler in C writes a byte to a descriptor (`signal.set_wakeup_fd`). A process has only one, and the
 program, for example asyncio, may set its own. Waits of the main thread then take the lock in each slice to check for
 signals. To detect such a program, this module replaces `signal.set_wakeup_fd` once the native library is loaded. The
 replacement sets the descriptor and records its owner.
@@ -32,7 +32,7 @@ class SignalPipe(Structure):
 
 
 class _Wakeup:
-    """A pipe for signals, and the structs that publish its reading end."""
+    """The pipe that signals write to, and the structs by which C++ knows its reading end."""
 
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()
@@ -63,7 +63,7 @@ class _Wakeup:
             return False
 
     def renew(self) -> None:
-        """Creates a new pipe. Needed in a forked child, whose signals would wake its parent, and after a close."""
+        """Replaces the pipe, in a forked child (its signals would wake its parent) or if the program closed it."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -99,7 +99,7 @@ def tell(pipe: SignalPipe) -> None:
 
 
 def begin() -> None:
-    """Sets the wakeup descriptor if the program has set none. Works in the main thread only: call it again there."""
+    """Sets the wakeup descriptor if the program has set none. Only the main thread can; in others it does nothing."""
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():
         with contextlib.suppress(OSError):  # no descriptors are left

@@ -1,4 +1,4 @@
-"""Parts of a call that all transports share: its description, record, tensors, arithmetic and pending work.
+"""What all transports use for a call: its description, records, tensor memory, reduction arithmetic and pending work.
 
 May import `base` only.
 """

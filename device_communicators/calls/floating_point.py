@@ -1,4 +1,4 @@
-"""The floating-point state of a thread, for arithmetic that torch does instead of this library's kernels.
+"""Resets a thread's floating-point state for arithmetic in torch, so that all ranks compute the same bits.
 
 A program can change the state of its thread by torch.set_flush_denormal, fesetround, or a library linked with
 -ffast-math. Ranks that reduce the same inputs under different states get different bits. The C++ kernels have their own

@@ -1,4 +1,4 @@
-"""Exceptions that a signal handler raised while an op was in C++."""
+"""Raises exceptions of signal handlers that ran while an op was in C++, where an exception can't propagate."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,6 @@ reported a failure first.
 
 
 def raise_interruption() -> None:
-    """Raises the exception that a signal handler raised while an op was in C++, if there is one."""
+    """Raises the exception of a signal handler that ran while this thread's op was in C++, if there was one."""
     for raise_it in ON_FAILED_OP:
         raise_it()

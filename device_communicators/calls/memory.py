@@ -1,8 +1,8 @@
 """The memory of tensors: computes deferred values, views memory as bytes, and rejects dtypes that can't be sent.
 
-torch defers conjugation, negation and zeros: the tensor has a mark, and its memory doesn't contain its values. So code
-that uses a tensor's memory calls `dense` or `as_bytes` first. For the inputs of ops torch's dispatcher does it. An op
-that writes to a tensor with such a mark copies the result into it (see `ops`).
+torch defers conjugation, negation and zeros: the tensor has a flag, and its memory doesn't contain its values. So code
+that uses a tensor's memory calls `dense` or `as_bytes` first. torch's dispatcher does it for inputs of ops. An op that
+writes to such a tensor computes a new one and copies it (see `ops`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def dtype_refusal(dtype: torch.dtype) -> str | None:
 
 
 def holds_values(x: Tensor) -> bool:
-    """Returns True if `x` has no deferred values."""
+    """Returns True if the memory of `x` contains its values, because torch deferred no computation of them."""
     return not (x.is_conj() or x.is_neg() or is_zero_tensor(x))
 
 
 def with_values(x: Tensor) -> Tensor:
-    """Returns `x`, or a copy if `x` has deferred values."""
+    """Returns `x` if its memory contains its values, else a copy in which they are computed."""
     return x if holds_values(x) else x.clone()
 
 
 def is_dense(x: Tensor) -> bool:
-    """Returns True if `x` is contiguous and has no deferred values."""
+    """Returns True if `x` is contiguous and its memory contains its values."""
     return x.is_contiguous() and holds_values(x)
 
 

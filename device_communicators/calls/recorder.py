@@ -1,8 +1,8 @@
-"""Records of the last operations of a group, for the analysis of hangs and failures.
+"""Keeps records of the last operations of a group, for the analysis of hangs and failures.
 
-A record costs 3 µs for calls that run in Python, and some tens of ns for native calls, which have their own ring.
-Records are written to files on request, or when an operation fails and PARALLEL_STATE_DEBUG_DIR is set. `python -m
-parallel_state debug` reads the files of all ranks.
+A record costs 3 µs if the call runs in Python, and some tens of ns in C++. Records are written to files on request, or
+when an operation fails and PARALLEL_STATE_DEBUG_DIR is set. `python -m parallel_state debug` reads the files of all
+ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "sen
 
 @dataclass(slots=True)
 class Operation:
-    """One operation of a group."""
+    """A record of one collective or transfer of a group: its name, size, peer and times."""
 
     sequence: int
     """Its number within the group."""
@@ -44,7 +44,7 @@ class Operation:
 
     @property
     def call(self) -> str:
-        """Returns the call in words that are equal on all ranks in this operation."""
+        """Returns the call as text. Ranks that make the same call have the same text."""
         if self.call_text or not self.dtype:
             return self.call_text or self.name
         alike = self.name not in NOT_ALIKE_SHAPES
@@ -56,7 +56,7 @@ class Operation:
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterable[bytes] = ()) -> Path:
-    """Writes this process's record, and a file for each control plane record. Replaces files of earlier calls."""
+    """Writes this rank's records, and each of `control`, to files in `folder`, replacing earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}

@@ -1,7 +1,7 @@
-"""The arithmetic of reductions and fused norms, in torch's functions.
+"""Reductions and fused norms, computed by torch's functions.
 
-Communicators without their own kernel use these functions. Kernels are tested against the numerics described here.
-Nothing in this module communicates.
+Communicators without own kernels use these functions. Kernels are tested against the numerics described here. Nothing
+in this module communicates.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` in a dtype that backends reduce, the op for it, and the tensor to copy the result to.
+    """Converts `x` to a dtype that backends can reduce. Returns it, the op for it, and where to copy the result.
 
-    That tensor is None if the first one shares memory with `x`.
+    The last one is None if the converted tensor shares memory with `x`, so that no copy is needed.
     """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
@@ -65,19 +65,19 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
 
 
 def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `reducible`'s result for a rank that reduces in torch: int16 is not widened, so that its sums wrap."""
+    """Converts as `reducible`, for a rank that reduces in torch: int16 stays int16, so that its sums wrap."""
     return (x, reduce_op, None) if x.dtype == torch.int16 else reducible(x, reduce_op)
 
 
 def default_state(x: Tensor) -> AbstractContextManager[None]:
-    """Returns a context with the default floating-point state if `x` is on the CPU, else an empty one."""
+    """Returns a context that sets the default floating-point state if `x` is on the CPU, and else does nothing."""
     return default_floating_point() if x.is_cpu else nullcontext()
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
     """Reduces `x` into `total`, of the same dtype, with the same bits as the C++ kernels (cpu/csrc/reduce.h).
 
-    Avoids torch's maximum and minimum of floats: the sign of the zero that they return depends on its place in memory.
+    It avoids torch's maximum and minimum of floats: whether they return 0.0 or -0.0 depends on the element's address.
     """
     if total.is_cpu and total.numel() > ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(ONE_THREAD_ELEMENTS) for each in (total, x))
@@ -98,9 +98,9 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
 
 def divide_(total: Tensor, size: int) -> None:
-    """Divides a sum over `size` ranks in place, to get the average.
+    """Divides `total`, a sum over `size` ranks, in place to get the average.
 
-    Integers have NCCL's average: the sum, which wraps in the tensor's dtype, divided and rounded toward zero.
+    Integers are averaged as NCCL does it: the sum wraps in its dtype, and the quotient is rounded toward zero.
     """
     if not (total.dtype.is_floating_point or total.dtype.is_complex):
         total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold a size of 128
@@ -112,7 +112,7 @@ def divide_(total: Tensor, size: int) -> None:
 
 
 def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) -> None:
-    """Divides the sum of an average over `size` ranks, and copies `wide` to `narrow`: see `reducible`."""
+    """Completes a reduction that `reducible` prepared: divides an average, and copies to `narrow` if it isn't None."""
     if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
         narrow.copy_(wide)  # the sum wraps in the tensor's dtype before it is divided
         wide, narrow = narrow, None

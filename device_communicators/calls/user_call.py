@@ -1,7 +1,7 @@
-"""Describes the call that a thread is in: the facts that all ranks of the group must agree on, and its text in errors.
+"""Describes a collective as the program called it: the facts that all ranks must pass alike, and its text in errors.
 
-A route sets the call around each collective. A communicator compares it with the calls of peers before it touches a
-tensor. A collective may consist of several steps; errors name the collective.
+A route sets the description of the call that its thread is in. A communicator compares it with those of its peers
+before it touches a tensor. A collective may consist of several steps; errors name the collective.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNKNOWN = 254
 
 
 def method_of(number: int) -> str:
-    """Returns the method with a number in METHODS, or "message", which has no number."""
+    """Returns the method with a number in METHODS, or "message" if no method has that number."""
     return _NAMES.get(number, "message")
 
 
@@ -93,7 +93,7 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A collective as the user called it. Ranks compare all its fields; of the method, only the class."""
+    """A collective as the program called it. All fields must be equal on all ranks; for methods, a variant is equal."""
 
     method: str
     dtype: torch.dtype | None = None
@@ -129,7 +129,7 @@ class UserCall(NamedTuple):
 
     @property
     def packed_shape(self) -> int:
-        """Packs the shape as `packed_shape` in csrc/call.h does."""
+        """Returns the shape packed into an integer, equal to that of `packed_shape` in csrc/call.h."""
         dims = len(self.shape)
         bits = _SHAPE_BITS // max(dims, 1)
         if dims >= _NO_SHAPE or any(size >> bits for size in self.shape):
@@ -158,7 +158,7 @@ class UserCall(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _text(call: UserCall) -> str:
-    """Formats a call. Cached, because a route formats every call."""
+    """Returns the text of a call. It is cached, because each call is formatted."""
     sizes = f"sizes {list(call.sizes)}" if call.sizes else ""
     dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
     return _in_words(call.method, call.reduce_op or "", call.dim, call.root, sizes, dtype, call.shape)
@@ -166,7 +166,7 @@ def _text(call: UserCall) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _words(call: UserCall) -> tuple[int, int]:
-    """Returns the words of a call. Cached, because computing them takes 1 to 2 µs and programs repeat their calls."""
+    """Returns the two 64-bit words that describe a call to C++. They are cached: computing them takes 1 to 2 µs."""
     return call.word, call.packed_shape
 
 
@@ -182,13 +182,13 @@ _TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
 
 
 def transfer_number(default: str) -> int:
-    """Returns the number of the user's method that this thread runs (send_object, …); else that of `default`."""
+    """Returns C++'s number for the method that this thread runs (send_object, …), or for `default` if it runs none."""
     return _TRANSFER_NUMBERS.get(_THREAD.transfer) or _TRANSFER_NUMBERS[default]
 
 
 @functools.lru_cache(maxsize=256)
 def message_word(method: str, src: int) -> int:
-    """Returns the word of `Told` in csrc/call.h for a message from `src` to all ranks."""
+    """Returns the word that describes a message from `src` to all ranks, as in `Told` in csrc/call.h."""
     return message_call(method, src).word
 
 
@@ -198,9 +198,9 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Formats a call from the two words of `Told` in csrc/call.h, which C++ receives from a peer.
+    """Formats a peer's call, which C++ received as the two words of `Told` in csrc/call.h.
 
-    `parts`: bytes of its parts.
+    `parts`: number of bytes of each of its parts.
     """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
@@ -212,7 +212,7 @@ def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
 
 
 def _unpacked(packed: int) -> tuple[int, ...] | int:
-    """Returns the shape, or its number of elements if the shape didn't fit into a word."""
+    """Returns the shape from a packed one, or the number of elements if the shape didn't fit."""
     dims, packed = packed >> _SHAPE_BITS & 15, packed & ((1 << _SHAPE_BITS) - 1)
     if dims == _NO_SHAPE:
         return packed
@@ -241,7 +241,7 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the call of `operation` with `args`. `method` and `dim` apply if the arguments don't contain them."""
+    """Describes a communicator's `operation` with `args`. `method` and `dim` apply if `args` don't contain them."""
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
         tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor
@@ -258,7 +258,7 @@ def call_of_arguments(
 
 
 def _shape_compared(operation: str, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Returns the part of a communicator's tensor shape that must be equal on all ranks."""
+    """Returns the dims of a tensor's shape that must be equal on all ranks."""
     if operation == "all_to_all":
         return shape[1:]
     if operation == "all_gatherv":
@@ -296,12 +296,12 @@ _THREAD = _CallState()
 
 
 def current(operation: str) -> UserCall:
-    """Returns this thread's call, or just `operation` if its communicator is used without a route."""
+    """Returns the call that this thread is in. It has only a method, `operation`, if no route set it."""
     return _THREAD.call or UserCall(operation)
 
 
 def set_current_call(call: UserCall | None) -> UserCall | None:
-    """Sets this thread's call. Returns the previous one."""
+    """Sets the call that this thread is in. Returns the previous one."""
     before, _THREAD.call = _THREAD.call, call
     return before
 
@@ -313,7 +313,7 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Makes errors name this thread's calls in the block by the user's `method` instead of their steps."""
+    """Makes errors in a block name the user's `method`, not the collectives by which it is implemented."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield
@@ -322,7 +322,7 @@ def called_as(method: str) -> Iterator[None]:
 
 
 def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes `elapsed_s` of a method's errors count from the start of the method, not of its failed step."""
+    """Decorates a method so that `elapsed_s` of its errors counts from its start, not from the step that failed."""
 
     @functools.wraps(call)
     def under_time(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -339,7 +339,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Makes `elapsed_s` of a block's errors count from `began_s` (monotonic), or from the start of a `timed` method."""
+    """Makes `elapsed_s` of errors in a block count from `began_s` (monotonic), or earlier if a `timed` method runs."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -348,12 +348,12 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns the start of this thread's method on the monotonic clock; 0.0 if it wasn't recorded."""
+    """Returns the monotonic time at which this thread's `timed` method began; 0.0 if none runs."""
     return _THREAD.began_s
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorates a method that sends or receives: errors name it `method`, not its steps. Includes `timed`."""
+    """Decorates a method that sends or receives so that errors name `method`, not its steps. Also applies `timed`."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Work(Protocol):
-    """An operation in progress, like c10d's `Work`."""
+    """An operation in progress. `wait()` blocks until it is complete, as that of torch's `Work`."""
 
     def wait(self) -> Any: ...
 
@@ -15,7 +15,7 @@ class Work(Protocol):
 
 
 class _Done:
-    """A work that is complete, for example of an empty tensor: all ranks know the size, so none sends."""
+    """Work that is complete from the start, for example of an empty tensor, for which no rank sends anything."""
 
     def wait(self) -> None:
         return None
@@ -28,7 +28,7 @@ DONE = _Done()
 
 
 class TransferError(RuntimeError):
-    """A transport failed in a transfer with `peer`, a rank in the group. The text is the transport's."""
+    """A transfer with `peer`, a rank in the group, failed. The text is that of the transport."""
 
     def __init__(self, text: str, peer: int) -> None:
         super().__init__(text)
@@ -36,7 +36,7 @@ class TransferError(RuntimeError):
 
 
 class ContinuedWork:
-    """A work, and a function that runs once after it."""
+    """Work that calls a function once after it is complete."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work

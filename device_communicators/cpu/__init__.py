@@ -1,4 +1,4 @@
-"""CPU tensors of processes: segments, connections, transfers, collectives, queues, arenas; their C++ in `csrc/`.
+"""All that moves CPU tensors between processes: shared memory, TCP connections, collectives and their C++ in `csrc/`.
 
-May import `calls`, `liveness` and what is below them; the communicator over it is `cpu_communicator`.
+May import `calls`, `liveness` and what these import. `cpu_communicator` makes a communicator of this package.
 """

@@ -1,6 +1,6 @@
 """The message queues of one group on one host: between each two ranks, and from each rank to all others.
 
-They are in a file that the group's ranks share since it was made. The *control* part, a few hundred bytes per queue,
+They are in a file that all ranks of the group open when it is made. The *control* part, a few hundred bytes per queue,
 has memory from the start. A queue's ring in the *data* part is mapped by each rank at first use, and allocated by its
 writer. So a queue costs nothing until it is used, no rank waits for another to make one, and killed ranks leave no
 names.
@@ -27,10 +27,10 @@ _PAGE_BYTES = 4096
 
 
 class QueueMemory:
-    """The memory of a group's queues: a range of the segment that its ranks share."""
+    """The memory of a group's queues: a part of the file in shared memory that its ranks have opened."""
 
     def __init__(self, library: Any, segment: Segment, offset: int, size: int, makes: bool) -> None:
-        """Maps the segment from `offset` on, for `size` ranks; `makes` also initializes it. Raises SegmentError."""
+        """Maps the queues of `size` ranks from `offset` on; if `makes`, initializes them. Raises SegmentError."""
         control_bytes, data_bytes = region_bytes(size)
         control_bytes = -(-control_bytes // _PAGE_BYTES) * _PAGE_BYTES
         if makes:
@@ -60,19 +60,19 @@ class QueueMemory:
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Allocates memory for a range of the data part. A full /dev/shm raises OSError, instead of a later SIGBUS."""
+        """Allocates memory for a range of the data part. If /dev/shm is full, raises OSError; a write would kill us."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Closes the file. `commit` can't be called afterwards."""
+        """Closes the file's descriptor, which `commit` needs. The mapped memory stays valid."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def unmap(self) -> None:
-        """Unmaps the memory, once no thread uses a queue."""
+        """Unmaps the queues' memory. Call it when no thread uses a queue."""
         address, self.control_address = self.control_address, 0
         windows, self.windows = self.windows, None
         if address:
@@ -92,7 +92,7 @@ With chunks of 256 KiB, a ring beyond a core's cache, both take twice as long.
 
 
 def region_bytes(size: int) -> tuple[int, int]:
-    """Returns the sizes in bytes of the control part and of the data part, for `size` ranks."""
+    """Returns the sizes in bytes of the control part and of the data part, for a group of `size` ranks."""
     pairs, broadcasts = size * size * KINDS, size
     return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * SHAPE.data_bytes
 
@@ -104,8 +104,8 @@ def _control_bytes(readers: int) -> int:
 class Channels:
     """This rank's ends of its group's queues, each opened at first use. Thread-safe.
 
-    `liveness`: of `ps_liveness_of` or `ps_liveness_new`; owned. `spin_ns`, `yields`: the wait policy. `group`: the
-    group's number, or 0.
+    `liveness`: the address that `ps_liveness_of` or `ps_liveness_new` returned; owned. `spin_ns`, `yields`: how long a
+    wait polls, see `wait_policy`. `group`: the group's number in C++, or 0.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Channels:
 
     @property
     def broadcasts(self) -> int:
-        """Returns the number of broadcast messages, including those that bypassed Python. Ranks must agree on it."""
+        """Returns the number of broadcast messages so far, which is the same on all ranks. C++ counts its own, too."""
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
@@ -145,7 +145,7 @@ class Channels:
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Returns the address of transfers over the rings of tensors, for `ps_transfers_delete`."""
+        """Makes rings for transfers of tensors. Returns their address for `ps_transfers_delete`, or None."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
@@ -156,22 +156,22 @@ class Channels:
         return address
 
     def message_sender(self, dst: int) -> Sender:
-        """Returns the writing end of the queue of messages to `dst`."""
+        """Returns this rank's writing end of the queue of messages to `dst`."""
         return self.sender(dst, MESSAGES)
 
     def message_receiver(self, src: int) -> Receiver:
-        """Returns the reading end of the queue of messages from `src`."""
+        """Returns this rank's reading end of the queue of messages from `src`."""
         return self.receiver(src, MESSAGES)
 
     # The queues.
 
     def sender(self, dst: int | None, kind: int) -> Sender:
-        """Returns the writing end of the queue to `dst`, or to all others."""
+        """Returns the writing end of the queue to `dst`; if `dst` is None, to all others."""
         key = (-1 if dst is None else dst, kind)
         return self._senders.get(key) or self._open_sender(*key)
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """Returns the reading end of the queue from `src` to this rank, or to all others."""
+        """Returns the reading end of the queue from `src` to this rank; with `broadcast`, to all others."""
         key = (src, kind | KINDS if broadcast else kind)
         return self._receivers.get(key) or self._open_receiver(*key, broadcast)
 
@@ -203,7 +203,7 @@ class Channels:
             return receiver
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
-        """Maps the queue's ring, and with `commit` allocates it."""
+        """Maps the ring of a queue. With `commit`, also allocates its memory. Returns where it is."""
         size = len(self.members.ranks)
         pairs = size * size * KINDS
         if dst is None:
@@ -233,9 +233,9 @@ class Channels:
             raise self.members.destroyed()
 
     def close(self) -> bool:
-        """Closes all queues of this rank.
+        """Closes this rank's ends of all queues.
 
-        Returns False if a thread still uses one: the memory must stay mapped then.
+        Returns False if a thread still uses one: the memory must then stay mapped.
         """
         with self._lock:
             self._closed = True

@@ -68,9 +68,9 @@ class Connections:
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
-        """`early_bytes`: by rank, the bytes that this rank may send before that rank receives them.
+        """`early_bytes`: per rank, how many bytes this rank may send before that rank calls receive.
 
-        `granted_bytes`: the limit that this rank announced to every other rank and enforces.
+        `granted_bytes`: how many bytes other ranks may send so. This rank has told them the limit and enforces it.
         """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
@@ -79,9 +79,10 @@ class Connections:
         """Sockets whose peer kernel owes an acknowledgement, and since when."""
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose kernel has left data on a connection unacknowledged for this long.
+        """Returns the ranks whose host has acknowledged no data on a connection for `limit_s`.
 
-        Call it several times within `limit_s`. It omits a rank that doesn't read, because its kernel still answers.
+        Call it several times within `limit_s`. A rank that merely doesn't read is left out, because its kernel still
+        answers.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -108,7 +109,7 @@ class Connections:
         self.sockets = {}
 
     def release(self) -> None:
-        """The compiled group closes the descriptors."""
+        """Gives up the sockets without closing them: the compiled group owns their descriptors now."""
         for connections in self.sockets.values():
             for connection in connections:
                 connection.detach()
@@ -118,8 +119,9 @@ class Connections:
 def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | None = None) -> Connections:
     """Connects this rank to `peers`; every peer must list this rank, too. Every rank of the group calls it.
 
-    `address`: how others reach this rank; None: as gloo publishes it. Raises CommunicationError on all ranks if one
-    can't listen, and on ranks that can't be connected. When a watched rank exits, raises the error that names it.
+    `address`: this host's address, as other hosts use it; by default the one that gloo uses. Raises CommunicationError
+    on all ranks if one can't listen, and on ranks that can't be connected. If a watched rank exits, raises the error
+    that names it.
     """
     started = time.monotonic()
     members, ranks = meeting.members, meeting.ranks
@@ -185,7 +187,7 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Returns the error for connections that can't be made. Waits a moment for the report of a death as its cause."""
+    """Returns the error for connections that failed. First waits briefly for a death that explains them."""
     suspects = [meeting.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
     kind: type[CommunicationError] = CommunicationError
@@ -203,7 +205,7 @@ def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started:
 
 
 def _greet(meeting: Meeting, rank: int, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
-    """Makes this rank's connection `number` to the rank that listens at `end`, an address and a port."""
+    """Opens connection `number` to the rank that listens at `end`, an address and a port, and sends the hello."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
@@ -238,7 +240,7 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts the connections of `keys` from other ranks and adds them to `made`. Closes all other connections."""
+    """Accepts the awaited connections `keys` from other ranks and adds them to `made`. Closes all others."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
     """By descriptor, in order of arrival: connections without a whole hello, and the bytes that arrived."""
     poll = select.poll()
@@ -274,7 +276,7 @@ def _accept(
 
 
 def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
-    """Reads bytes of a hello. Returns its key, `_STRANGER` for a stranger, or None if more must arrive."""
+    """Reads more of a connection's hello. Returns its rank and number, `_STRANGER`, or None if bytes are missing."""
     try:
         come = connection.recv(_HELLO.size - len(hello))
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""The ranks of a group that share a host, and the segment that they work in.
+"""Finds the ranks of a group that can share memory, and makes the shared memory in which they work.
 
 All ranks attach together when the group is made, so every rank agrees from the start on which ranks share memory. Each
-rank makes an empty segment under a random name and sends the name to the others. A rank that can open a segment shares
-its maker's memory, whatever the hosts are called. All ranks of a host work in the segment of its lowest rank. Each
-allocates its own slots there, because the kernel takes memory from the NUMA node of the allocating process. Then all
-names are removed.
+rank makes an empty file in shared memory, a *segment*, under a random name and sends the name to the others. Ranks that
+can open a rank's segment share memory with it, whatever the hosts are called. All ranks of a host work in the segment
+of its lowest rank. Each allocates its own slots there, because the kernel takes memory from the NUMA node of the
+allocating process. Then all names are removed.
 
 The ranks that work in one segment are a *memory domain*, which the collectives treat as a host. A rank that can't share
 memory is a domain by itself.
@@ -52,7 +52,7 @@ class HostMemory:
     """The shared memory of one group. All ranks call `attach` once, before anything else."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: core masks of all ranks on this host, if some of them are outside the group."""
+        """`neighbours`: core masks of all ranks on this host, if there are ranks outside of the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
         """Core mask of each of the group's ranks on this host."""
@@ -88,12 +88,12 @@ class HostMemory:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Returns this host's ranks in the group, ascending."""
+        """Returns the ranks in the group that run on this host, ascending."""
         return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
 
     @property
     def domain_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks in the group that work in this rank's segment, ascending."""
+        """Returns the ranks in the group that share memory with this rank, and itself, ascending."""
         return next((domain for domain in self.domains if self.members.rank in domain), (self.members.rank,))
 
     @property
@@ -109,12 +109,12 @@ class HostMemory:
         address: str | None = None,
         limit_s: float = float("inf"),
     ) -> None:
-        """Finds the ranks that share memory, maps it, and connects the other ranks. All ranks call it.
+        """Finds the ranks that share memory, maps it, and connects the other ranks by TCP. All ranks call it.
 
-        The deadline is that of the start, or `limit_s` from now. The death of a rank in `watched`, by default the
-        group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane.
-        `purpose`: see `Watcher.gather`. `address`: how other hosts reach this rank; None: as gloo publishes it. Raises
-        as `Watcher.gather` and `connect` do, and ConfigMismatchError if ranks differ in a setting.
+        The deadline is that of start-up, or earlier, `limit_s` from now. The death of a rank in `watched`, by default
+        the group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane.
+        `purpose`: see `Watcher.gather`. `address`: this host's address, as other hosts use it; by default that of gloo.
+        Raises as `Watcher.gather` and `connect` do, and ConfigMismatchError if ranks differ in a setting.
         """
         if self.attached:
             return
@@ -146,7 +146,7 @@ class HostMemory:
         watched: Sequence[int],
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Connects the memory domains of the group by TCP. Every rank calls it."""
+        """Connects the ranks that share no memory by TCP, for collectives. Every rank calls it."""
         rank, size = self.members.rank, len(self.members.ranks)
         rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
         others = [other for domain in self.domains if rank not in domain for other in domain]
@@ -168,14 +168,14 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Connects this rank to `peers`; see `connections.connect`. Every rank calls it."""
+        """Connects this rank to `peers` by TCP; see `connections.connect`. Every rank of the group calls it."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, members.ranks, gather, watcher or Watcher(), tuple(watched), timeout_s)
         return connect(meeting, members.rank, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Returns the ranks' common value of a setting. Raises ConfigMismatchError on all ranks if they differ."""
+        """Returns a setting's value if all ranks have the same. Otherwise raises ConfigMismatchError on all ranks."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -265,7 +265,7 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Ends waits in this memory at deaths in `domain`, if there is a control plane."""
+        """Makes waits in this memory end when a rank of `domain` dies. Does nothing without a control plane."""
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
@@ -284,7 +284,7 @@ class HostMemory:
 
 
 class _Memory:
-    """Addresses of the memory that the ranks of a domain share: the collectives' part, arenas and queues."""
+    """Where the memory that ranks share is mapped: the collectives' part, the arenas and the queues."""
 
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library
@@ -329,14 +329,15 @@ class _Memory:
 
 
 def mapped_bytes(library: NativeLibrary, size: int) -> int:
-    """Returns the bytes, in whole pages, that the collectives of `size` ranks need."""
+    """Returns how many bytes of shared memory the collectives of `size` ranks need, in whole pages."""
     return int(library.ps_segment_bytes(size)) + _PAGE_BYTES - 1 & -_PAGE_BYTES
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates the slots of `rank` and maps their pages. That rank calls it, so that they are on its NUMA node.
+    """Allocates the slots of `rank`, and maps their pages. That rank calls it, so that they are on its NUMA node.
 
-    The first rank also allocates what all share. `address`: of the segment's start. Raises SegmentError without room.
+    The first rank also allocates what all share. `address`: start of the mapped segment. Raises SegmentError if there
+    is too little memory.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -358,7 +359,7 @@ def _want_huge_pages(library: NativeLibrary) -> None:
 
 
 class _Meeting:
-    """The exchange by which the ranks of a group agree on which of them share memory."""
+    """The exchange in which the ranks of a group find out which of them can share memory."""
 
     def __init__(
         self,
@@ -446,7 +447,7 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Maps the domain's memory; returns None for a rank that is alone.
+        """Maps the shared memory. Returns None for a rank that shares it with no other.
 
         The segment of the lowest rank begins with the collectives' memory. At the same offset each rank's segment has
         its arena, which grows on use. Behind the first rank's arena are the message queues, if the whole group is in
@@ -488,7 +489,7 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the hosts and the domains. Ranks of a domain must name the same ranks; else each is alone."""
+        """Returns the ranks of each host and of each memory domain. Ranks that don't name each other are alone."""
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
         hosts = tuple(
@@ -537,9 +538,9 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns how long a waiting rank polls, in nanoseconds, and how often it then yields, before it sleeps.
+    """Returns how long a waiting rank polls, in nanoseconds, and how often it then yields its core before it sleeps.
 
-    `group`: core masks of the group's ranks on this host. `everyone`: those of all ranks here. A rank that polls on the
+    `group`: core masks of the group's ranks on this host. `everyone`: those of all ranks on it. A rank that polls on a
     core that the awaited rank needs delays both, so with more ranks than cores it polls only briefly.
     """
     given = settings.SPIN_US.get()
@@ -551,9 +552,8 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns the policy for messages, whose senders may compute first.
+    """Returns the same two numbers as `wait_policy` for a receiver of messages, whose sender may still compute.
 
-    A sleeping reader receives its message 50 us later or more, so one with a core of its own spins for some
-    milliseconds.
+    A sleeping receiver gets its message 50 us later or more, so one with a core of its own polls for some milliseconds.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

@@ -1,4 +1,4 @@
-"""Messages between ranks of one host through shared memory: the two ends of a queue of `csrc/queue.h`.
+"""Messages between ranks of one host: the sending and receiving ends of a queue in shared memory (csrc/queue.h).
 
 A `Sender` writes one rank's messages to one or more others, each of which has a `Receiver`. A message is a head, of
 bytes, and tensors, which are copied to shared memory and out of it.
@@ -44,7 +44,7 @@ LINE_BYTES = 128
 
 
 class Shape(NamedTuple):
-    """The form of a queue's ring, equal on all ends."""
+    """The sizes of a queue's ring buffer. All ends of the queue must use the same."""
 
     chunk_bytes: int
     chunks: int
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A queue's memory, and the ranks at its ends."""
+    """Where a queue's memory is, and which ranks use it."""
 
     control: int
     """Address of the control part, zero when the queue is new."""
@@ -67,7 +67,7 @@ class Place:
 
 
 class Waiting(NamedTuple):
-    """How an end waits, and how it detects lost ranks."""
+    """How long a sender or receiver polls before it sleeps, its timeout, and how it detects dead ranks."""
 
     liveness: int
     spin_ns: int
@@ -75,7 +75,7 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Returns addresses and sizes of contiguous CPU tensors, packed for the library, and their number.
+    """Packs the addresses and sizes of contiguous CPU tensors for the library. Returns that, and their number.
 
     Tensors without elements are left out.
     """
@@ -100,7 +100,7 @@ _PACKERS = [struct.Struct(f"{2 * count}Q").pack for count in range(_FEW)]
 
 
 class _End:
-    """A sender or receiver: the library's object and its failures."""
+    """A sender or a receiver: one end of a queue."""
 
     side = ""
 
@@ -120,7 +120,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error for a status of the library, and keeps it: the queue is unusable afterwards."""
+        """Returns the error for a `status` of the library. From then on the queue's calls raise it."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -158,7 +158,7 @@ class _End:
         return self._failure
 
     def check(self, operation: str = "") -> None:
-        """Raises this queue's failure, also of a call that bypassed Python, or that the group was closed."""
+        """Raises if the queue is unusable: a call has failed, here or in C++ alone, or the group was closed."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
@@ -167,23 +167,23 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """Keeps calls that bypass Python from this end until as many are taken back. Thread-safe."""
+        """Adds `calls` to a count. While it isn't 0, C++ calls that bypass Python fail at this end."""
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
-        """Returns True in a signal handler that interrupts its thread in a message of this end."""
+        """Returns True in a signal handler that has interrupted its thread in a message of this end."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Publishes that this end is closed, and makes calls of other threads return. `close` follows."""
+        """Tells other ranks that this end is closed, and makes calls of other threads return. Call `close` next."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = _PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Frees the end. Returns False if a thread is still in a call, which uses the memory."""
+        """Frees this end. Returns False if a thread is still in a call: the memory must then stay mapped."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -209,13 +209,13 @@ class Message(NamedTuple):
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """Returns `pieces_of` all but `head`, and how many of them are `more_head`."""
+        """Returns `pieces_of` the message without `head`, and how many of them belong to `more_head`."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
 
 class _Sending:
-    """A message that didn't fit into the ring at once; done when all of it is written."""
+    """A message that didn't fit into the ring buffer at once. It is complete when all of it is written."""
 
     def __init__(self, sender: Sender, message: Message) -> None:
         self.message = message  # the library reads it until it is done
@@ -242,7 +242,7 @@ class _Sending:
 
 
 class Sender(_End):
-    """The writing end. Keeps the order of the calls. Thread-safe."""
+    """The sending end of a queue. Messages are sent in the order of the calls. Thread-safe."""
 
     side = "writer"
 
@@ -252,7 +252,7 @@ class Sender(_End):
         self._writer = 0  # the thread that writes a message without the lock, or starts a thread for it
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Writes a message; returns when all of it is in the ring, and the tensors may be changed."""
+        """Sends a message. Returns once all of it is in the ring buffer, so that the tensors may be changed."""
         writer = 0
         try:
             with self.lock:
@@ -280,12 +280,12 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """Raises UsageError in a signal handler that would wait for its own thread's message."""
+        """Raises UsageError in a signal handler that interrupted its own thread in a send: it would wait for itself."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
     def has_room(self) -> bool:
-        """Returns True if a chunk is free for the next message."""
+        """Returns True if the ring buffer has a free chunk for the next message."""
         readers = len(self._place.ranks) - 1
         written, *read = (
             c_int64.from_address(self._place.control + LINE_BYTES * line).value for line in range(1, 2 + readers)
@@ -293,7 +293,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """Sends without waiting for a reader: a thread writes what doesn't fit, and keeps the message until then."""
+        """Starts to send a message. What doesn't fit into the ring buffer is sent later by a thread, which keeps it."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -325,7 +325,7 @@ class Sender(_End):
         return work
 
     def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
-        """Ends this thread's turn as the writer. Another thread writes the begun message and those that wait."""
+        """Lets other threads send. A new thread first sends `begun`, an unfinished message, and those that wait."""
         with self.lock:
             if begun is None and not self._waiting:
                 self._end_turn()
@@ -341,7 +341,7 @@ class Sender(_End):
         self._writer = self._report[_RESERVED] = 0
 
     def _write_all(self, begun: _Sending | None) -> None:
-        """Writes the begun message, then the waiting ones, in a thread."""
+        """Sends the unfinished message `begun`, then the waiting ones. A thread runs it."""
         work, error = begun, None
         while True:
             if work is not None:
@@ -376,7 +376,7 @@ class Sender(_End):
 
 
 class Head(NamedTuple):
-    """What a receiver knows of a message before it reads the tensors."""
+    """The beginning of a message, which a receiver reads before the tensors."""
 
     data: memoryview
     """Valid until the next call on the receiver; empty if the head exceeds the receiver's buffer."""
@@ -387,7 +387,7 @@ class Head(NamedTuple):
 
 
 class Receiver(_End):
-    """A reading end. Hold `lock` for the whole of a message."""
+    """The receiving end of a queue. A thread must hold `lock` while it receives a message."""
 
     side = "reader"
 
@@ -409,7 +409,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """As `take`, with a timeout; returns False if no message has arrived."""
+        """Waits for a message's head as `take` does, but only for `timeout_s`. Returns False if none has arrived."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -427,28 +427,28 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """Returns True if a call that bypassed Python inspected the next message, and left it."""
+        """Returns True if C++ has read the head of the next message but left the message to Python."""
         return self._report[_FOUND] != 0
 
     @property
     def fingerprint(self) -> int:
-        """Of the last message found."""
+        """The number that the sender gave to the last message found."""
         return self._report[_FINGERPRINT]
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Bytes of its head, and of its tensors."""
+        """Returns the sizes in bytes of the last message's head and of its tensors."""
         return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
-        """Copies the message's next bytes to `pieces` (see `pieces_of`)."""
+        """Copies the next bytes of the message to the memory that `pieces` describes: see `pieces_of`."""
         started = time.monotonic()
         status = self._library.ps_queue_read(self.end, pieces, count, self.members.timeout_s)
         if status != _DONE:
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """Returns the message's next bytes, as `Head.data`. The caller has checked the size."""
+        """Returns the next `size_bytes` bytes of the message, which the caller has checked not to be too many."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:
@@ -456,21 +456,21 @@ class Receiver(_End):
         return self._view[:size_bytes]
 
     def _enlarge(self, size_bytes: int) -> None:
-        """Makes a buffer for this and later messages: fresh pages cost more."""
+        """Enlarges the buffer for messages. It is kept, because new pages would cost more each time."""
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns the object of the next message, which has this number; see `PastPython.receive_at`."""
+        """Receives the next message, which must have this `number`. Returns its object: see `PastPython.receive_at`."""
         return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error for a signal handler that would wait for its own thread's message."""
+        """Returns the error to raise in a signal handler that interrupted its own thread in a receive."""
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
-        """Returns the error for a complete message that isn't the expected one."""
+        """Returns the error to raise for a message that was received whole, but isn't the expected one."""
         members = self.members
         self._report[_BROKEN] = _MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))

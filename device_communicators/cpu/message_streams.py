@@ -1,7 +1,8 @@
-"""Messages between hosts: the ends of a group's connections, with the methods that the ends of message queues have.
+"""Messages between hosts, over a group's connections. Has the same methods as `message_queue`, for one host.
 
 A message to one rank is one transfer (csrc/transfers.h). The library keeps its memory until it is sent, and its
-progress thread sends what nobody waits for. A message to all ranks is one call of the group (csrc/hosts_group.h).
+progress thread completes sends that no caller waits for. A message to all ranks is one call of the group
+(csrc/hosts_group.h).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _STATUS = 9
 
 
 class MessageStreams:
-    """Sends and receives the messages of a group that has a connection between each two ranks. Any thread may call."""
+    """Sends and receives the messages of a group in which every two ranks are connected. Thread-safe."""
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
-        """`tag`: of the messages; `Transfers.message_tag` in C++ is the same."""
+        """`tag`: the tag of messages, equal to `Transfers.message_tag` in C++."""
         self.transfers = transfers
         self._tag = tag
         self._senders: dict[int, StreamSender] = {}
@@ -45,7 +46,7 @@ class MessageStreams:
 
 
 class StreamSender:
-    """The sending end. Messages are sent in the order of the calls."""
+    """Sends messages to one rank over its connection, in the order of the calls."""
 
     def __init__(self, transfers: Transfers, dst: int, tag: int) -> None:
         self._transfers = transfers
@@ -53,20 +54,20 @@ class StreamSender:
         self._tag = tag
 
     def isend(self, message: Message) -> Work:
-        """Starts to send. The message is kept until it is sent."""
+        """Starts to send a message, and keeps it alive until it is sent."""
         return self._transfers.isend_message(message, self._dst, self._tag)
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Sends, and waits until the tensors may be changed."""
+        """Sends a message, and waits until its tensors may be changed."""
         self.isend(message).wait()
 
     def started(self, number: int) -> Work:
-        """Returns the work of a message that the library started to send without Python."""
+        """Returns the handle of a message that the library has started to send by itself."""
         return self._transfers.started_message(number, self._dst)
 
 
 class _StreamEnd:
-    """A receiving end: what it found last."""
+    """A receiver of messages over connections, with the sizes of the last message."""
 
     lock: AbstractContextManager[None] = nullcontext()
 
@@ -75,13 +76,13 @@ class _StreamEnd:
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of the last message's head, and of its tensors."""
+        """Returns the sizes in bytes of the last message's head and of its tensors."""
         _, total_bytes, head_bytes, *_ = self._report
         return head_bytes, total_bytes - head_bytes
 
 
 class StreamReceiver(_StreamEnd):
-    """The receiving end of messages to this rank."""
+    """Receives messages that one rank sends to this rank over a connection."""
 
     def __init__(self, transfers: Transfers, src: int, tag: int) -> None:
         super().__init__()
@@ -91,35 +92,35 @@ class StreamReceiver(_StreamEnd):
         self._tag = tag
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns the object of the next message, as `PastPython.receive_at`; NotImplemented after a failure."""
+        """Receives the next message. Returns its object, as `PastPython.receive_at`; NotImplemented after a failure."""
         return self._transfers.receive_message(past, self._src, self._tag, group, self._report, *arguments)
 
     @property
     def is_held_here(self) -> bool:
-        """Returns True in a handler of signals, or a decoder, that interrupts this thread in a transfer."""
+        """Returns True in a signal handler, or a decoder, that has interrupted this thread in a transfer."""
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:
-        """Raises the failure of the group's transfers, also of a call without Python."""
+        """Raises the first failure of the group's transfers, if there was one, here or in C++ alone."""
         self._transfers.check()
 
     def reserve(self, calls: int) -> None:
-        """Keeps lists received without Python from this end until as many are taken back. Any thread may call."""
+        """Adds `calls` to a count. While it isn't 0, receives of lists don't bypass Python. Thread-safe."""
         self._transfers.reserve(self._src, calls)
 
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error for a handler of signals that would wait for the message that its thread is in."""
+        """Returns the error to raise in a signal handler that interrupted its own thread in a receive."""
         return handler_error(operation, str(self.members), "recv")
 
 
 class ToAllSender:
-    """The sending end of one message to all ranks."""
+    """Sends one message to all ranks of a group on several hosts."""
 
     def __init__(self, group: NativeGroup, past: PastPython, call: UserCall) -> None:
         self._group, self._past, self._call = group, past, call
 
     def send(self, message: Message, operation: str = "") -> None:
-        """Sends, and returns once the tensors may be changed."""
+        """Sends the message, and returns once its tensors may be changed."""
         begin_sending()
         started, (pieces, _, more_heads) = time.monotonic(), message.pieces
         words = self._call.words
@@ -129,7 +130,7 @@ class ToAllSender:
 
 
 class ToAllReceiver(_StreamEnd):
-    """The receiving end of one message to all ranks."""
+    """Receives one message that a rank sends to all ranks of a group on several hosts."""
 
     is_held_here = False
 
@@ -141,7 +142,7 @@ class ToAllReceiver(_StreamEnd):
         """Does nothing: `receive` raises the group's failure."""
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns the object of the message, as `PastPython.receive_value`. Raises as `NativeGroup.call`."""
+        """Receives the message. Returns its object, as `PastPython.receive_value`. Raises as `NativeGroup.call`."""
         started, report = time.monotonic(), ctypes.addressof(self._report)
         found = past.receive_between(self._group.number, *self._call.words, self._src, report, *arguments)
         if found is NotImplemented:

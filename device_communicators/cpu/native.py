@@ -231,11 +231,11 @@ _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_R
 
 
 class NativeUnavailableError(Exception):
-    """The library can't be used. The text gives the reason, for `explain()`. Never leaves this package."""
+    """Raised inside this package if the library can't be used. The text is the reason that `explain()` shows."""
 
 
 class NativeLibrary:
-    """The loaded library, with its functions as attributes (`library.ps_all_reduce`)."""
+    """The loaded C++ library. Its functions are attributes: `library.ps_all_reduce`."""
 
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
@@ -273,14 +273,14 @@ class NativeLibrary:
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a function of csrc/calling.h as a Python function whose `self` is `itself`."""
+        """Returns a function of csrc/calling.h for Python. C++ receives `itself` as its first argument."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
         return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
-        """Raises what a signal's handler raised during a call, mostly KeyboardInterrupt, if anything."""
+        """Raises what a signal handler raised during a C++ call, usually KeyboardInterrupt. Else returns."""
         record = (c_void_p * 3)()
         self._library.ps_take_exception(record)
         if record[0]:
@@ -291,7 +291,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Returns the library, compiled if necessary. Raises NativeUnavailableError."""
+    """Returns the library. Compiles it first if necessary. Raises NativeUnavailableError."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -301,7 +301,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Returns the plain build if it is compiled, else `load()`: importing torch, for the full one, takes seconds."""
+    """Returns the build that doesn't need torch, if it is compiled; else `load()`, which imports torch for seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -331,7 +331,7 @@ def _load() -> NativeLibrary | str:
 
 
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
-    """Returns the library of one recipe, or the reason that it can't be used."""
+    """Loads the library that a recipe describes. Returns it, or the reason why it can't be used."""
     try:
         made = recipe()
         path, problem = find_or_compile(made)
@@ -347,7 +347,7 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
 
 
 def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
-    """Returns the compiled file of a recipe, or the reason why it can't be used.
+    """Finds the compiled file of a recipe. Returns its path, or None and the reason why it can't be used.
 
     `packaged` also accepts the wheel's file.
     """
@@ -365,7 +365,7 @@ def _target_of(recipe: Recipe) -> Path:
 
 
 def wanted_recipe() -> Recipe:
-    """Returns the recipe of the library that `load` prefers. Raises ImportError without torch, and BuildError."""
+    """Returns the recipe of the build that `load` tries first. Raises ImportError without torch, and BuildError."""
     return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
 
 
@@ -383,7 +383,7 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns the compiled file of a recipe, or the reason why it can't be used.
+    """Returns the path of a recipe's compiled file, or None and the reason why it can't be used.
 
     `packaged` also accepts the wheel's file. Compiles the file if it is missing, and logs that with the usual time.
     `announced_with`: recipes that are compiled at the same time, whose time counts too; None logs nothing.
@@ -414,7 +414,7 @@ def _compile(
     asked_s: float,
     announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
-    """Compiles while this process holds the lock.
+    """Compiles a library into the user's cache. The caller holds the lock, so other processes wait for the result.
 
     After a failure, processes that waited for the lock, or start soon after, read the reason from a file instead of
     compiling again.

@@ -1,4 +1,4 @@
-"""The build of the C++ here and in `control/`: files, flags and steps. Used by `native`, `c10d.extension` and setup.py.
+"""Compiles the C++ sources here and in `control/`. Used by `native`, `c10d.extension` and setup.py.
 
 The sources that don't use torch are compiled once, into one object file, the *base*. Each library links the base with
 the few sources that use torch. So with another torch version only these few are compiled.
@@ -52,7 +52,7 @@ BUILD_FOLDER = ".build-"
 
 
 class BuildError(Exception):
-    """The library can't be compiled; the text says why."""
+    """The library can't be compiled. The text is the reason."""
 
 
 class Unit(NamedTuple):
@@ -64,7 +64,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One build of the sources."""
+    """All that determines a compiled file: sources, flags and version of torch."""
 
     what: str
     packaged_name: str
@@ -94,7 +94,7 @@ class Recipe:
         return Path(self.packaged_name).suffix
 
     def digest(self) -> str:
-        """A digest of sources, flags, machine and torch, which differs between different builds."""
+        """A digest of sources, flags, machine and torch. Builds that differ in one of them have different digests."""
         facts = [platform.machine(), self.for_torch, *_FLAGS, *self.flags]
         for unit in self.units:
             facts += [*unit.flags, *(source.name for source in unit.sources)]
@@ -105,7 +105,7 @@ class Recipe:
 
 
 def objects_recipe() -> Recipe:
-    """Returns the recipe of the base: all sources that don't use torch. Every library is linked with it."""
+    """Returns the recipe of the base, which every library is linked with: all sources that don't use torch."""
     files = {path.stem: path for path in _cpp_files() if path.name not in _OF_TORCH}
     units = [Unit(tuple(files.pop(name) for name in names.split()), (level,)) for level, names in _TOGETHER]
     units += [Unit((path,)) for path in files.values()]
@@ -135,7 +135,7 @@ def full_recipe() -> Recipe:
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
-    """Returns the arguments of `Recipe` that sources need which include headers of the installed torch.
+    """Returns the arguments of `Recipe` for sources that include headers of the installed torch.
 
     Raises BuildError for a torch of the C++ library's old ABI, which no release since 2.7 has.
     """
@@ -199,7 +199,7 @@ def is_current(packaged: Path, recipe: Recipe) -> bool:
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
-    """Compiles the file for a wheel, with the stamp that `is_current` reads; returns its path. Raises BuildError."""
+    """Compiles the file for a wheel, with the stamp that `is_current` reads. Returns its path. Raises BuildError."""
     target = folder / recipe.packaged_name
     compile_library(recipe, target, compiler, base=base)
     target.with_suffix(".digest").write_text(recipe.digest() + "\n")
@@ -232,8 +232,8 @@ def compile_library(
 ) -> None:
     """Compiles the library and writes it to `target` atomically, writable by its owner only.
 
-    Raises BuildError. `seal(content)` returns the bytes to write. `base()` returns the path of the compiled base; None
-    compiles the base, too.
+    Raises BuildError. `seal(content)` returns the bytes to write. `base()` returns the path of the compiled base; if it
+    is None, the base is compiled, too.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)
@@ -252,7 +252,7 @@ def compile_library(
 
 
 def _compile_units(recipe: Recipe, folder: Path, compiler: Sequence[str]) -> list[Path]:
-    """Compiles the units of a recipe, without its base. Returns their objects, in `folder`."""
+    """Compiles the sources of a recipe, without its base, into `folder`. Returns the object files."""
     objects = [folder / f"{unit.sources[-1].stem}.o" for unit in recipe.units]
     commands = []
     for unit, made in zip(recipe.units, objects, strict=True):

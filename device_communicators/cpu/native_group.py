@@ -1,4 +1,4 @@
-"""Calls the compiled collectives of a group, and turns their failures into errors."""
+"""The collectives of a group on CPU tensors: calls C++, and turns its failures into errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _METHODS = 256
 
 
 class Taken(NamedTuple):
-    """Calls of one method: their number, seconds taken, and seconds waited for other ranks."""
+    """The calls of one method: how many, how long they took, and how long of that they waited for other ranks."""
 
     calls: int
     took_s: float
@@ -82,7 +82,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """A group's calls on this rank, by method, and how often each global rank arrived last."""
+    """The time that a group's calls took on this rank, by method, and how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -143,7 +143,9 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Calls `ps_<operation>`. Raises its failure, and UsageError while another call is running.
+        """Runs a collective, the C++ function `ps_<operation>`.
+
+        Raises its failure, or UsageError if another is running.
 
         Peers receive `user_call`, by default the call that this thread is in, for their errors.
         """
@@ -155,7 +157,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Gives a broadcast message its place among the collectives; other ranks wait for `src`. Raises as `call`."""
+        """Gives a message from `src` to all ranks, which wait for it, a place among collectives. Raises as `call`."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -163,13 +165,13 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def fail(self, status: int, user_call: UserCall, started: float) -> NoReturn:
-        """Raises the failure of a call of the library, or what a signal's handler raised in it."""
+        """Raises the error for a call that returned `status`, or what a signal handler raised during the call."""
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Makes calls of other threads raise until `exit`. Raises UsageError while another call is running."""
+        """Blocks calls of other threads until `exit`: they raise. Raises UsageError if one is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -181,7 +183,7 @@ class NativeGroup:
         return bool(self.library.ps_group_is_busy(self.number))
 
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
-        """Returns the error of a status that isn't 0; TransferError for a broken connection."""
+        """Returns the error for a `status` other than 0. It is a TransferError if a connection broke."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -248,7 +250,7 @@ class NativeGroup:
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _unreachable_from(self, reporter: int, operation: str, elapsed_s: float) -> CommunicationError:
-        """Returns the error if another host reported this rank's host as unreachable."""
+        """Returns the error for a failure that another host reported: it can't reach this rank's host."""
         members, hosts = self.members, self._host_of_rank
         there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
         return members.failure(
@@ -268,7 +270,7 @@ class NativeGroup:
         return text.value.decode(errors="replace")
 
     def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
-        """Describes the two calls that differ: that of `who`, and that of the suspect."""
+        """Describes two mismatched calls: that of `who`, and that of the rank `suspect`."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -283,7 +285,7 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Makes registered ops with the group name `key` call the library directly, without Python.
+        """Makes registered ops for the group named `key` call the library directly, without Python.
 
         Their calls are numbered from `after` + 1.
         """
@@ -293,7 +295,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Undoes `serve`; returns the last `traffic`."""
+        """Makes ops for the group named `key` go through Python again. Returns what `traffic` returns."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -301,7 +303,7 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Returns the times of calls made while `ps_measure_calls` was on."""
+        """Returns how long calls took while `ps_measure_calls` was on."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
@@ -313,7 +315,7 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns calls and bytes of each operation that bypassed Python."""
+        """Returns operation -> number of calls and bytes, for ops that bypassed Python."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -321,11 +323,11 @@ class NativeGroup:
         return {name: (words[2 * i], words[2 * i + 1]) for i, name in enumerate(_COUNTED) if words[2 * i]}
 
     def next_operation(self, key: str) -> int:
-        """Returns the number of an operation that goes through Python."""
+        """Returns the next number of the group's operations, for one that goes through Python."""
         return int(self.library.ps_served_next(key.encode()))
 
     def operations(self, key: str) -> list[Operation]:
-        """Returns the last operations that bypassed Python."""
+        """Returns records of the last operations that bypassed Python."""
         count = self.library.ps_served_records()
         words = (ctypes.c_int64 * (14 * count))()
         self.library.ps_served_recorded(key.encode(), words)
@@ -347,11 +349,11 @@ class NativeGroup:
         return found
 
     def has_transfers(self, key: str) -> bool:
-        """Returns True while a thread is in a transfer that bypasses Python."""
+        """Returns True if a thread is in a send or receive that bypasses Python."""
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
-        """Reports this rank's failure, so that other ranks don't wait until their deadlines."""
+        """Reports to other ranks that this rank's call failed, so that they don't wait until their deadlines."""
         kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
         kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
         places = {rank: place for place, rank in enumerate(self.members.ranks)}
@@ -359,18 +361,18 @@ class NativeGroup:
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
-        """Ends all waits of this process in the group; its calls fail from now on."""
+        """Ends all waits of this process in the group. Its later calls fail."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Reports that this rank leaves on purpose. So peers don't report its exit as a death."""
+        """Reports to other ranks that this rank leaves on purpose, so that they don't take its exit for a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Closes the group; its memory is freed after the last running call. May be called twice."""
+        """Closes the group. Its memory is freed when the last running call returns. May be called twice."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -383,7 +385,7 @@ class NativeGroup:
 
 
 def reducible_in_memory(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` in a dtype that the kernels reduce, the op, and where to copy the result unless it is a view."""
+    """Converts `x` as `reducible`, but only if the C++ kernels don't support its dtype."""
     return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)
 
 
@@ -418,7 +420,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """Returns the error for the death of a rank outside the group that fails the group. The route adds the rank."""
+    """Returns the error for the death of a rank outside the group on which it depends. The route adds the rank."""
     return members.failure(
         PeerDiedError,
         f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside the group, but in its failure "
@@ -432,7 +434,7 @@ def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDie
 def given_up(
     members: Members, operation: str, suspect: int, elapsed_s: float, status: int, reporter: int
 ) -> CommunicationError:
-    """Returns the error for a call that ended because global rank `reporter` had failed with `status`."""
+    """Returns the error for a call that ended because the call of global rank `reporter` failed with `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
     return _failure(

@@ -1,4 +1,4 @@
-"""Encodes Python objects in C++ (csrc/pack.h); tells the library what it needs to know about Python and torch."""
+"""Encodes Python objects in C++ (csrc/pack.h), which must know the layout of Python's and torch's objects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Pinned(NamedTuple):
-    """Pieces of a message at their place in memory, and the objects that keep this memory alive."""
+    """Pieces of a message as (address, size), and the objects that own this memory."""
 
     pieces: tuple[tuple[int, int], ...]
     keeps: object
@@ -110,7 +110,7 @@ _WHOLE: _Cut = (0, 0, None)
 
 
 class _FormWords(ctypes.Structure):
-    """`Form` of csrc/pack.h."""
+    """The C++ struct `Form` of csrc/pack.h."""
 
     _fields_ = (
         ("keys", _Type),
@@ -120,7 +120,7 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """The keys, dtypes and shapes of a dict's CPU tensors, as both sides know them in advance.
+    """Keys, dtypes and shapes of the CPU tensors in a dict, which sender and receiver know in advance.
 
     `dtypes`: as c10::ScalarType. `entries`: the number of the dict's entries, including other values.
     """
@@ -138,14 +138,15 @@ class Form:
 
 
 class PastPython:
-    """Sends and receives messages of groups in C++: see csrc/messages.h.
+    """Sends and receives messages of groups in C++, without Python code: see csrc/messages.h.
 
-    Calls take a group's key; then a peer and a method's number in TRANSFERS or, for broadcasts, their word, which has
-    the source. Those that send, or fill tensors, return a number of `Outcome`.
+    The first argument of each function is a group's key. Then follow a peer and a method's number in TRANSFERS; or, for
+    broadcasts, the word that describes the call and its source. Functions that send, or fill tensors, return a number
+    of `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
-        """`python`: address of the facts about Python."""
+        """`python`: address of a `_Python`, which describes the objects of this interpreter to C++."""
 
         def method(name: str) -> Callable[..., Any]:
             return library.method(name, python)
@@ -179,12 +180,14 @@ class PastPython:
 
 
 class PlainObjects:
-    """Encodes objects by the library. Its functions keep the GIL; ctypes' usual ones release it."""
+    """Encodes objects in C++, holding the GIL."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
     ) -> None:
-        """`depth`: of nested containers. Dicts of more than `most_other_keys` entries must have str or bytes as keys.
+        """`depth`: limit of nested containers.
+
+        `most_other_keys`: limit of entries in a dict with keys of other types than str and bytes.
 
         `dtype_names`: by c10::ScalarType; tensors of other dtypes are left to Python.
         """
@@ -197,17 +200,17 @@ class PlainObjects:
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
 
     def pack(self, value: object, limit: int, cut: _Cut = _WHOLE) -> Packed | None:
-        """Returns the message of an object; None if Python must encode it."""
+        """Encodes an object as a message of at most `limit` bytes. Returns None if Python must encode it."""
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes an object, which `packed` then returns. Returns False if Python must encode it."""
+        """Encodes an object, for `packed` to return. Returns False if Python must encode it."""
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
 
     def packed(self) -> Packed:
-        """Returns this thread's last message."""
+        """Returns the message that this thread encoded last."""
         try:
             return self._copied(*self.pieces())
         finally:
@@ -225,11 +228,11 @@ class PlainObjects:
         return Packed(ctypes.string_at(*start), more, tensors, written[len(written) - len(tensors) :])
 
     def free(self) -> None:
-        """Frees the last message of this thread."""
+        """Frees the message that this thread encoded last."""
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns this thread's last message: addresses and sizes, how many belong to its head, and the objects kept.
+        """Returns the last message's pieces as (address, size), how many of them are its head, and the objects kept.
 
         The other pieces are tensors. The objects are long texts, then the tensors.
         """
@@ -255,7 +258,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns the facts about Python for the library, and the objects that must live as long as these facts."""
+    """Describes the objects of this interpreter to C++. Also returns the objects that must live as long."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()
@@ -282,9 +285,9 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns the offset of an object's type: CPython has it last in the header.
+    """Returns the offset of the type in a Python object: in CPython it is the header's last field.
 
-    0 if some objects don't have it there; PyObject_Type then takes three times as long.
+    Returns 0 if some objects don't have it there. C++ then calls PyObject_Type, which takes three times as long.
     """
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
@@ -294,7 +297,7 @@ def type_at() -> int:
 
 
 def tensor_at() -> int:
-    """Returns the offset of a tensor's TensorImpl; 0 if some tensors don't have it there."""
+    """Returns the offset of the pointer to TensorImpl in a Python tensor; 0 if not all have the same."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):

@@ -1,8 +1,8 @@
-"""Files in shared memory that only this user can open, until their names are removed.
+"""Files in shared memory, *segments*, that only this user can open, until their names are removed.
 
-A name exists only while ranks open it. A maker that is killed then leaves the name behind. So the maker holds a lock on
-the file while it has the name; the kernel releases the lock with the maker, and `sweep` removes names without a lock.
-Unlike PIDs in names, locks work across PID namespaces. The names of other versions stay.
+A name exists only while ranks open it. A killed rank would leave its segment's name behind. So the maker of a segment
+holds a lock on it while it has the name; the kernel releases the lock with the maker, and `sweep` removes names without
+a lock. Unlike PIDs in names, locks work across PID namespaces. The names of other versions stay.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TRIES = 8
 
 
 class SegmentError(Exception):
-    """A segment can't be made or opened. The text gives the reason, without the name. Never leaves this package."""
+    """Raised inside this package if a segment can't be made or opened. The text is the reason, without the name."""
 
 
 class Segment:
-    """An open segment. `unlink` it when all have opened it, then `close` it when it is mapped."""
+    """An open file in shared memory. Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens a segment by name; None if this host has none. Raises SegmentError for another user's."""
+        """Opens a segment by name. Returns None if this host has none. Raises SegmentError if another user owns it."""
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -78,11 +78,13 @@ class Segment:
         return os.fstat(self.descriptor).st_size
 
     def resize(self, size_bytes: int) -> None:
-        """Sets the length, without memory: see `allocate`."""
+        """Sets the file's length. Its memory is allocated by `allocate`."""
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Allocates memory for bytes of the file. A full file system raises SegmentError, instead of a later SIGBUS.
+        """Allocates memory for bytes of the file.
+
+        If the file system is full, raises SegmentError; a write would kill us.
 
         With `leave_some` a nearly full file system counts as full, because later allocations need room, too.
         """
@@ -109,7 +111,7 @@ class Segment:
 
 
 def sweep() -> int:
-    """Removes the names of this user's segments whose makers have exited; returns how many."""
+    """Removes the names of segments that this user's exited processes left. Returns how many."""
     swept = 0
     with contextlib.suppress(OSError):
         for file in os.listdir(DIRECTORY):
@@ -136,10 +138,10 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Locks a new file against `sweep`. Returns False if a sweep removed it first.
+    """Locks a new file, so that `sweep` doesn't remove its name. Returns False if a sweep was faster.
 
-    A sweep holds the lock while it removes a name. So a file that has its name when this process gets the lock keeps
-    it.
+    A sweep holds the lock while it removes a name. So if the name still exists once this process has the lock, it
+    stays.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Connects each two ranks of different hosts for sends and receives. csrc/streams.h moves the data."""
+"""Connects ranks of different hosts for sends and receives between two ranks. csrc/streams.h moves the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRIPED_BYTES = 256 << 10
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects each two ranks of the group for transfers. Every rank of the group calls it.
+    """Connects every two ranks of the group by TCP, for transfers. Every rank calls it.
 
     Returns the address of the transfers, for `ps_transfers_delete`, and the connections, which the caller closes after
     the transfers. Waits end at deaths; see `HostMemory.end_waits_at_deaths`.
@@ -43,7 +43,7 @@ def connect_streams(
 def open_streams(
     made: Connections, losses: int, rank: int, size: int, spin_ns: int, striped_bytes: int = STRIPED_BYTES
 ) -> int:
-    """Returns the address of the transfers of `rank` over `made`. `losses`: see `ps_streams_new`."""
+    """Makes the transfers of `rank` over connections. Returns their address. `losses`: see `ps_streams_new`."""
     ends = [(peer, each.fileno(), made.early_bytes[peer]) for peer, all_ in made.sockets.items() for each in all_]
     ranks, descriptors, early_bytes = zip(*ends, strict=True)
     numbers = ctypes.c_int * len(ends)

@@ -1,4 +1,4 @@
-"""Sends and receives tensors between two ranks, and between hosts also messages. `csrc/transfers.h` moves the data.
+"""Sends tensors from one rank to another, and between hosts also messages. `csrc/transfers.h` moves the data.
 
 Within a host they go through rings in shared memory, between hosts over connections.
 
@@ -52,7 +52,7 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """A failed transfer: the fields of `TransferFailure` in csrc/transfer_call.h. Ranks are positions in the group."""
+    """Why a transfer failed: the fields of `TransferFailure` in csrc/transfer_call.h. Ranks are ranks in the group."""
 
     status: int
     sends: int
@@ -79,7 +79,7 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0) -> Failure:
-    """Returns the error for a failed transfer: TransferError if the connection broke, with `text`, the system's error.
+    """Returns the error for a failed transfer. If the connection broke, it is a TransferError with the system's `text`.
 
     `needs_bytes`: shared memory that a ring takes at its first message; 0 if transfers use no ring.
     """
@@ -126,14 +126,14 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
 
 
 def failure_text_of(library: Any, transfers: int) -> str:
-    """Returns the system's error of a broken connection of the transfers at this address, or ""."""
+    """Returns the system's text for a broken connection; "" if none broke. `transfers`: their address."""
     text = ctypes.create_string_buffer(512)
     library.ps_transfers_failure_text(transfers, text, len(text))
     return text.value.decode(errors="replace")
 
 
 def _what_is_short(needs_bytes: int) -> str:
-    """Describes the resource that ran out, by what is left now, and the fix. The library reports neither."""
+    """Describes which memory ran out, judged by what is free now, and what to do. The library reports neither."""
     with contextlib.suppress(OSError):
         found = os.statvfs("/dev/shm")
         free_bytes = found.f_bavail * found.f_frsize
@@ -149,7 +149,7 @@ def _what_is_short(needs_bytes: int) -> str:
 
 
 class _Functions:
-    """The functions of csrc/transfers_api.cpp that are called for each transfer."""
+    """The C++ functions that each transfer calls (csrc/transfers_api.cpp)."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self.start = library.method("ps_transfers_starting")
@@ -166,12 +166,12 @@ def _functions(library: NativeLibrary) -> _Functions:
 
 @functools.cache
 def _number_of(dtype: torch.dtype) -> int:
-    """Returns the number that must be equal on sender and receiver: it contains the dtype, but not the size."""
+    """Returns the number of a dtype. A receive fails if the sender's number differs."""
     return DTYPE_NUMBERS.get(dtype, zlib.crc32(str(dtype).encode()) >> 1 | 1 << 30)
 
 
 class Transfers:
-    """This rank's transfers in a group. Any thread may call."""
+    """This rank's sends and receives in one group. Thread-safe."""
 
     ANY_SOURCE = -1
 
@@ -184,7 +184,7 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """`address`: the transfers of `ps_rings_new` or `ps_streams_new`, which this object deletes.
+        """`address`: of the C++ object that `ps_rings_new` or `ps_streams_new` returned, which this object deletes.
 
         `group`: the group's number in C++, by which calls that bypass Python find it, with their `tag`; 0 if there are
         no such calls. `ring_bytes`: `needs_bytes` of `failure_of`.
@@ -204,11 +204,11 @@ class Transfers:
             library.ps_transfers_serve(self.address, group, tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
-        """Starts to send a contiguous CPU tensor. Complete at once if the ring or the socket has room for it."""
+        """Starts to send a contiguous CPU tensor. Returns complete work if the ring or the socket had room for it."""
         return self._started(1, x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
-        """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
+        """Starts a receive into a contiguous CPU tensor. Raises CollectiveMismatchError for another size or dtype."""
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
@@ -216,7 +216,7 @@ class Transfers:
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
-        """Receives as `irecv_`, and waits."""
+        """Receives into a contiguous CPU tensor, and waits until it is filled. Raises as `irecv_`."""
         self._run(0, out, src, tag)
 
     def _check(self, sends: int, tag: int) -> None:
@@ -245,26 +245,26 @@ class Transfers:
     # Messages, which connections carry.
 
     def isend_message(self, message: Message, dst: int, tag: int) -> Work:
-        """Starts to send a message, which is kept until it is sent."""
+        """Starts to send a message, and keeps it alive until it is sent."""
         self._refuse_inside(1, dst)
         pieces, _, more_heads = message.pieces
         number = self._functions.send_message(self.address, dst, tag, message.head, pieces or b"", more_heads, message)
         return self._work(number, 1, dst)
 
     def started_message(self, number: int, dst: int) -> Work:
-        """Returns the handle of a message that C++ has started to send."""
+        """Returns the handle of a message to `dst` that C++ has started to send as transfer `number`."""
         return _Transfer(self, number, 1, dst)
 
     def receive_message(
         self, past: PastPython, src: int, tag: int, group: int, report: ctypes.Array[c_int64], *arguments: Any
     ) -> Any:
-        """Returns the object of a message, as `PastPython.receive_over`; its sizes are in `report`."""
+        """Receives a message and writes its sizes to `report`. Returns its object, as `PastPython.receive_over`."""
         with self._waiting(0, src):
             address = ctypes.addressof(report)
             return past.receive_over(self.address, src, tag, self._timeout_us, group, address, *arguments)
 
     def check(self) -> None:
-        """Raises the group's first failed transfer, if there is one."""
+        """Raises the error of the group's first failed transfer, if one has failed."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             if not self._library.ps_transfers_failure(self.address, words):
@@ -272,7 +272,7 @@ class Transfers:
         raise self._failed()
 
     def reserve(self, src: int, receives: int) -> None:
-        """Records started receives of messages, so that receives which bypass Python don't overtake them."""
+        """Counts started receives of messages from `src`. Receives that bypass Python wait for these."""
         self._library.ps_transfers_reserve(self.address, src, receives)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
@@ -295,10 +295,9 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError in a signal handler that interrupts a send to (or receive from) the same peer.
+        """Raises UsageError in a signal handler that interrupted a send to (or receive from) the same peer.
 
-        Between hosts this counts for any peer, because the handler's message could arrive between the parts of the
-        interrupted one.
+        Between hosts any peer counts: the handler's message could arrive between the parts of the interrupted one.
         """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
@@ -334,7 +333,7 @@ class Transfers:
         raise self._failed()
 
     def _failed(self) -> Failure:
-        """Returns the error of the first failed transfer, with which all other transfers also end."""
+        """Returns the error of the first failed transfer. It makes all other transfers fail."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             self._library.ps_transfers_failure(self.address, words)
@@ -342,15 +341,15 @@ class Transfers:
         return self._failure
 
     def failure_text(self) -> str:
-        """Returns the system's error of a broken connection, or ""."""
+        """Returns the system's text for a broken connection; "" if none broke."""
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
-        """Fails all started transfers after a failed call of this rank. Peers on other hosts receive that at once."""
+        """Fails all started transfers after a call of this rank has failed. Peers on other hosts learn it at once."""
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
-        """Returns True in a signal handler that interrupts this thread's receive from `peer`."""
+        """Returns True in a signal handler that interrupted this thread's receive from `peer`."""
         return bool(self._library.ps_transfers_is_inside(self.address, peer, 0))
 
     def waiting_sends(self, dst: int) -> int:
@@ -358,7 +357,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Fails all started transfers. Returns False if a thread still uses a ring: keep its memory mapped then."""
+        """Fails all started transfers. Returns False if a thread still uses a ring, which must stay mapped then."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # then the memory may be unmapped: a second close must not touch it
 
@@ -371,7 +370,7 @@ class Transfers:
 
 
 class _Transfer:
-    """A started send or receive, with the methods of torch's Work."""
+    """A started send or receive. It has the methods of torch's Work."""
 
     def __init__(self, transfers: Transfers, number: int, sends: int, peer: int) -> None:
         self._transfers = transfers

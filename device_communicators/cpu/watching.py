@@ -1,4 +1,4 @@
-"""Starts failure detection for the ranks of a process group, which exchange their addresses at a store."""
+"""Starts to detect failures of the ranks of a process group, which exchange their addresses at a store."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _LOOKS_PER_S = 10_000
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Makes `watcher` listen for other ranks' control planes; returns its endpoint as text, "" if there is none.
+    """Opens the port to which other ranks' control planes connect. Returns its address as text; "" if that fails.
 
-    `address`: how others reach this host. If it is unknown or a loopback address, gloo's is used.
+    `address`: this host's address, as other hosts use it. If it is unknown or a loopback address, gloo's is used.
     """
     if not address or is_loopback(address):  # as a name that /etc/hosts maps to 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
@@ -57,12 +57,13 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Starts to watch the global `ranks`, which include `rank`. Each of them calls it. Returns each rank's note.
+    """Starts to watch the global `ranks`, each of which must call this. Returns each rank's `note`.
 
-    `store`: a prefix that is used for nothing else. `address`: how others reach this host. `caller`: the function that
-    each rank must call. `limit_s`: a timeout below that of the start. `check` is called about every 20 ms of the wait;
-    an exception that it raises ends the wait. Raises RendezvousError with the missing ranks, and PeerDiedError if the
-    store of a rank closed. If a rank has a note, the ranks aren't watched.
+    `rank`: this one. `store`: a prefix that is used for nothing else. `address`: this host's address, as other hosts
+    use it. `caller`: name of the function that each rank must call. `limit_s`: a timeout below that of the start.
+    `check` is called about every 20 ms of the wait; an exception that it raises ends the wait. Raises RendezvousError
+    with the missing ranks, and PeerDiedError if the store of a rank closed. If a rank has a note, the ranks aren't
+    watched.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -99,7 +100,7 @@ def meet(
 
 
 class _Roll:
-    """Collects an entry of each rank at a store.
+    """Exchanges one entry of each rank through a store.
 
     The first rank opens an attempt under a random name. The last rank to enter writes all entries to one key, so that
     each rank reads only that. A rank that gives up closes the attempt; ranks that still wait enter the next one. So a
@@ -112,7 +113,7 @@ class _Roll:
         """Attempts that this rank entered; the last one is open."""
 
     def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
-        """Returns all ranks' entries in order; at the deadline none, and the missing ranks."""
+        """Returns all ranks' entries in order and []; at the deadline [] and the missing ranks."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = _SHORTEST_NAP_S
         while True:
@@ -129,7 +130,7 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Closes the attempt. Returns the ranks that entered no attempt, or else those that aren't in the last one."""
+        """Closes the attempt. Returns the ranks that are missing from all attempts, or else from the last one."""
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):
@@ -168,7 +169,7 @@ class _Roll:
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:
-    """Passes the PIDs of a group's ranks on this host to `watcher`. Call it after `memory` was attached."""
+    """Passes the PIDs of the group's ranks on this host to `watcher`. `memory` must be attached."""
     ranks = memory.members.ranks
     own = ranks[memory.members.rank]
     pids = {ranks[place]: pid for place, pid in zip(memory.local_ranks, memory.pids, strict=True)}

@@ -51,7 +51,7 @@ COLL_SYMMETRIC = 1
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: the address at which ranks of a new communicator connect. Passed by value."""
+    """The C struct ncclUniqueId: the address at which the ranks of a new communicator connect."""
 
     _fields_: ClassVar = [("internal", c_byte * 128)]
 
@@ -120,7 +120,7 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """NCCL is unavailable. The text has the reason, for `explain()`. Never leaves this package."""
+    """Raised inside these packages if NCCL is unavailable. The text is the reason that `explain()` shows."""
 
 
 class NcclLibrary:
@@ -176,7 +176,7 @@ class NcclLibrary:
         return config
 
     def text_of(self, result: int) -> str:
-        """Describes a result, followed by NCCL's text of its last failure."""
+        """Describes a result code of NCCL, with NCCL's text of its last failure."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
         meaning = (self.ncclGetErrorString(result) or b"").decode(errors="surrogateescape")
         last = (self.ncclGetLastError(None) or b"").decode(errors="replace").strip()

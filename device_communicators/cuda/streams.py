@@ -21,7 +21,7 @@ _RELAXED = 2
 
 
 class StreamWork:
-    """The work of a side stream. `wait` makes the current stream wait for it, never the host."""
+    """Work on a side stream. `wait` makes the current stream wait for it; the host never waits."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -35,14 +35,16 @@ class StreamWork:
 
 
 class SideStream:
-    """A stream beside the current one, for operations that are started now and waited for later."""
+    """A second stream, for operations that are started now and waited for later."""
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
 
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
-        """Makes the stream wait for the current stream's work so far. `tensors` may be freed before they are used.
+        """Makes the side stream wait for the work of the current stream so far.
+
+        `tensors` may be freed before they are used.
 
         Works within a capture, too: the side stream's work is captured, and joined by its `wait`.
         """
@@ -52,7 +54,7 @@ class SideStream:
         return self
 
     def finish(self, enqueue: Callable[[int], None]) -> Work:
-        """Calls `enqueue(stream)` and returns its work. Thread-safe."""
+        """Calls `enqueue(stream)`, which adds work to the side stream. Returns that work. Thread-safe."""
         enqueue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
@@ -63,12 +65,12 @@ class SideStream:
 
 
 def stream_of(handle: int, device: torch.device) -> Any:
-    """Returns torch's stream for a CUDA handle. `ExternalStream(0)` is a stream of a pool, not the default stream."""
+    """Returns torch's Stream for a CUDA handle. Handle 0 means the default stream, unlike `ExternalStream(0)`."""
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 class Marker:
-    """Shows whether the device has completed the calls so far: an event, recorded again after each call."""
+    """Tells if the device has completed the calls so far: an event, recorded again after each call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +101,7 @@ class CudaStreams:
         return self._raw(self._index)
 
     def wait_for(self, stream: int, earlier: int) -> None:
-        """Makes `stream` wait for the work on `earlier` so far. Both are CUDA handles."""
+        """Makes `stream` wait for the work so far of `earlier`. Both are CUDA handles."""
         event = torch.cuda.Event()
         event.record(stream_of(earlier, self._device))
         stream_of(stream, self._device).wait_event(event)
@@ -163,16 +165,16 @@ class StreamOrder:
 
 
 def enter(device: torch.device) -> None:
-    """Makes a CUDA device the current one of a new thread.
+    """Makes `device` the current one of a new thread.
 
-    The default would be the first GPU, where any CUDA call creates a context of hundreds of MB.
+    Otherwise its current device is the first GPU, on which any CUDA call creates a context of hundreds of MB.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _from_runtime() -> Any:
-    """Returns the function from the CUDA runtime that torch has loaded, for a runtime without global symbols."""
+    """Returns cudaThreadExchangeStreamCaptureMode of the CUDA runtime in use, even if its symbols aren't global."""
     with (
         contextlib.suppress(OSError, AttributeError),
         open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file,

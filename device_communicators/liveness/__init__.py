@@ -1,4 +1,4 @@
-"""State of other ranks' processes: which have exited, what blocks one, and the stacks of its threads.
+"""State of other ranks' processes: which have exited, why one doesn't run, and the stacks of its threads.
 
-May import `base` and `control`. How waits use this state is in `routing.waiting`.
+May import `base` and `control`. `routing.waiting` uses this state to end waits.
 """

@@ -1,4 +1,4 @@
-"""Describes why a process of this host doesn't run: stopped, blocked in the kernel, swapped out."""
+"""Describes why a process of this host doesn't run: it is stopped, blocked in the kernel or swapped out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SWAPPED_BYTES = 256 << 20
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Returns why a process of this host doesn't run; "" if it runs, or if that is unknown."""
+    """Describes why a process of this host doesn't run: "stopped", …; "" if it runs, or if that is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()

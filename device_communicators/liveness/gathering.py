@@ -1,4 +1,4 @@
-"""Helpers of `Watcher.gather`: split records into parts that fit into an agreement, and gather parts over gloo."""
+"""Helpers of `Watcher.gather`: splits records into parts of 4 KiB, and gathers parts over gloo."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SLICE = timedelta(milliseconds=50)
 
 
 def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
-    """Returns the records of all ranks. `gather(number, part)` returns that part of each rank's record.
+    """Returns the records of all ranks, which `gather` exchanges in parts of at most 4 KiB.
 
-    A part has at most 4 KiB. The first one starts with the record's length, so every rank knows how many parts the
-    longest record has.
+    `gather(number, part)` must return part `number` of each rank's record. The first part starts with the record's
+    length, so every rank knows how many parts the longest record has.
     """
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
@@ -34,9 +34,9 @@ def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list
 
 
 def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
-    """Returns the part of each rank of a gloo group, padded to 4 KiB. Every rank of the group calls it.
+    """Gathers `part` from each rank of a gloo group, padded to 4 KiB. Every rank of the group calls it.
 
-    Raises RuntimeError at the deadline, within 50 ms after `ended()` would return True, and if gloo fails.
+    Raises RuntimeError at the deadline, if gloo fails, or at most 50 ms after `ended()` becomes true.
     """
     size = cpu_group.size()
     found = bytearray(MOST_VALUE_BYTES * size)

@@ -1,7 +1,7 @@
-"""The table of dead ranks of the world. The control plane fills it; waiting calls read it.
+"""Which ranks of the world died. The control plane reports deaths to a `Watcher`; calls that wait for peers poll it.
 
-Waiting calls read `deaths_of` between time slices, never on the fast path. A rank that left on purpose is not dead: it
-has sent everything that its peers wait for.
+They poll `deaths_of` at intervals; calls that needn't wait never do. A rank that left on purpose is not dead: it has
+sent everything that its peers wait for.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _OTHER_BRANCH = "Check if a rank failed or took another branch"
 
 @dataclass(frozen=True)
 class Death:
-    """The unexpected end of a rank."""
+    """A rank that exited or failed unexpectedly, or that doesn't respond."""
 
     rank: int
     """Global."""
@@ -81,10 +81,10 @@ def describe_deaths(deaths: Iterable[Death]) -> str:
 
 
 def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
-    """Returns the error class for a wait that these deaths ended.
+    """Returns the class of the error to raise for a wait that these deaths ended.
 
-    PeerDiedError if a death is certain, HostUnreachableError if a host doesn't respond, CollectiveTimeoutError if ranks
-    are stopped, else `otherwise`.
+    It is PeerDiedError if a death is certain, HostUnreachableError if a host doesn't respond, CollectiveTimeoutError if
+    ranks are stopped, else `otherwise`.
     """
     deaths = list(deaths)
     if any(death.certain for death in deaths):
@@ -95,15 +95,15 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 
 
 class FailureDomain:
-    """The global ranks whose death fails a group: those of its root, or of the replicas that it touches.
+    """The global ranks whose death makes a group fail: the whole world, or the replicas that contain the group's ranks.
 
-    It includes ranks outside of the group: a member may fail in another group, where a rank died, and then never calls.
+    It includes ranks outside of the group. If one dies, a member may fail in another group and never call this one.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: name of the root, the same on all ranks; "" for the world.
+        """`root`: identifies the domain, equally on all ranks; "" for the world.
 
-        `is_root`: True if groups split off from this group get roots of their own.
+        `is_root`: True if groups that are split from this one get domains of their own.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -111,7 +111,7 @@ class FailureDomain:
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns `question()`, called in a thread; None if it exceeds `limit_s`, or its store or network fails."""
+    """Returns `question()`, called in a thread; None after `limit_s`, or if its store or network fails."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no answer; no store
@@ -120,7 +120,7 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """A rank's process, as published to all ranks."""
+    """A rank's process, as all ranks receive it at start-up: its host, namespaces, PID and address."""
 
     host: str
     """Host name; empty if unknown."""
@@ -136,15 +136,15 @@ class Place(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """Equal for processes that the control plane watches by PID; empty if no process can watch this one.
+        """A text that is equal for processes that can watch each other by PID; empty if no process can watch this one.
 
-        Different network namespaces give different domains, so that a network failure between them is detected.
+        Different network namespaces give different texts, so that a network failure between them is detected.
         """
         return f"{self.processes}/{self.network}" if self.processes else ""
 
 
 def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
-    """Returns the first rank that the control plane can't reach, and why; None if it reaches all."""
+    """Returns a rank to whose control plane other ranks can't connect, and why. Returns None if all can be reached."""
     spans_hosts = len({place.network for place in places.values()}) > 1
     for rank, place in sorted(places.items()):
         if place.endpoint is None:
@@ -155,7 +155,7 @@ def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
 
 
 class UnmetError(Exception):
-    """An agreement of ranks ended without their values."""
+    """Raised when ranks don't complete an exchange of values. `verdict` has the ranks that are missing."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.kind)
@@ -163,7 +163,7 @@ class UnmetError(Exception):
 
 
 class Watcher:
-    """This process's view of the live and dead ranks of one world."""
+    """Stores which ranks of one world are alive, dead or have left, as far as this process knows."""
 
     def __init__(self) -> None:
         exits.prepare()
@@ -202,7 +202,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """Returns why there is no control plane. Only meaningful without one."""
+        """Describes why the control plane is unavailable. Only valid if it is."""
         return self._problem
 
     @property
@@ -211,9 +211,9 @@ class Watcher:
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """Starts to listen. Returns the endpoint to publish, or None if the control plane is unavailable.
+        """Opens the port to which other control planes connect. Returns its address; None if that fails.
 
-        `library`: the loaded C++ library, or why it is unavailable. `address`: at which peers reach this host.
+        `library`: the loaded C++ library, or why it is unavailable. `address`: this host's address, as peers use it.
         """
         if self._world is None:
             try:
@@ -231,15 +231,15 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Starts to answer guests such as `debug --live` before the ranks have met."""
+        """Starts to answer other programs, such as `debug --live`, while this rank waits for others in start-up."""
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
+        """Starts to watch the ranks of `places`, by global rank. Each rank calls this once, with the same places.
 
-        If a rank has no endpoint that all other ranks can reach, only logs a warning and watches none.
+        If another rank can't be reached by all, logs a warning and watches no rank.
         """
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:
@@ -266,12 +266,12 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Lets the torch backend's groups find this watcher by `shared_by`. They must be closed before it."""
+        """Makes `shared_by` find this watcher, for torch backend groups, which must be closed before it."""
         _SHARED.add(self)
 
     @classmethod
     def shared_by(cls, ranks: Iterable[int]) -> Watcher | None:
-        """Returns a shared watcher of this process that watches these global ranks, or None."""
+        """Returns a watcher of this process that watches all these global ranks and was shared by `share`, or None."""
         return next((each for each in list(_SHARED) if each.watches(ranks)), None)
 
     def ask(
@@ -282,10 +282,11 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Returns the replies of `answers[topic]` by rank, without ranks that exited or were late.
+        """Sends `payload` to other ranks. Returns each rank's reply; ranks that exited or replied late are left out.
 
-        With `on_replies`, returns {} at once, and the control plane's callback thread calls `on_replies(replies)`. With
-        an empty topic and payload, the peer's control plane replies, even while its interpreter lock is held.
+        A rank replies with what its function `answers[topic]` returns. With an empty topic and payload its control
+        plane replies by itself, even while Python there is blocked. With `on_replies`, `ask` returns {} at once, and
+        the control plane's callback thread calls `on_replies(replies)`.
         """
         world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
         asked = [rank for rank in ranks if rank in places and rank != self._rank]
@@ -298,7 +299,7 @@ class Watcher:
         return {}
 
     def is_silent(self, rank: int) -> bool:
-        """Returns True if the control plane of another rank doesn't answer within 0.5 s: its process is stopped."""
+        """Returns True if a rank's control plane doesn't reply within 0.5 s: its process must be stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
@@ -314,7 +315,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Records a report of the control plane, in its callback thread."""
+        """Stores a change of a rank's state that the control plane reports. Runs in its callback thread."""
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
         if place is None:  # the watcher was closed meanwhile
             return
@@ -351,7 +352,7 @@ class Watcher:
         return rank in places and self._rank in places and places[rank].domain == places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
-        """Reports all ranks of the host that declared this host unreachable or stopped."""
+        """Records a death of each rank on the host that declared this host unreachable or stopped."""
         teller = self._places.get(change.by)
         if teller is None or self._is_near(change.by):
             return
@@ -363,7 +364,7 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports hosts whose data connections acknowledge nothing. The control plane's connections may still work."""
+        """Reports hosts that acknowledge no data on a connection, even if the control plane still reaches them."""
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
@@ -382,14 +383,13 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Runs `World.agree`, which the death of a rank in `watched` cancels. Returns None without a control plane."""
+        """Calls `World.agree`, and cancels it if a rank of `watched` dies. Without a control plane, returns None."""
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
-        """Calls `World.end_waits_of` if there is a control plane."""
         if self._world is not None:
             self._world.end_waits_of(group, ranks, list(domain))
 
@@ -406,7 +406,7 @@ class Watcher:
         operation: str = "gather",
         gloo: Any = None,
     ) -> list[bytes]:
-        """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
+        """Exchanges records between `ranks` (global), each of which calls it. Returns the records in their order.
 
         The n-th calls of all ranks with the same purpose and ranks form one exchange. All of them return the same
         records, or raise for the same reason. A record takes one round trip per 4 KiB. Raises:
@@ -457,7 +457,7 @@ class Watcher:
         started: float,
         timeout_s: float,
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns class, cause and suspects of the error for missing records."""
+        """Returns the class, the cause and the suspected ranks of the error for records that are missing."""
         verdict = error.verdict if isinstance(error, UnmetError) else None
         is_late = time.monotonic() >= started + timeout_s
         # If other ranks gave up because a rank died, the report of that death is about to arrive here.
@@ -473,7 +473,7 @@ class Watcher:
         return CommunicationError, f"{plain(error)}. See the log of the first rank that failed", []
 
     def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
-        """Returns cause and suspects for an agreement that failed without a death."""
+        """Returns the cause and the suspected ranks if an exchange failed although no rank died."""
         others = [rank for rank in verdict.ranks if rank != self._rank]
         named = f"ranks {format_ranks(others)}"
         if verdict.kind == "ended" and others:
@@ -491,7 +491,7 @@ class Watcher:
         return f"{named} did not come{answer} within {timeout_s:g} s{held}. {_OTHER_BRANCH}", others
 
     def record(self) -> bytes:
-        """Returns the control plane's last events, for `control.plane.describe`; b"" without one."""
+        """Returns the control plane's last events, for `control.plane.describe`; b"" if there is no control plane."""
         world = self._world
         return b"" if world is None else world.record()
 
@@ -501,7 +501,7 @@ class Watcher:
         self._pids = dict(pids)
 
     def left(self, ranks: Iterable[int]) -> list[int]:
-        """Returns which of these global ranks left on purpose."""
+        """Returns those of these global ranks that left the world on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
@@ -509,7 +509,7 @@ class Watcher:
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """Returns why exits of these ranks aren't detected at once; "" if they are."""
+        """Describes why exits of these ranks are detected late; "" if they are detected at once."""
         if self.watches(ranks):
             return ""
         return f"exits of ranks are noticed at deadlines, or when a gloo connection breaks: {self._problem}"
@@ -521,14 +521,14 @@ class Watcher:
         return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Returns rank -> why it doesn't run, for ranks of this host."""
+        """Describes why ranks of this host don't run, by rank. Ranks that run or are on other hosts are left out."""
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
         return {rank: condition for rank, condition in found.items() if condition}
 
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records a death. Keeps the first reason, except that a certain death replaces an uncertain one."""
+        """Records a death of `rank`. Of several, keeps the first one; a certain death replaces an uncertain one."""
         with self._news:
             known = self._deaths.get(rank)
             if known is not None and (known.certain or not certain):
@@ -542,14 +542,14 @@ class Watcher:
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports to all ranks that this one failed, unless a known death explains it."""
+        """Reports to all ranks that this rank failed. Does nothing if a death is known, which is then the cause."""
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
                 world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Returns the deaths of these global ranks in order of detection. Cheap while there are none."""
+        """Returns the deaths of these global ranks in order of detection. Costs nothing while there are none."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
@@ -562,10 +562,10 @@ class Watcher:
     def await_death_of(
         self, ranks: Iterable[int], timeout_s: float | None = None, *, together_s: float = _TOGETHER_S
     ) -> list[Death]:
-        """Waits for a death of these ranks, then briefly for simultaneous ones. Returns `deaths_of` them.
+        """Waits until one of these ranks dies, then briefly for others killed with it. Returns their deaths.
 
-        `timeout_s`: for the first death; None means 0.5 s, for a connection that broke. `together_s`: after the last
-        one, at least 0.25 s for ranks of several hosts.
+        `timeout_s`: for the first death. The default, 0.5 s, is for connections that broke. `together_s`: for the
+        others; at least 0.25 s if some are on other hosts.
         """
         ranks = list(ranks)
         timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s
@@ -580,9 +580,9 @@ class Watcher:
         return self.deaths_of(ranks)
 
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
-        """Waits for the deaths that explain a broken connection to `suspects`. Returns the deaths of `ranks`.
+        """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
 
-        If a suspect on another host doesn't answer, waits up to the heartbeat limit + 2 beats: its host may have
+        If a suspect on another host doesn't answer, this waits up to the heartbeat limit + 2 beats: its host may have
         declared this one unreachable, which the control plane then reports.
         """
         found = self.await_death_of(ranks)
@@ -598,7 +598,7 @@ class Watcher:
         return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """Reports processes that the kernel is ending, which takes seconds for a large one, and unreported exits."""
+        """Records deaths of this host's processes that are exiting. The kernel takes seconds to end a large process."""
         world = self._world
         for rank, pid in self._pids.items():
             is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
@@ -606,9 +606,9 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """Returns the store that the lowest of `ranks` serves in its control plane; None without a control plane.
+        """Returns a key-value store that the lowest of `ranks` serves, or None if there is no control plane.
 
-        Use it for a process group of `ranks`: it ends with that rank, and so does the store.
+        It is meant for a process group of `ranks`: the group and the store both end with that rank.
         """
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
@@ -628,11 +628,11 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns class, cause and suspects of the error for a failed `store` operation.
+        """Returns the class, the cause and the suspected ranks of the error for a `store` operation that failed.
 
-        The cause is a death of `ranks` or of the rank that serves the store, if one is known. A connection can break
-        before the exit of its process is detected, so this waits for that exit, but not if the store is silent: then
-        the deadline has passed.
+        The cause is a known death of one of `ranks` or of the store's server. A connection can break before the exit of
+        its process is detected, so this waits briefly for that exit. It doesn't wait if the store was silent until the
+        deadline.
         """
         server = store.served_by
         watched = set(ranks) | ({server} if server is not None else set())
@@ -650,7 +650,7 @@ class Watcher:
         return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
-        """Calls `on_close`, leaves the world and closes stores. May be called twice."""
+        """Calls the functions in `on_close`, leaves the world and closes the stores. May be called twice."""
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []

@@ -63,10 +63,10 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Describes up to four frames: the innermost one outside of this library, torch and contextlib, then its callers.
+    """Describes a stack by up to four frames: the innermost one of the program, then its callers.
 
-    Skips frames of the standard library after the first. contextlib is between a decorated function of this library and
-    its caller.
+    Omits frames of this library, torch and contextlib (by which decorated functions are called), and those of the
+    standard library after the first frame.
     """
     outside = [frame for frame in frames if not frame[0].startswith(_WITHIN)]
     own = [frame for frame in outside if not _is_standard(frame[0])]

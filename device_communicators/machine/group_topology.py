@@ -1,4 +1,4 @@
-"""The GPUs of a group's ranks and their connections: the same result on every rank, so communicators may depend on it.
+"""The GPUs of a group's ranks and how they are connected: the same result on every rank.
 
 Each rank publishes its GPU and its view of the other ranks' GPUs. A fact about the group holds if every rank confirms
 it. A driver may report peer access that loses data: a group whose kernels use it tests it first (`peer.group`).
@@ -33,7 +33,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """The ranks' common answer to a question about the whole group; usable as a condition."""
+    """The ranks' common answer to a question such as "does NVLink connect every pair?"; usable as a condition."""
 
     holds: bool
     reason: str
@@ -45,7 +45,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class RankGpu:
-    """A rank's device."""
+    """The GPU of one rank, or another device, as the rank publishes it."""
 
     uuid: str | None
     """UUID of the GPU; None without one, and in MIG mode."""
@@ -55,7 +55,7 @@ class RankGpu:
 
 @dataclass(frozen=True)
 class GroupTopology:
-    """The GPUs of a group and their connections. Ranks are ranks in the group."""
+    """The GPUs of a group's ranks, and the answers to questions about their connections."""
 
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
@@ -153,7 +153,7 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """Returns every rank's JSON-compatible facts, in rank order. Every rank of the group calls it.
+    """Returns the facts of every rank, JSON values, in rank order. Every rank of the group calls it.
 
     Raises PeerDiedError, CollectiveTimeoutError, CommunicationError.
     """

@@ -169,7 +169,7 @@ def _read(reader: Reader) -> Topology:
 
 
 class _Facts:
-    """Queries a reader, and collects the reasons of missing answers in `unknown`."""
+    """Asks a reader for facts, and collects in `unknown` why answers are missing."""
 
     def __init__(self, reader: Reader) -> None:
         self.unknown: dict[str, str] = {}
@@ -201,7 +201,7 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """Returns the active links. If NVML answers for any link, links without an answer don't exist."""
+    """Returns a GPU's active NVLinks. If NVML answers for any link, links without an answer don't exist."""
     links: list[Link] = []
     reasons: set[str] = set()
     answered = False

@@ -17,7 +17,7 @@ from device_communicators.machine.topology import Gpu
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that a process sees, in CUDA's order, and remarks."""
+    """The GPUs that CUDA shows to a process, in CUDA's order, and remarks about the variable."""
 
     gpus: tuple[Gpu, ...]
     remarks: tuple[str, ...] = ()

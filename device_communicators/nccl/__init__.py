@@ -1,4 +1,4 @@
-"""NCCL on the caller's current stream: a group's communicator, links between pairs, set-up, deadlines and aborts.
+"""NCCL for a group's GPU tensors, on the caller's current stream: set-up, collectives, transfers, deadlines, aborts.
 
 May import `cuda`, `routing` and the packages below them.
 """

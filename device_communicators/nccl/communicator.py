@@ -133,7 +133,7 @@ class NcclCommunicator(Communicator):
             self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits the communicator of `part` from this one. Does nothing without `set_up(divisible=True)`."""
+        """Splits off the communicator of `part`. Does nothing if this one was set up without `divisible=True`."""
         with self._making, self.streams.guard():
             if self._parent is None:
                 return
@@ -154,7 +154,7 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """Tests the communicator by an all-reduce of `one`, in place. `advice` ends the error for a wrong result."""
+        """Tests the communicator by an all-reduce of `one`, in place. `advice`: what to do if the result is wrong."""
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
@@ -196,7 +196,7 @@ class NcclCommunicator(Communicator):
         return link
 
     def wait_for_links(self) -> None:
-        """Waits until all links that are being made are ready."""
+        """Waits until the communicators of rank pairs that are being made can be used."""
         for link in self._links.all():
             link.wait(self._raise_failure)
 
@@ -212,7 +212,7 @@ class NcclCommunicator(Communicator):
         yield
 
     def close(self) -> None:
-        """Ends all communicators. Waits at most 10 s for the device, then aborts them. Twice is fine."""
+        """Ends all communicators. Waits at most 10 s for the device, then aborts them. May be called twice."""
         if self._closed:
             return
         self._closed = self._links.closed = True
@@ -352,7 +352,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Applies the deadline to the NCCL call in this block. Raises the failure if the watch thread aborted it."""
+        """Limits the NCCL call in a block by the deadline. Raises the failure if the deadline's thread aborted it."""
         watch = self._watched()
         watch.begin(operation)
         try:
@@ -428,7 +428,7 @@ class NcclCommunicator(Communicator):
         return ContinuedWork(work, lambda: self._finish(wide_out, op, narrow))
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """Reduces to each rank in turn, all in one launch."""
+        """Runs one reduction per rank, to that rank, all in one launch."""
         self._check(x)
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sizes[self.context.rank], *rows.shape[1:]))
@@ -460,7 +460,7 @@ class NcclCommunicator(Communicator):
         return self._run_beside(lambda stream: self._all_gather(out, x, stream), out, x) if x.numel() else DONE
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """Broadcasts from each rank, all in one launch."""
+        """Runs one broadcast per rank, from that rank, all in one launch."""
         self._check(x)
         if any(out.numel() for out in outs):
             with self._launch("all_gatherv") as add:
@@ -562,12 +562,12 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Runs over gloo: a barrier blocks the host, not the device."""
+        """Runs a barrier over gloo, because it must block the host, not the device."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
-    """Returns NCCL's op. Averages become sums that `_finish` divides, except for integers in their own dtype."""
+    """Returns NCCL's op for `op`. Averages are computed as sums, which `_finish` divides; not those of integers."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 

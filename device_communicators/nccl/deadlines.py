@@ -64,7 +64,7 @@ class _StreamCalls:
 
 
 class Watch:
-    """The thread that watches one group's calls. It runs until `close` or until it finds a failure."""
+    """A thread that limits one group's NCCL calls by their deadlines. It runs until `close` or the first failure."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Watch:
         return self.failure is None
 
     def close(self) -> None:
-        """Ends the thread. Twice is fine."""
+        """Ends the thread. May be called twice."""
         self._closed = True
         # The group's methods would keep the group and its process groups alive until a garbage collection.
         self._find_failure, self._abort = (lambda operation, since: None), (lambda: None)

@@ -58,7 +58,7 @@ _END_S = 1.0
 
 
 class Deadline:
-    """Limits a wait by the group's timeout and ends it early if a rank of the group exits."""
+    """The limit of a wait: the group's timeout, or earlier the exit of one of its ranks."""
 
     def __init__(self, context: GroupContext, operation: str) -> None:
         self.context = context
@@ -66,7 +66,7 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps for at most 2 ms in a wait.
+        """Sleeps for at most 2 ms. To be called in the loop of a wait.
 
         Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout.
         """
@@ -264,11 +264,11 @@ class Handle:
         return attributed(self.context, operation, started, failure)
 
     def abort(self) -> None:
-        """Aborts the communicator and its kernels, whose results are then invalid. Twice is fine."""
+        """Aborts the communicator and its kernels, whose results are then invalid. May be called twice."""
         end_all([self], in_order=False)
 
     def close(self) -> None:
-        """Ends the communicator in order; the device must have finished its calls. Twice is fine."""
+        """Ends the communicator without an abort. The device must have finished its calls. May be called twice."""
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
@@ -328,7 +328,7 @@ def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
 
 
 class SetUpRecord(ctypes.Structure):
-    """The data that ranks exchange before they make a communicator."""
+    """What one rank tells the others before they make a communicator: its version of NCCL, and perhaps a unique id."""
 
     version: int
     unique_id: UniqueId
@@ -336,7 +336,7 @@ class SetUpRecord(ctypes.Structure):
 
 
 def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> SetUpRecord:
-    """Returns this rank's record. With `makes_id` it has a unique id, for which NCCL opens a socket on this rank."""
+    """Returns this rank's `SetUpRecord`. With `makes_id` it has a unique id, for which NCCL opens a socket here."""
     unique_id = UniqueId()
     if makes_id:
         result = library.ncclGetUniqueId(ctypes.byref(unique_id))

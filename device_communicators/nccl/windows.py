@@ -54,9 +54,9 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Records which blocks of a group's windows are in use.
+    """Keeps account of the blocks of a group's windows: which are in use.
 
-    Equal on all ranks, which make the same changes in one order.
+    It is equal on all ranks, because all make the same changes in the same order.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Releases a block on this rank when no tensor refers to its memory any more."""
+    """Holds a block in use. Releases it on this rank when no tensor refers to its memory any more."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number

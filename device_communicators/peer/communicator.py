@@ -40,7 +40,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def __init__(
         self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
     ) -> None:
-        """`thresholds` replace the table's."""
+        """`thresholds`: largest sizes per algorithm, in place of those in the table."""
         super().__init__(context)
         self._thresholds = thresholds
         self._at = context.device
@@ -57,7 +57,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     @property
     def group(self) -> PeerGroup:
-        """Returns the group that `admit` made. Raises UnsupportedError without one."""
+        """Returns the group that `admit` made. Raises UnsupportedError if there is none."""
         if self._made is None:
             raise UnsupportedError(
                 f"{self.context} has no peer memory: its ranks refused it when the group was made (explain() gives "

@@ -21,7 +21,7 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of driver, NCCL and torch, on which measured times depend."""
+    """Returns the versions of driver, NCCL and torch. Measured times are valid for these only."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def arch_of(device: torch.device) -> str:
-    """Returns the compute capability, as `9.0`."""
+    """Returns the compute capability of a GPU, such as `9.0`."""
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
@@ -63,7 +63,7 @@ class PeerDevice:
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """Returns the topology on which all ranks agree. Every rank of the group calls it."""
+        """Returns how the GPUs of the group's ranks are connected. Every rank of the group calls it."""
         read: list[Any] = []
         run_on_all_ranks(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)

@@ -71,7 +71,7 @@ _POLL_S = 0.2
 
 
 class PeerGroup:
-    """The peer-memory kernels of one group. Every rank makes it by `set_up`."""
+    """Runs the kernels by which the GPUs of one group read and write each other's memory. `set_up` makes it."""
 
     def __init__(self, context: GroupContext, device: PeerDevice, admission: Admission, memory: PeerMemory) -> None:
         self.context = context
@@ -181,7 +181,7 @@ class PeerGroup:
         yield from ((_NORM, plain), (f"{_NORM}_static_fp8", static_fp8), (f"{_NORM}_token_fp8", token_fp8))
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
-        """Launches a small call; returns its result and the correct one. `number` makes each call's data different."""
+        """Launches a small call. Returns its result and the correct one. `number`: makes each call's data different."""
         size, rank = self.context.size, self.context.rank
         counts = torch.arange(1000 * size, dtype=torch.float32, device=self.context.device)
         x, total = counts + number * rank, counts * size + number * sum(range(size))
@@ -202,9 +202,10 @@ class PeerGroup:
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
-        """Waits at most 10 s for this rank's calls, then releases the regions, or leaks them. Twice is fine.
+        """Waits at most 10 s for this rank's calls, then frees the regions, or if calls still run leaks them.
 
-        It can't detect replays of captured calls: they must be finished, and their graphs mustn't be replayed again.
+        Replays of captured calls can't be detected: they must be finished, and their graphs mustn't be replayed again.
+        May be called twice.
         """
         if self._closed.is_set():
             return
@@ -296,7 +297,7 @@ class PeerGroup:
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Gathers the bytes of `x`. `how` is push or pull."""
+        """Gathers the bytes of every rank's `x` into `out`. `how` is push or pull."""
         self._launch(("all_gather", how, None, x.nbytes, 0), x, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:

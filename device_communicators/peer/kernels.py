@@ -42,7 +42,7 @@ REGION_BYTES = STAGES_OFFSET + 2 * MAX_BLOCKS * STAGE_BYTES
 
 
 class Call(ctypes.Structure):
-    """The only argument of every kernel, passed by value. Addresses are the device's; unused ones are 0."""
+    """The argument of every kernel, passed by value. Addresses are the device's; unused ones are 0."""
 
     _fields_: ClassVar = [
         ("regions", c_uint64 * MAX_RANKS),
@@ -72,7 +72,7 @@ OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 
 class Launcher(Protocol):
-    """Runs the kernels: on a GPU, or in tests on a stand-in."""
+    """The interface that launches kernels: on a GPU, or in tests on a stand-in."""
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
         """Enqueues a kernel on a stream (a cudaStream_t as an int). The current device must be the launcher's.
@@ -95,7 +95,7 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The report of a kernel that ended early."""
+    """What a kernel reports that ended before its work was done: why, and which rank it waited for."""
 
     reason: str
     """"deadline" or "abort"."""
@@ -274,7 +274,7 @@ _REGISTERS = 4  # CUfunction_attribute
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The C struct CUlaunchConfig."""
 
     _fields_: ClassVar = [
         *((name, c_uint) for name in (
@@ -337,7 +337,7 @@ class PeerKernels:
         return PeerKernels(driver, device)
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """See Launcher. The current device must match: stream 0 exists on every device."""
+        """Launches as `Launcher.launch`. The launcher's device must be current: stream 0 exists on every device."""
         function, call.operation = self._functions[name]
         prepared = self._prepared
         config = prepared.config

@@ -35,7 +35,7 @@ ALIGNMENT = 256
 
 
 class NotSharedError(Exception):
-    """Memory can't be shared, or peer memory can't be used, in this group. Internal: all ranks raise it together."""
+    """Raised on all ranks of a group if its GPUs' memory can't be shared. Only used inside this package."""
 
 
 class Sharing(Protocol):
@@ -48,7 +48,7 @@ class Sharing(Protocol):
         """Maps the memory of every rank's offer. Returns the addresses of all regions in this process."""
 
     def close(self) -> None:
-        """Releases the mappings and the memory. Twice is fine."""
+        """Releases the mappings and the memory. May be called twice."""
 
 
 class SharingMethod(Protocol):

@@ -41,7 +41,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """The facts by which a route chooses a communicator. They are equal on every rank of the group."""
+    """The facts of a call by which a route chooses a communicator. They are equal on every rank of the group."""
 
     operation: str
     dtype: torch.dtype | None
@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupContext(GroupMember):
-    """The facts of a group that its communicators need."""
+    """The facts of a group that its communicators need: ranks, device, timeout, process groups, …"""
 
     name: str
     ranks: tuple[int, ...]
@@ -109,12 +109,14 @@ class GroupContext(GroupMember):
 
     @property
     def cpu_group(self) -> Any:
-        """Returns the gloo group for CPU tensors and messages, or the device group if `device` is the CPU."""
+        """Returns the gloo process group, for CPU tensors and messages; the device's own if the device is the CPU."""
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
     def key(self) -> str:
-        """Returns the key by which ops name the group: its name and its size, on which compiled code depends.
+        """Returns the text that names the group in ops' arguments.
+
+        It contains the size, on which compiled code depends.
 
         Caches of compiled code outlive processes and are shared by ranks. The arguments of ops are part of their keys,
         so the arguments must contain all that the code depends on.
@@ -123,27 +125,27 @@ class GroupContext(GroupMember):
 
     @property
     def ranked_key(self) -> str:
-        """Returns the key for ops whose compiled code also depends on the rank."""
+        """Returns the name of the group in arguments of ops whose compiled code also depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
     def label(self) -> str:
-        """Returns a text that differs between groups of the same ranks. It is equal on all ranks of the group."""
+        """Returns a text that is equal on all ranks of the group, and differs between groups of the same ranks."""
         return f"{self.channel}/{self.given}" if self.given else str(self.channel)
 
     @property
     def failure_ranks(self) -> Collection[int]:
-        """Returns the global ranks whose death fails the group."""
+        """Returns the global ranks whose death makes the group fail. They may include ranks of other groups."""
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
-        """Returns the deaths that fail the group, in the order of their detection."""
+        """Returns the deaths that make the group fail, in the order of their detection."""
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
         """Returns the record of each rank of the group. Every rank calls it. Raises as `Watcher.gather` does.
 
-        Each `operation` is numbered separately. If a rank misses a gather, gathers of other operations still match.
+        Calls are matched per `operation`: a rank that misses one doesn't affect those of other operations.
         """
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
@@ -158,9 +160,9 @@ class GroupContext(GroupMember):
         )
 
     def check_cpu_group(self, what: str) -> None:
-        """Raises GroupNotInitializedError if a transfer needs a gloo group that does not exist yet.
+        """Raises GroupNotInitializedError if `what`, a transfer, needs the group's gloo group and it doesn't exist yet.
 
-        Two ranks can't create it, because every rank of the group must take part.
+        The two ranks of a transfer can't create it: every rank of the group must take part.
         """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
@@ -169,7 +171,7 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """Returns the tag of a kind (0 … 3) of transfers. Groups over the same process groups have different tags."""
+        """Returns the tag for a kind (0 … 3) of transfers. Groups that share process groups have different tags."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
@@ -209,22 +211,22 @@ class Communicator(ABC):
     def set_up(self, *, divisible: bool = False) -> None:
         """Creates in advance what the first call would create. Every rank of the group calls it.
 
-        `divisible`: `divide` follows.
+        `divisible`: True if a call of `divide` follows.
         """
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits this communicator's resources to create those that `part` would create at its first call.
+        """Creates the resources of `part`, the communicator of a smaller group, by splitting those of this one.
 
-        Every rank of this group calls it after `set_up(divisible=True)`. Ranks of a part pass the part's number,
-        `color`, and their communicator of the part; ranks in no part pass None. Does nothing if it can't split.
+        Every rank of this group calls it after `set_up(divisible=True)`. Ranks of a part pass their communicator of it,
+        and its number as `color`; ranks in no part pass None. Does nothing if the communicator can't be split.
         """
 
     def connect(self, peer: int) -> None:
-        """Creates in advance what the first transfer with `peer` would create. That rank calls it as well."""
+        """Creates in advance what the first transfer with `peer` would create. The peer calls it too."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepares the capture of a CUDA graph, which takes place in the block."""
+        """Returns a context for the capture of a CUDA graph, which prepares the communicator for it."""
         yield
 
     @property
@@ -240,22 +242,22 @@ class Communicator(ABC):
         raise UnsupportedError(f"{self.context}: {self.name} has no memory for tensors")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Encloses each blocking collective. Raises UsageError if another thread is in a collective that conflicts."""
+        """Returns a context for a blocking collective, which raises UsageError if another thread's conflicts."""
         return nullcontext()
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns the native collectives that registered ops may call without the route, or None.
+        """Returns the C++ collectives that registered ops may call without the route, or None.
 
-        Used only for the first communicator of a route.
+        Only that of a route's first communicator is used.
         """
         return None
 
     def abandon(self) -> None:
-        """Ends this rank's transfers after a failure of the group, so that peers don't wait for it."""
+        """Cancels this rank's transfers once the group has failed, so that peers don't wait for it."""
 
     def close(self) -> None:
-        """Frees the communicator's own resources. `parallel_state.process_groups.pool` owns the process groups."""
+        """Frees the communicator's own resources. Process groups belong to `parallel_state.process_groups.pool`."""
 
     # Public operations. Every rank of the group calls them, except send and recv.
 
@@ -303,7 +305,7 @@ class Communicator(ABC):
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """Exchanges the slices, then reduces in rank order. Sends as many bytes as a reduce-scatter."""
+        """Reduces as reduce_scatter; `sizes[r]` is the length of rank r's slice. Sends as many bytes."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -344,14 +346,14 @@ class Communicator(ABC):
         return out
 
     def broadcast_(self, x: Tensor, src: int) -> None:
-        """Fills every rank's `x`, of any strides, with `src`'s."""
+        """Copies `src`'s tensor into every rank's `x`, of any strides."""
         with _contiguous(x) as flat:
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs `operation` (send, recv or broadcast_) of contiguous tensors, in order or in one launch.
+        """Runs `operation` (send, recv or broadcast_) for each contiguous tensor, in order or in one launch.
 
-        `refusal` has accepted each of them.
+        `refusal` has returned None for each of them.
         """
         for each in tensors:
             getattr(self, operation)(each, peer)
@@ -368,15 +370,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """Reduces in place."""
+        """Reduces contiguous `x` over all ranks, in place."""
 
     @abstractmethod
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        """Gathers into `out`, `[size, *x.shape]`."""
+        """Gathers every rank's `x` into `out`, `[size, *x.shape]`."""
 
     @abstractmethod
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """Gathers rank r's tensor into contiguous `outs[r]`."""
+        """Gathers every rank's `x`; writes that of rank r to contiguous `outs[r]`."""
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
@@ -384,33 +386,33 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        """Gathers into `out`: `[size, *x.shape]` on `dst`, None on other ranks."""
+        """Gathers every rank's `x` on `dst` into `out`, `[size, *x.shape]`; on other ranks `out` is None."""
 
     @abstractmethod
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        """Scatters `x`: `[size, *out.shape]` on `src`, None on other ranks."""
+        """Scatters `src`'s `x`, `[size, *out.shape]`, to the ranks' `out`; on other ranks `x` is None."""
 
     @abstractmethod
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
 
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        """Starts a broadcast of `src`'s `x` into that of other ranks. The caller keeps `x` alive until it is done."""
+        """Starts to copy `src`'s `x` into that of other ranks. The caller keeps `x` alive until the work is done."""
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
-        """Broadcasts `src`'s `x` into that of other ranks."""
+        """Copies `src`'s contiguous `x` into that of other ranks."""
         self.ibroadcast_(x, src).wait()
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Starts a send. The caller keeps `x` alive and unchanged until it is done.
+        """Starts a send. The caller keeps `x` alive and unchanged until the returned work is complete.
 
-        Transfers with different tags don't match, if the transport supports tags: gloo does, NCCL doesn't.
+        A transfer doesn't match one with another tag, if the transport supports tags: gloo does, NCCL doesn't.
         """
 
     @abstractmethod
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        """Starts a receive into `out`."""
+        """Starts a receive into `out`, which the caller keeps alive until the returned work is complete."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -425,14 +427,14 @@ def new_gathered(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def new_scattered(x: Tensor, dim: int, size: int) -> Tensor:
-    """Allocates one rank's slice of `x` along `dim`."""
+    """Allocates the result of scattering `x` along `dim` to `size` ranks: one rank's slice."""
     shape = list(x.shape)
     shape[dim] //= size
     return x.new_empty(shape)
 
 
 def call_each_once(communicator: Communicator) -> None:
-    """Runs each kind of call once on the device. Libraries connect ranks at the first call, which can't be captured."""
+    """Runs each kind of call once on the device, before a CUDA graph is captured: the first call connects ranks."""
     size = communicator.context.size
     x = torch.zeros(size, device=communicator.context.device)
     out, parts = torch.empty_like(x), [1] * size
@@ -492,7 +494,7 @@ COMPOSED: Mapping[str, Callable[..., Any]] = {
 
 
 def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
-    """Returns the communicator's method of this name, else the fallback."""
+    """Returns the communicator's method named `operation`, or else this module's function for it."""
     own = getattr(communicator, operation, None)
     return partial(COMPOSED[operation], communicator) if own is None else own
 
@@ -526,7 +528,7 @@ def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
 
 @contextmanager
 def _contiguous(x: Tensor) -> Iterator[Tensor]:
-    """Yields `x`, or a contiguous copy that is written back to `x` afterwards."""
+    """Yields `x` if it is contiguous; else yields a contiguous copy, and writes it back to `x` afterwards."""
     if x.is_contiguous():
         yield x
         return
@@ -543,7 +545,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Base class of communicators that support some requests only. The route's next communicator gets the others."""
+    """Base class of communicators that support some requests only. Another communicator of the route runs the rest."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

@@ -1,4 +1,4 @@
-"""Classifies failures: by the texts of torch.distributed, which raises RuntimeError for all of them, and by deaths."""
+"""Classifies failures of calls: by known deaths, or by the text of the RuntimeError that torch.distributed raised."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def note_error(error: CommunicationError) -> None:
 
 @host_call(OUTSIDE)
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
-    """Returns this library's error behind `exception`, or None. Involves no other rank.
+    """Returns the error of this library that caused `exception`, or None. Other ranks needn't call it.
 
     The result is the exception itself, or the nearest of its causes and contexts. Errors of the backend
     "parallel_state" are also found by their text, because torch's autograd, and so the backward of DDP and FSDP, raises
@@ -80,13 +80,13 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Returns True if the error's type or text is of torch.distributed. Other errors are faults of this rank."""
+    """Returns True if torch.distributed raised the error, by its type or text. Else this rank is at fault."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """Returns the error for an operation that failed because ranks of the failure domain died."""
+    """Returns the error to raise if an operation failed because ranks on which the group depends died."""
     deaths = context.deaths()
     return context.failure(
         kind_of_deaths(deaths, CollectiveTimeoutError),
@@ -120,7 +120,7 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure`, which names one dead rank, or an error that names all dead ranks if there are more."""
+    """Returns `failure`, which names one dead rank; if more ranks are dead, an error that names them all."""
     watcher = context.watcher
     if watcher is None:
         return failure
@@ -132,7 +132,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Adds the world's dead ranks to `failure` as its suspects.
+    """Sets the dead ranks of the world as the suspects of `failure`.
 
     A live rank that leaves a group usually does so because another rank died.
     """
@@ -162,7 +162,7 @@ def attributed(
 
 
 def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure`, a broken connection, as the error of a group in which no rank has died."""
+    """Returns the error for `failure`, a broken connection, if no rank died: a peer closed it after a failure."""
     return context.failure(
         CommunicationError,
         f"{failure.args[0]}. All ranks of the group are alive: one of them failed first, at its deadline or by another "

@@ -1,9 +1,9 @@
-"""Hooks on operations of groups and on each group's first failure: hooks of users, and the meters of this process.
+"""The program's hooks on operations and failures of groups, and meters: sums of the time that calls take.
 
 Without hooks there is no cost. An exception of a hook is logged; the operation doesn't fail.
 
-Meters add up the time of calls, and of waits for peers. C++ measures all calls over shared memory (csrc/handle.h). For
-other transports only the time of a call is known, not its share of waiting.
+Meters also sum the time of waits for peers. C++ measures all calls over shared memory (csrc/handle.h). For other
+transports only the time of a call is known, not the part of it that was waiting.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ METERS = _Meters()
 
 
 def measure(on: bool) -> None:
-    """Starts or stops measuring the operations of all groups of this process. Keeps earlier results."""
+    """Switches the meters of all groups of this process on or off. Results so far are kept."""
     if on and not METERS.is_on:
         PYTHON_ONLY.append(METERS.note)
     elif METERS.is_on and not on:
@@ -133,6 +133,6 @@ def measure(on: bool) -> None:
 
 
 def switch_native_meter(context: GroupContext) -> None:
-    """Switches measuring in the native library on or off, as in Python. One switch serves all groups."""
+    """Switches the meter of the C++ library on or off, as that of Python is. One switch serves all groups."""
     if context.collectives is not None:
         context.collectives.library.ps_measure_calls(int(METERS.is_on))

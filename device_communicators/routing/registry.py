@@ -1,4 +1,4 @@
-"""The routes of this process by their groups' names, for ops; hooks of users; and the record of the last operations."""
+"""Finds this process's routes by the names of their groups, adds the program's hooks, and writes records to files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the open routes of real groups with more than one rank, sorted by their groups' names."""
+    """Returns the open routes sorted by group name, without simulated groups and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
@@ -47,7 +47,7 @@ def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable
 
 @host_call(OUTSIDE)
 def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` when a group of this rank fails, in the thread that detects it, before the error is raised.
+    """Calls `hook(event)` when a group of this rank fails: in the thread that detects it, before it raises the error.
 
     Returns a function that removes the hook. An exception of a hook is logged. Each rank adds its own hooks.
     """
@@ -111,7 +111,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """Closes the parent's routes in a forked child, without freeing anything. Returns True if there are any."""
+    """In a forked child, closes the parent's routes without freeing anything. Returns True if there are any."""
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
         route.closed = route.is_parents = True
@@ -119,7 +119,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """Registers `route` under its group's name and keys, by which ops find it. The caller keeps it alive."""
+    """Makes `find_route` find `route` by its group's name and keys. The caller keeps the route alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
@@ -135,7 +135,7 @@ def register_route(route: Route) -> None:
 
 
 def unique_name(stem: str) -> str:
-    """Returns `tp:0`, then `tp:1`, …: a name that no group of this process has had, which exposes stale groups."""
+    """Returns `tp:0`, then `tp:1`, …. A process uses no name twice, so a destroyed group's name finds no other."""
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"

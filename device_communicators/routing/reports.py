@@ -1,8 +1,8 @@
-"""Reports of the ranks' calls, exchanged over the control plane after a wait has failed.
+"""Compares the calls of all ranks after a wait has failed, to name ranks that are missing or made another call.
 
-gloo reports neither missing ranks nor mismatched calls. When a wait times out on one rank, gloo closes the connections,
-so the waits of all other ranks fail as well. Each of these ranks then sends its call to its peers. A rank that sends
-nothing isn't in a call of this group. Calls that succeed cost nothing.
+gloo reports neither. When a wait times out on one rank, gloo closes the connections, so the waits of all other ranks
+fail as well. Each of these ranks then sends its call to its peers over the control plane. A rank that sends nothing
+isn't in a call of this group. Calls that succeed cost nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_REPORTS = 64
 
 @dataclass(frozen=True)
 class Report:
-    """The call in which a group failed on a rank, as that rank sends it to its peers."""
+    """The call in which a group failed on one rank. That rank sends it to its peers."""
 
     sequence: int
     call: str
@@ -46,7 +46,7 @@ class Report:
 def explained(
     context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
 ) -> CommunicationError:
-    """Returns `failure` of the group's `operation`, or an error that names the missing or mismatched ranks.
+    """Returns an error that names the missing or mismatched ranks of `operation`; `failure` itself if none are found.
 
     `before`: the group's call before `operation`.
     """
@@ -61,7 +61,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Sends this rank's report of a mismatched `operation` to the group's ranks without waiting."""
+    """Sends this rank's report of `operation`, a mismatched call, to the other ranks of its group, without waiting."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
@@ -72,16 +72,16 @@ def _status_of(context: GroupContext) -> Any:
 
 
 def _peers_to_ask(context: GroupContext) -> list[int]:
-    """Returns the global ranks with which this rank exchanges reports: all peers, or the nearest ones in a ring."""
+    """Returns the global ranks with which this rank exchanges reports: all peers, or in a large group the nearest."""
     others = [*context.ranks[context.rank + 1 :], *context.ranks[: context.rank]]
     half = _MOST_REPORTS // 2
     return others if len(others) <= _MOST_REPORTS else [*others[:half], *others[-half:]]
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to a failure of `operation` the states of the ranks that answer, suspects first.
+    """Adds to `failure` what other ranks are doing, as far as they answer; ranks that it suspects come first.
 
-    A mismatch has both calls already, so only the lines that made them are added.
+    The error for a mismatch names both calls already; it gets only the lines that made them.
     """
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
@@ -108,7 +108,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
-    """Returns `failure` of a connection, or the error for deaths that the watcher detects now."""
+    """Returns the error for deaths that are detected by now, which explain a broken connection; else `failure`."""
     watcher = context.watcher
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
@@ -119,9 +119,11 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that some ranks completed before it failed on other ranks, and the ranks that completed it.
+    """Finds a call that some ranks completed and that failed on others.
 
-    The ranks that completed it must all be in the same next call. Returns None if the reports don't show that.
+    Returns its report and the ranks it completed on.
+
+    Those ranks must all be in the same next call. Returns None if the reports don't show that.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -138,7 +140,7 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error that the reports show, with the ranks that are missing, ahead or mismatched; else `failure`.
+    """Returns an error that names the ranks which, by the reports, are missing, ahead or mismatched; else `failure`.
 
     `reports`: by rank in the group. `missing`: global ranks without a report.
     """
@@ -231,9 +233,9 @@ def _mismatch(
 
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
-    """Raises CollectiveMismatchError on every rank if the ranks are in different calls. Every rank calls it.
+    """Raises CollectiveMismatchError on every rank if they are in different calls. Every rank calls it, in debug mode.
 
-    For debug mode. It works over NCCL, too. The error contains both calls and the lines that made them.
+    It works over NCCL, too. The error contains both calls and the lines that made them.
     """
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}

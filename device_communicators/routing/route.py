@@ -1,4 +1,4 @@
-"""The route of one group: an ordered list of communicators, of which the first that supports an operation runs it.
+"""The route of a group: its communicators in order of preference, of which the first that supports a call runs it.
 
 `Route.run` runs the blocking operations that go through Python: it chooses a communicator, counts the traffic, and
 translates a communicator's errors into those of this library. A route moves no bytes itself.
@@ -81,14 +81,14 @@ _Kind = tuple[str, torch.dtype | None, str, str | None]
 
 @dataclass
 class Traffic:
-    """The traffic of one operation. `bytes` counts the tensors of this rank."""
+    """Number of calls of one operation, and the bytes of this rank's tensors in them."""
 
     calls: int = 0
     bytes: int = 0
 
 
 class _CallScope:
-    """Sets this thread's call, and rejects other calls of the group until it ends.
+    """Describes this thread's call to errors, and rejects calls of other threads on the group until the block ends.
 
     Ranks can't agree on an order of the calls of several threads. A class, because a generator costs 3 µs more.
     """
@@ -96,7 +96,7 @@ class _CallScope:
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
 
     def __init__(self, route: Route, call: UserCall, has_steps: bool = False) -> None:
-        """`has_steps`: the call consists of collectives of this thread."""
+        """`has_steps`: True if this thread makes collectives in the block."""
         self._route = route
         self._call = call
         self._has_steps = has_steps
@@ -175,7 +175,7 @@ class Route:
 
     @property
     def messenger(self) -> Any:
-        """Returns the group's messenger, which the ops on lists of tensors use. Raises GroupDestroyedError."""
+        """Returns the group's messenger, by which ops send lists of tensors. Raises GroupDestroyedError."""
         messenger = self.try_messenger
         if messenger is None:
             raise GroupDestroyedError(f"{self.context} was destroyed; call the group's getter again")
@@ -196,7 +196,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Lets registered ops call the first communicator directly, without this route, or ends that."""
+        """Switches on or off that registered ops call the first communicator directly, without this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -214,7 +214,7 @@ class Route:
 
     @property
     def in_debug_mode(self) -> bool:
-        """Returns True if the ranks compare their calls, because one of them has PARALLEL_STATE_DEBUG on."""
+        """Returns True if the ranks compare every call, because PARALLEL_STATE_DEBUG is set on at least one of them."""
         memory = self.context.host_memory
         return memory is not None and memory.debug
 
@@ -228,7 +228,7 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Calls the method `operation`, with `args`, of the first communicator that supports it for `tensor`.
+        """Runs the method `operation` with `args`, on the first communicator that supports it for `tensor`.
 
         `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
         `as_list`: the first argument is a list of tensors, for the communicator's `run_list`.
@@ -292,7 +292,7 @@ class Route:
         return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides are optional
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
-        """Runs `operation` (send, recv or broadcast_) of tensors, in one launch if they have the same communicator.
+        """Runs `operation` (send, recv or broadcast_) for each tensor, in one launch if one communicator supports them.
 
         All participating ranks have tensors of the same dtypes and sizes, so they choose the same communicators.
         """
@@ -313,10 +313,10 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`, without waiting.
+        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`. Returns a handle without waiting.
 
-        Its bytes count as those of `part_of`, whose calls the caller counts. `dim`: the dim of a gather or scatter, if
-        the arguments don't contain it.
+        Its bytes count as traffic of `part_of`; the caller counts the call. `dim`: the dim of a gather or scatter, if
+        `args` don't contain it.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -332,7 +332,7 @@ class Route:
         return Handle(self, record, work, tensor)
 
     def operations_under_way(self) -> list[Operation]:
-        """Returns the native ops that are running: at most one collective, and transfers."""
+        """Returns the operations that run in C++ now: at most one collective, and transfers."""
         server, collectives = self._server, self.context.collectives
         if server is None or collectives is None:
             return []
@@ -344,12 +344,12 @@ class Route:
         return own + [each for each in under_way if has_transfers and each.name in PAIRS]
 
     def alone(self, call: UserCall) -> _CallScope:
-        """Returns a context that rejects collectives of other threads on the group, for a call of several steps."""
+        """Returns a context for a call of several steps, in which the group's collectives in other threads raise."""
         return _CallScope(self, call, has_steps=True)
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Makes errors on all ranks name this thread's calls in the block by the user's `method`, not by its steps."""
+        """Makes errors in a block name the user's `method`, on all ranks, not the collectives that implement it."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:
@@ -400,7 +400,7 @@ class Route:
         return communicator
 
     def check_recordable(self, operation: str) -> None:
-        """Raises UnsupportedError while this thread records a CUDA graph, for an `operation` that the host runs."""
+        """Raises UnsupportedError if this thread is capturing a CUDA graph, which can't contain `operation`."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{operation} on {self.context} can't be captured in a CUDA graph, because it runs on the CPU and a "
@@ -416,7 +416,7 @@ class Route:
         peer: int = -1,
         started_s: float | None = None,
     ) -> Operation:
-        """Numbers and records an operation that begins now, or began at `started_s`. `peer`: of a transfer."""
+        """Gives an operation the next number and records it. `started_s`: default, now. `peer`: of a transfer."""
         if operation not in PAIRS:
             served = 0 if self._server is None else self._server.next_operation(self.context.key)
             self.sequence = served or self.sequence + 1
@@ -435,7 +435,7 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """Returns the last operations, in order. An operation without an end is running, or has failed."""
+        """Returns the last operations, in order. One that has no end is running or has failed."""
         others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
@@ -456,7 +456,7 @@ class Route:
         return found
 
     def pick(self, request: Request) -> Communicator:
-        """Returns the first communicator that supports `request`. Raises UnsupportedError with the reason of each."""
+        """Returns the first communicator that supports `request`. Raises UnsupportedError with all reasons."""
         for communicator in self.communicators:
             if communicator.refusal(request) is None:
                 return communicator
@@ -464,7 +464,7 @@ class Route:
         raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
-        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the error for deaths not raised before.
+        """Raises an error if the group can't be used: it was destroyed or forked, it has failed, or a rank has died.
 
         `started`: start of `operation`, if it isn't now.
         """
@@ -491,7 +491,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns the start of this thread's call, earlier than `started` if it waited before this route ran it."""
+        """Returns when this thread's call began: `started`, or earlier if the call had waited before."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -499,7 +499,7 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise for `error`. A communication error poisons the group.
+        """Returns the error to raise for `error`. After a communication error the group is unusable.
 
         `record`: of the failed operation, if it isn't the last one that began. `sent`: False if no data has left this
         rank; the failure is then local, and the group stays usable.
@@ -553,13 +553,13 @@ class Route:
         return failure
 
     def _add_calls(self, failure: CommunicationError, record: Operation | None) -> None:
-        """Adds the states of ranks to an error that isn't explained by a death."""
+        """Adds what other ranks are doing to an error, unless a death explains it."""
         if not isinstance(failure, PeerDiedError) and self.first_failure is None and not self.context.deaths():
             add_calls(self.context, record, failure)
 
     @property
     def has_failed(self) -> bool:
-        """Returns True if the group is unusable: an operation failed, or a rank of its failure domain died."""
+        """Returns True if the group is unusable: an operation failed, or a rank on which the group depends died."""
         return bool(self.context.deaths()) or self.first_failure is not None
 
     @property
@@ -568,7 +568,7 @@ class Route:
         return memory is not None and len(memory.domains) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
-        """Returns `failure` of operation `last`, or an error that includes the reports of other ranks."""
+        """Returns `failure` of operation `last`, or an error that explains it by what other ranks report."""
         if last is None or last.name in PAIRS or self.first_failure is not None:
             return failure
         if self.context.deaths():
@@ -596,7 +596,7 @@ class Route:
             communicator.set_up(divisible=divisible)
 
     def divide(self, part: Route | None, color: int) -> None:
-        """Calls `Communicator.divide` of each communicator, with the communicator of the same name of the part."""
+        """Calls `Communicator.divide` of each communicator with `part`'s communicator of the same name."""
         parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
             communicator.divide(parts.get(communicator.name), color)
@@ -619,7 +619,7 @@ class Route:
         return stack
 
     def _carriers_of_the_device(self) -> Sequence[Communicator]:
-        """Returns the communicators up to the first one that supports all tensors on the device."""
+        """Returns the communicators that device tensors use: those up to the first that supports all of them."""
         last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
         return self.communicators if last is None else self.communicators[: last + 1]
 
@@ -634,7 +634,7 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Closes the communicators and drops the process groups, which the coordinator owns. May be called twice."""
+        """Closes the communicators and releases the process groups, which the coordinator owns. May be called twice."""
         if not self.closed:
             self.closed = True
             with ExitStack() as stack:  # runs all callbacks, last to first, even if one of them raises
@@ -655,7 +655,7 @@ class Route:
 
 
 def _clear_frames(failure: BaseException | None) -> None:
-    """Clears the frames of an error and its causes, whose variables keep process groups and the store alive."""
+    """Clears the variables in an error's traceback and in its causes': they keep process groups and the store alive."""
     seen: set[int] = set()  # an error that is raised from itself is its own cause
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))

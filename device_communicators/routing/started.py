@@ -24,7 +24,7 @@ WAITED_FOR = "a started operation must be waited for on the host; start it and w
 
 
 class Starter(Protocol):
-    """The part of a route that its started transfers need."""
+    """The methods of `Route` that its handles use."""
 
     context: GroupContext
     is_parents: bool
@@ -35,7 +35,7 @@ class Starter(Protocol):
 
 
 class Handle:
-    """A started operation. `wait()` returns once it is complete, or raises its error. Both methods may be repeated."""
+    """A started operation. `wait()` returns once it is complete, or raises its error. May be called repeatedly."""
 
     def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
@@ -70,14 +70,14 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True if the transfer is known to be complete. Starts no thread, unlike `is_completed`."""
+        """Returns True if the transfer is known to be complete. Unlike `is_completed`, starts no thread to find out."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
     @property
     @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
-        """Returns True if a thread must call `run_to_end` for the transfer's tensor to be dropped at its end."""
+        """Returns True if the transfer completes only while a thread is in `run_to_end`."""
         return not self.has_ended and hasattr(self._work, "run_in_this_thread")
 
     @host_call(WAITED_FOR)

@@ -1,4 +1,7 @@
-"""The state of a rank: its call and its place in the program, in words. Threads record the calls that they wait for."""
+"""The state of a rank, as text for errors: its call, its line of the program, or the reason why it doesn't run.
+
+Threads record here which call they wait for.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _TRANSFERS = {
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
-    """Formats a call as its method, with the peer of a transfer."""
+    """Returns the text of a call: its method, and for a transfer its peer."""
     if operation.peer < 0:
         return operation.call
     method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
@@ -41,7 +44,7 @@ WAITS: dict[int, tuple[GroupContext, Operation]] = {}
 
 
 def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None:
-    """Ends a thread's wait and restores the outer wait, of which it was a step."""
+    """Removes a thread's record of a wait. `before`: the record to restore, of the wait that contains it."""
     if before is None:
         del WAITS[thread]
     else:
@@ -65,12 +68,12 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
-    """Returns a name of the group that is equal on all its ranks."""
+    """Returns a text that identifies the group and is equal on all its ranks."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):
-    """The call and the place of a rank, as sent to peers."""
+    """What a rank is doing, as sent to its peers: its call and its line of the program."""
 
     key: str = ""
     """`group_key` of the group whose call it waits in; empty if it waits in none."""
@@ -89,7 +92,7 @@ class State(NamedTuple):
         return (self.key, self.call) == (other.key, other.call)
 
     def in_words(self, group: str = "") -> str:
-        """Formats the state to follow "global rank 3 is ". Omits the call's group if its name is `group`."""
+        """Returns the state as text that follows "global rank 3 is ". A call of `group` isn't said to be of it."""
         if self.obstacle:
             return self.obstacle
         where = f" of group {self.group!r}" if self.group != group else ""
@@ -102,7 +105,7 @@ class State(NamedTuple):
 
 
 def state_without_call(idle_s: float) -> State:
-    """Returns the state of a process that is in no call: the place of its main thread."""
+    """Returns the state of this process if it is in no call: the line of its main thread."""
     frames = stacks.frames_of(threading.main_thread().ident)
     return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
 

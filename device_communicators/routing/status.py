@@ -1,4 +1,4 @@
-"""Status of the ranks: the call and place of each rank, requested over the control plane for an error or the log.
+"""Asks other ranks for their calls and lines of the program, for an error or the log, and answers such requests.
 
 Collectives detect mismatches themselves. Transfers and started collectives can't, and no transport names the rank that
 is waited for. So a rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer at once, in
@@ -60,7 +60,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """Reports and states of ranks that failed in one group, by global rank."""
+    """What ranks that failed in one group have sent about their calls, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -68,7 +68,7 @@ class _Failed:
 
 
 class Start(NamedTuple):
-    """The state of a rank that waits in start-up, for processes that ask for it."""
+    """A rank's wait for other ranks in start-up, for processes that ask what it is doing."""
 
     where: str
     """Address of the rendezvous."""
@@ -78,7 +78,7 @@ class Start(NamedTuple):
 
 
 class Status:
-    """Answers requests for this rank's state, and stores the reports of other ranks."""
+    """Answers other ranks that ask what this rank is doing, and stores the reports that they send."""
 
     def __init__(self, watcher: Watcher, rank: int) -> None:
         """`rank`: global rank of this process."""
@@ -113,14 +113,14 @@ class Status:
     # This rank's state.
 
     def keep(self, failed: State, timeout_s: float) -> None:
-        """Keeps the state of a failed wait for peers that fail later in the same group."""
+        """Stores the state in which this rank's wait failed, for peers that fail later in the same group."""
         with self._changed:
             self._of(failed.key).states[self.rank] = failed
         self._failed, self._failed_at_s = failed, time.monotonic()
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns this rank's current state, or the wait that failed in the group of `key`. Thread-safe."""
+        """Returns what this rank is doing, or the call that failed in the group with that `key`. Thread-safe."""
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -180,7 +180,7 @@ class Status:
         }  # fmt: skip
 
     def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
-        """Replies with the states of at most 256 ranks of other hosts."""
+        """Replies with the states of the ranks on other hosts, at most 256."""
         near = {self.rank, *self._watcher.pids}
         far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
         self._ask_states(far, "", None, lambda states: reply(json.dumps(states).encode()))
@@ -209,10 +209,10 @@ class Status:
     # Requests and answers.
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states of these global ranks, without those that are still unknown after 0.3 s.
+        """Asks these global ranks what they are doing. Returns the states that arrive within 0.3 s.
 
-        A rank that failed in the group of `key` answers with the failed call. `own`: the state in which this rank
-        failed.
+        A rank that failed in the group with that `key` answers with the failed call. `own`: the state in which this
+        rank failed.
         """
         done, found = threading.Event(), [dict[int, State]()]
 
@@ -227,7 +227,7 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Calls `take(states)` within 0.3 s, in the callback thread or in this one."""
+        """Asks ranks for their states. Calls `take(states)` within 0.3 s, in the callback thread or this one."""
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -255,7 +255,7 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns an additional rank to ask for each asked rank that no other asked rank can watch by PID."""
+        """Returns ranks that can report on asked ranks if those don't answer: one that can watch each by PID."""
         helpers: list[int] = []
         for rank in asked:
             near = self._watcher.neighbours_of(rank)
@@ -271,7 +271,7 @@ class Status:
         return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
 
     def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
-        """Sends this rank's report on the group of `key`. Returns the reports of `ranks` that arrive within 0.6 s."""
+        """Sends this rank's report on the group with `key`. Returns the `ranks`' reports that arrive within 0.6 s."""
         until = time.monotonic() + _REPORTS_S
         with self._changed:
             reports = self._of(key).reports
@@ -283,7 +283,7 @@ class Status:
             return {rank: reports[rank] for rank in ranks if rank in reports}
 
     def publish(self, key: str, ranks: Sequence[int], own: Report) -> None:
-        """Sends this rank's report on the group of `key` without waiting."""
+        """Sends this rank's report on the group with that `key` to `ranks`, without waiting for replies."""
         with self._changed:
             self._of(key).reports[self.rank] = own
         self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S, lambda replies: None)
@@ -295,7 +295,7 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Stores a rank's report if `packed` contains one. Returns its group's key, or "" if `packed` is invalid."""
+        """Stores the report in `packed`, if there is one. Returns its group's key, or "" if `packed` is invalid."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
@@ -318,7 +318,7 @@ class Status:
     # The soft limit.
 
     def _look(self) -> None:
-        """Logs a wait that exceeds the soft limit. Runs every 0.4 s in the callback thread."""
+        """Logs this rank's longest wait if it exceeds PARALLEL_STATE_SLOW_S. The control plane calls it every 0.4 s."""
         found, now = self._longest_wait(), time.monotonic()
         if found is None:
             return
@@ -330,7 +330,7 @@ class Status:
             self._log(found[0], found[1], waited_s)
 
     def _log(self, context: GroupContext, operation: Operation, waited_s: float) -> None:
-        """Logs the ranks that an operation waits for, with their states, once they have answered."""
+        """Asks the ranks that `operation` waits for what they are doing, and logs the wait with their answers."""
         own = State(group_key(context), call=call_in_words(context, operation))
         others = context.other_ranks if operation.peer < 0 else [context.ranks[operation.peer]]
         text = operation.call_text or str(operation)
@@ -350,7 +350,7 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the state in a reply, and the obstacles of ranks on its sender's host. Ignores an invalid reply.
+    """Reads a reply: the sender's state, and why other ranks of its host don't run. An invalid reply gives (None, {}).
 
     A reply may be truncated, or of another version.
     """
@@ -366,7 +366,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(route: Route) -> None:
-    """Answers requests for a group's calls, and logs its long waits, from now on. Needs a control plane."""
+    """From now on answers requests for the calls of `route`'s group, and logs its long waits. Needs a control plane."""
     context, watcher = route.context, route.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return

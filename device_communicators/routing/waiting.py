@@ -1,7 +1,7 @@
-"""Waits for torch.distributed until a deadline or the death of a rank in the failure domain.
+"""Waits for torch.distributed until a deadline or the death of a rank on which the group depends.
 
 gloo reports a rank's exit only to its direct neighbours; other ranks would wait until the deadline. So a wait is cut
-into slices, and the watcher is polled after each. A collective survives the timeout of a slice. A gloo point-to-point
+into slices, and known deaths are polled after each. A collective survives the timeout of a slice. A gloo point-to-point
 transfer does not: gloo closes the connection. The wait of reduce_scatter takes no timeout. A thread waits for these,
 and is abandoned if a rank dies.
 """
@@ -30,10 +30,10 @@ _NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
-    """A work of a collective on a CPU group. Its wait ends when a rank of the group's failure domain dies."""
+    """A collective in progress on a CPU group. Its wait ends when a rank on which the group depends dies."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
-        """`timeout_s`: default, the group's."""
+        """`timeout_s`: by default that of the group."""
         self._work = work
         self._context = context
         self._operation = operation
@@ -49,7 +49,7 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """Waits for the work in a thread that keeps the process group, whose last owner would block on the work."""
+        """Waits for the work in a thread that keeps the process group: freeing the group would block until then."""
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
@@ -80,7 +80,7 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """Waits a moment longer, because data that the dead rank had sent may still arrive."""
+        """Waits 0.2 s more for data that the dead rank had sent. Raises the error for its death if none arrives."""
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
         except RuntimeError as error:
@@ -91,9 +91,9 @@ class Watched:
 
 
 class ByThread:
-    """A work that a thread runs, from `begin` or the first `wait` on. A caller may stop waiting for it.
+    """Work that a thread does, from `begin` or the first `wait` on. A caller may stop waiting for it.
 
-    `peer`: of a transfer between two ranks.
+    `peer`: the other rank, if the work is a transfer.
     """
 
     def __init__(self, context: GroupContext, operation: str, peer: int | None = None) -> None:
@@ -113,7 +113,7 @@ class ByThread:
             run_in_thread(self._run_to_end)
 
     def run_in_this_thread(self) -> None:
-        """Runs the work in this thread, without a deadline. Its error is kept for `wait`."""
+        """Does the work in this thread, without a deadline. An error is raised later, by `wait`."""
         if self._take():
             self._run_to_end()
         self._done.wait()
@@ -152,7 +152,7 @@ class ByThread:
 
 
 class WatchedByThread(ByThread):
-    """A work whose wait can't be cut into slices: a point-to-point transfer, gloo's reduce_scatter."""
+    """A transfer or a reduce_scatter over gloo, for which a thread waits: the wait can't be cut into slices."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
         super().__init__(context, operation, peer)
@@ -172,14 +172,14 @@ class WatchedByThread(ByThread):
 
 
 def limit_of(context: GroupContext) -> timedelta:
-    """Returns the timeout of a transfer. Without it, gloo would use the timeout of its connecting."""
+    """Returns the timeout to pass to gloo for a transfer. Without one, gloo uses the timeout of its connecting."""
     return timedelta(seconds=context.timeout_s)
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Waits until `ended(seconds)` returns True; it blocks for at most that time.
+    """Calls `ended(seconds)`, which blocks for at most that time, until it returns True.
 
-    Raises RuntimeError after the group's timeout, or the error for a death in the failure domain.
+    Raises RuntimeError after the group's timeout, or the error for a death that makes the group fail.
     """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):

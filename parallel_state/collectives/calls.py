@@ -74,7 +74,7 @@ class GroupFacts:
     """A `Messenger`."""
 
     def _is_single_rank(self) -> bool:
-        """Returns True for a group of one rank, which sends nothing; raises if that was destroyed."""
+        """Returns True for a group of one rank, which sends nothing. Raises GroupDestroyedError if it was destroyed."""
         if self.world_size > 1:
             return False
         if self._destroyed:
@@ -82,7 +82,10 @@ class GroupFacts:
         return True
 
     def _is_single_rank_reducing(self, operation: str, x: Tensor, op: str = "sum") -> bool:
-        """Returns True for one rank. Raises UnsupportedError for a reduction that a larger group doesn't support."""
+        """Returns True for a group of one rank.
+
+        Raises UnsupportedError for a reduction that larger groups don't support.
+        """
         if not self._is_single_rank():
             return False
         if not is_dynamo_compiling():
@@ -91,7 +94,7 @@ class GroupFacts:
 
 
 def _is_straight(x: Tensor) -> bool:
-    """Returns True if torch's dispatcher has nothing to do for `x` (no gradient, no mode). It takes 3 to 10 µs."""
+    """Returns True if `x` needs nothing of torch's dispatcher (no gradient, no mode), which takes 3 to 10 µs."""
     return not is_dynamo_compiling() and DIRECT.straight(x) is x
 
 
@@ -351,7 +354,7 @@ class TensorCalls(GroupFacts):
 
     @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
     def _agree_on_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-        """Broadcasts and returns the size and dtype of a slice; if `src`'s `x` is invalid, every rank raises."""
+        """Broadcasts a slice's size and dtype from `src`. Returns them; every rank raises if `x` is invalid."""
         form: object = None
         wrong: InvalidArgumentError | None = None
         if self.rank_in_group == src:

@@ -40,7 +40,7 @@ def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
 def prepared(
     route: Route, context: GraphCaptureContext | None, device: torch.device, peers: Sequence[int] = ()
 ) -> Iterator[GraphCaptureContext]:
-    """Prepares the group of `route` and its `peers` for capture on the stream of `context`, or on a new one."""
+    """Prepares a group, and transfers with `peers`, for CUDA graphs captured on `context`'s stream or a new one."""
     with ExitStack() as stack:
         if context is None:
             context = stack.enter_context(side_stream(device))

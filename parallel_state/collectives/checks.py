@@ -32,7 +32,9 @@ _MOST_ELEMENTS = 1 << 58
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns False if the condition is known to be false. Compiled code checks unknown conditions when it runs.
+    """Returns `condition`.
+
+    If its value is unknown while code is compiled, returns True, and the code checks it when it runs.
 
     `condition` compares sizes. A size that comes from a tensor's values is symbolic while the code is compiled, and a
     branch on it would be an error there. The compiled code raises torch's RuntimeError.
@@ -48,12 +50,12 @@ def must_hold(condition: Any) -> bool:
 
 
 def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns False if the shapes are known to differ; see `must_hold`."""
+    """Returns False if two shapes are known to differ. Like `must_hold`, leaves unknown ones to the compiled code."""
     return len(one) == len(other) and all(must_hold(a == b) for a, b in zip(one, other, strict=True))
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Checks that `x` is a dense tensor. A meta tensor is valid only in a simulated group or without `needs_values`."""
+    """Raises unless `x` is a dense tensor. A meta tensor is valid in a simulated group or without `needs_values`."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use calls on "
@@ -88,7 +90,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Checks that each element has its own memory. Deferred tensors are valid: they are written by torch's `copy_`."""
+    """Raises if elements of `x` share memory. Conjugated and negated views are valid: torch's `copy_` writes them."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -181,7 +183,7 @@ def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op:
 
 
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
-    """Checks that `rank` is a rank *in the group*."""
+    """Raises unless `rank` is a rank *in the group*."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
         hint = int_advice(rank)
         if isinstance(rank, int) and rank in context.ranks:
@@ -209,7 +211,7 @@ def destination(context: GroupContext, operation: str, dst: int | None) -> int:
 
 
 def source(context: GroupContext, operation: str, src: int | None) -> int:
-    """Returns `src`, another rank in the group; the previous one by default."""
+    """Returns the checked `src`, another rank in the group; the previous rank by default."""
     src = (context.rank - 1) % context.size if src is None else src
     if type(src) is not int or src == context.rank or not 0 <= src < len(context.ranks):
         check_peer(context, operation, "src", src)
@@ -317,7 +319,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Checks for a float32 tensor of one element. Its value isn't read, which would synchronize with the device."""
+    """Raises unless `scale` is a float32 tensor of one element. Doesn't read its value: that would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else _kind(scale)
         raise InvalidArgumentError(

@@ -39,7 +39,7 @@ _OBJECTS = {
 
 
 class _Facts(ctypes.Structure):
-    """The struct `Facts` of csrc/direct.cpp: the parts of Python and torch that the library uses."""
+    """The C struct `Facts` of csrc/direct.cpp: what the library must know of Python and torch."""
 
     _fields_ = (
         ("type_at", ctypes.c_ssize_t),
@@ -57,7 +57,9 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Functions named after the ops, with the ops' arguments; without the library all return NotImplemented.
+    """Functions of the library, named after the ops and with their arguments.
+
+    Without the library they return NotImplemented.
 
     They return the result of the group's method; functions that write to `out` or `x` return that tensor.
     """

@@ -74,7 +74,7 @@ def define(
     name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any],
     autograd: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
-    """Registers an op and its twin. `autograd`: the kernel on the Autograd key; None for ops without input tensors."""
+    """Registers an op and its twin, whose kernels are in Python. `autograd`: the kernel on the Autograd key, if any."""
     OP_NAMES.append(name)
     leave_to_interpreter(kernel)
     for library in (_LIBRARY, _TWINS):
@@ -164,7 +164,7 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Replaces the token by a fake tensor if the caller's tensors are fake (FakeTensorMode)."""
+    """Calls an op in FakeTensorMode, with a fake token if the other tensors are fake."""
     tokens = _TOKENS.values()
     fakes = [
         mode.from_tensor(arg, static_shapes=True) if any(arg is token for token in tokens) else arg for arg in args
@@ -184,7 +184,7 @@ class _Differentiable(OpFunction):
 
 
 def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
-    """Calls `kernel` with `formula` as its gradient; for use in kernels on the Autograd key."""
+    """Calls `kernel` so that `formula` computes its gradient. Kernels on the Autograd key use it."""
     return _Differentiable.apply(kernel, formula, x, *args)
 
 
@@ -264,7 +264,7 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """Fake kernel of ops with the arguments size, dtype and device in a row: returns an empty tensor of these."""
+    """Returns an empty tensor: the fake kernel of ops that get size, dtype and device in a row."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 
@@ -408,7 +408,7 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Splits of None mean equal ones: torch takes 1.5 µs to pass two lists, and 0.7 µs for empty ones."""
+    """None in place of splits means equal slices: torch takes 1.5 µs to pass two lists, and 0.7 µs for empty ones."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 

@@ -23,7 +23,7 @@ Rule = Callable[..., tuple[Any, Any]]
 
 
 class OpFunction(torch_internals.SingleLevelFunction):
-    """Base class of the ops' autograd functions, which torch.func calls once for each of its nested transforms."""
+    """Base class of the ops' autograd functions. torch.func calls each once per nested transform."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -100,7 +100,7 @@ def _name(op: Any) -> str:
 
 
 def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
-    """Returns the dispatch key of an op's kernel under `torch.vmap`, and the kernel; None if it needs none."""
+    """Returns an op's kernel under `torch.vmap`, after its dispatch key; None if the op needs none."""
     name = _name(op)
     if name in _UNMAPPED:
         return None

@@ -100,7 +100,7 @@ class AllReduceFusionPass:
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Serves as a torch.compile backend: applies the pass to AOTAutograd's graph, which torch runs node by node."""
+        """Compiles without inductor, as a torch.compile backend: torch runs the fused graph node by node."""
         return torch_internals.aot_eager(module, inputs, self)
 
 

@@ -44,7 +44,7 @@ class NoMatch(Exception):
 
 @dataclass
 class Found:
-    """The nodes of one match; fusing also removes `inside`."""
+    """The nodes that one fused op replaces. `inside` are the ones to remove."""
 
     all_reduce: Node
     reduced: Node
@@ -59,7 +59,7 @@ class Found:
 
     @property
     def inputs(self) -> list[Node]:
-        """Returns the inputs of the fused op that the all-reduce doesn't have."""
+        """Returns the inputs of the fused op in addition to those of the all-reduce."""
         return [each for each in (self.residual, self.weight, self.scale) if each is not None]
 
 
@@ -331,7 +331,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
-    """Returns the nodes after the all-reduce that compute the new inputs; raises NoMatch if they depend on it."""
+    """Returns the nodes that the fused op needs before the all-reduce. Raises NoMatch if they depend on it."""
     start = order[found.all_reduce]
     needed: set[Node] = set()
     waiting = list(found.inputs)

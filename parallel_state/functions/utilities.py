@@ -125,7 +125,7 @@ def local_master_first() -> Iterator[None]:
 
 @contextmanager
 def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[None]:
-    """Runs the body on `members[0]` first. Each member reports its body's result; the first failure fails all."""
+    """Runs the body on `members[0]` first, then on the others. If it raises on one rank, all raise."""
     leader, others = members[0], members[1:]
     if world.rank_in_group != leader:
         _raise_if_failed(world, world.recv_object(leader))
@@ -162,7 +162,7 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
 
 
 class _PlainGroup(TensorCalls):
-    """The part of a coordinator that all_to_all needs, over the caller's ProcessGroup."""
+    """What `all_to_all` needs of a coordinator, for a ProcessGroup of the caller."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._destroyed = group, False

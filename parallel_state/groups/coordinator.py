@@ -52,7 +52,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Traits(NamedTuple):
-    """Options of a group other than its ranks; sub-groups inherit them."""
+    """The options of a group, apart from its ranks. Sub-groups inherit them."""
 
     device: torch.device
     local_rank: int = 0
@@ -66,7 +66,7 @@ class Traits(NamedTuple):
 
 
 class _Renamed:
-    """A property that holds a global rank in vLLM; here it raises RenamedError, which names its two replacements.
+    """An attribute that vLLM has as a global rank. Reading it raises RenamedError with the two names to use instead.
 
     With a value, `send(x, group.next_rank)` would send to the wrong rank, because `dst` is a rank in the group.
     """
@@ -111,7 +111,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         acquired: list[Acquired] | None = None,
         public_cpu_group: Any = None,
     ) -> None:
-        """`public_cpu_group`: the process group that `cpu_group` returns; None for that of `context`."""
+        """`public_cpu_group`: the process group that `cpu_group` returns; by default the CPU group of `context`."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -140,7 +140,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         def __getattr__(self, name: str) -> NoReturn:
             """Raises AttributeError, which suggests the most similar name.
 
-            Python also calls it after a `_Renamed` raised RenamedError, because that is an AttributeError.
+            Python also calls it after a `_Renamed` attribute raised RenamedError, because that is an AttributeError.
             """
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
@@ -213,7 +213,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return group
 
     def _as_outer(self, ranks: Sequence[int]) -> tuple[ProcessGroupPool, FailureDomain]:
-        """Returns the pool and failure domain that a coordinator over `ranks`, global ones of this group, shares."""
+        """Returns the pool and failure domain for a coordinator of `ranks`, which are global ranks of this group."""
         self.route.check_usable()
         if self.pool is None or not set(ranks) <= set(self.context.ranks):
             raise InvalidArgumentError(
@@ -575,9 +575,9 @@ def create_group(
 
 
 def _set_timeouts(owned: tuple[Acquired, LazyProcessGroup], at_creation_s: float, timeout_s: float) -> None:
-    """Gives the process groups of a coordinator its new timeout.
+    """Sets the timeout of a coordinator's process groups.
 
-    gloo keeps at least the first one: groups of the same ranks share it, and their waits have deadlines of their own.
+    gloo's stays at least that of the creation: groups of the same ranks share it, and waits have their own deadlines.
     """
     device, cpu_group = owned
     gloo = cpu_group() if cpu_group.made else None
@@ -604,7 +604,7 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
 
 
 def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    """Records the cores and PIDs of this host's ranks, from the first group of the pool."""
+    """Stores the cores and PIDs of this host's ranks, once, when the pool's first group was created."""
     from device_communicators.cpu.watching import know_neighbours
 
     memory = group.context.host_memory

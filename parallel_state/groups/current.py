@@ -44,7 +44,7 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 
 
 class _Forwards:
-    """Records which groups were current when one thread's autograd nodes were created.
+    """Records which groups were current when one thread's autograd nodes were created, for their backward.
 
     Each change is stored with the number of the next node. It keeps only weak references to the groups. In an event
     loop it is unknown which task creates a node, so a backward there has the groups that are current when it runs.
@@ -71,7 +71,7 @@ class _Forwards:
             self._groups[0] = _FORGOTTEN
 
     def at(self, node: int) -> Any:
-        """Returns the groups of a node, None, or `_UNKNOWN`. Raises if the groups no longer exist."""
+        """Returns the groups that were current at a node's creation, None, or `_UNKNOWN`. Raises if they were freed."""
         # A backward within a backward, on an autograd thread, has that thread's node numbers, which aren't recorded.
         foreign = threading.get_ident() != self._thread and is_in_nested_backward()
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
@@ -118,7 +118,7 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Has one attribute, `groups`, on which compiled code has a guard: a graph compiled for other groups isn't reused.
+    """Holds the current groups as `groups`. Compiled code checks it, so a graph compiled for other groups isn't used.
 
     dynamo doesn't trace a property whose getter is an `instancemethod`, as in pybind: it assumes C code. Its guards
     read the attribute in each call, as for any object.
@@ -150,7 +150,7 @@ _OF_THREAD = threading.local()
 
 
 def _forwards_of_thread(groups: Any) -> _Forwards:
-    """Returns this thread's record; creates it at the first use. autograd propagates it to its own threads."""
+    """Returns the `_Forwards` of this thread, created at first use. Autograd makes it available in its own threads."""
     forwards: _Forwards | None = getattr(_OF_THREAD, "forwards", None)
     if forwards is None:
         forwards = _OF_THREAD.forwards = _Forwards(groups)

@@ -84,7 +84,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns all axes, from the slowest to the fastest. If `wanted` has another order, it is kept, behind the others.
+    """Returns all axes for a root mesh, slowest first. If `wanted` has another order, that is kept, after other axes.
 
     With dims slowest first, all root meshes have their ranks in the same order. FSDP combines the mesh of its own dims
     with that of tensor parallelism, and torch refuses meshes whose ranks are in different orders.

@@ -58,7 +58,7 @@ class VirtualPipeline:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's group of each kind that a layout has, and the world that the groups divide."""
+    """This rank's groups for one model: one of each kind (`tp`, `pp`, …) that its layout has, and their world."""
 
     layout: Layout
     """Its ranks are positions in `world.ranks`."""
@@ -88,7 +88,7 @@ class ParallelGroups:
             self._check(group)
 
     def _check(self, group: GroupCoordinator) -> None:
-        """Raises LayoutError if rank 0 of the world isn't rank 0 of `group`: it must be able to lead every group."""
+        """Raises LayoutError if the world's rank 0 isn't rank 0 of `group` too, as fairseq2 requires."""
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(
                 f"rank 0 of the world must be rank 0 of every group that contains it, but isn't in {group!r}"
@@ -370,7 +370,7 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
 @dataclass(frozen=True)
 class _Division:
-    """The checked arguments that divide a world into groups. Creates the groups after all ranks agreed on them."""
+    """Creates the groups of a layout, once all ranks have agreed on its arguments, which are checked."""
 
     world: GroupCoordinator
     layout: Layout
@@ -391,7 +391,7 @@ class _Division:
         return self.world.pool
 
     def described(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks, by the name that errors give it."""
+        """Returns the arguments that must be equal on all ranks, by the names that errors use."""
         layout = self.layout
         ends = [
             "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)

@@ -97,7 +97,7 @@ class JoinedWorld:
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Returns this process's ranks and world size; the launcher's for arguments of -1."""
+    """Returns this process's ranks and the world size. Arguments of -1 are replaced by the launcher's values."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
             raise InvalidArgumentError(
@@ -197,7 +197,7 @@ def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns the device of the tensors that device groups support; makes a GPU the current device."""
+    """Returns the device of this process's tensors in groups. If it is a GPU, makes it the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -380,7 +380,7 @@ def _not_connected(
 
 
 def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
-    """Starts failure detection among the ranks of a default group that the program made; every rank must call it."""
+    """Detects failures, from now on, among the ranks of a default group that the program made. Every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
     from device_communicators.c10d.world import address_of  # imported only if the program made a default group
@@ -398,7 +398,7 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns a copy with a free port for a world of one, so that the program can create a default group by env://."""
+    """Returns a copy of `place` with a free port. A program that is its world's only rank can then use env://."""
     if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
         return place
     with socket.socket() as probe:

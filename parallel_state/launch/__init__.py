@@ -17,12 +17,12 @@ __all__ = ["LaunchConfig", "launch"]
 
 
 class _CallablePackage(ModuleType):
-    """Makes the package callable. A function of the same name would hide the package."""
+    """Makes the package callable as `launch(…)`, because a function of that name would hide the package."""
 
     __call__ = staticmethod(launch)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles by name, for `Process(target=parallel_state.launch)`."""
+        """Pickles the package by its name, for `Process(target=parallel_state.launch)`."""
         return importlib.import_module, (__name__,)
 
 

@@ -38,9 +38,9 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Applies the state to this process, but never blocks or ignores SIGTERM and SIGCHLD.
+        """Applies the launcher's state to this process, except that SIGTERM and SIGCHLD stay unblocked.
 
-        Leaves settings unchanged that aren't permitted.
+        Skips settings that this process isn't permitted to change.
         """
         if self.umask is not None:
             os.umask(self.umask)

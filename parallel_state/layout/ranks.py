@@ -24,7 +24,7 @@ from device_communicators.base.errors import InvalidArgumentError, LayoutError, 
 
 @dataclass(frozen=True)
 class Grid:
-    """One numbering of the ranks: axes from fastest to slowest, as (name, size)."""
+    """A numbering of ranks: each rank has a position on each axis. `axes`: (name, size), fastest-varying first."""
 
     axes: tuple[tuple[str, int], ...]
 

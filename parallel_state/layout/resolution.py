@@ -177,7 +177,7 @@ def _given(size: int | None, name: str) -> int | None:
 
 
 def _grid(order: Sequence[str], sizes: Mapping[str, int]) -> Grid:
-    """Returns the grid in this order, followed by the axes that the order omits, which have one rank."""
+    """Returns the grid with the axes of `order`, followed by axes that it omits, which have size 1."""
     names = [name for name in order if name in sizes]
     return Grid(tuple((name, sizes[name]) for name in dict.fromkeys([*names, *sizes])))
 
@@ -263,7 +263,9 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Returns a grid with dcp as an axis, or the axes that dcp spans; and its text in the layout's title.
+    """Places the axis dcp.
+
+    Returns a grid that contains it, or the axes that it spans; and its text in the layout's title.
 
     As in vLLM, dcp spans pcp first, then tp. Without pcp it is any divisor of tp and consists of neighbouring tp ranks.
     With pcp it spans pcp, or pcp and tp.

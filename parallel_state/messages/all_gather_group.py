@@ -1,4 +1,4 @@
-"""The interface of `all_gather_group`: a group whose ranks each receive one slice of a tensor and gather the rest."""
+"""The interface of the argument `all_gather_group`: its ranks each receive a slice of a tensor, then gather it."""
 
 from typing import Protocol
 

@@ -1,7 +1,7 @@
-"""The caller's own tensors for a received dict: the argument `out` of the calls that receive one.
+"""The argument `out` of calls that receive a dict: the caller's own tensors to receive into.
 
-They are checked before the call as far as possible, and again when the message has arrived. A dict that doesn't fit
-then is dropped, and the group remains usable.
+They are checked before the call as far as possible, and again when the message has arrived. If they don't fit it then,
+the message is dropped, and the group remains usable.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from parallel_state.collectives import checks
 
 
 class Buffers(NamedTuple):
-    """The caller's tensors for one call."""
+    """The tensors that a caller passed as `out` to one call."""
 
     method: str
     tensors: Mapping[str, Tensor]
 
 
 def checked_buffers(context: GroupContext, method: str, out: object, views: bool = False) -> Buffers | None:
-    """Returns the checked `out` of a method, or None without one.
+    """Returns `out`, checked, or None if it is None. Errors name `method`.
 
     Raises InvalidArgumentError unless `out` maps str keys to dense, writable tensors, and if `views` is requested too.
     """
@@ -59,7 +59,7 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
 
 
 def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
-    """Describes how a buffer differs from the received tensor."""
+    """Describes how a caller's tensor differs from the received one. Returns None if it fits."""
     if tuple(buffer.shape) == tuple(shape) and buffer.dtype == dtype and buffer.device.type == device_type:
         return None
     return (
@@ -76,23 +76,23 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Marks the buffers as changed for autograd, which doesn't notice writes to their memory."""
+    """Tells autograd that the caller's tensors were changed, which it can't detect for writes to their memory."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
 
 
 def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
-    """Returns the received dict with the buffers in place of its tensors. Its tensors may be the buffers already."""
+    """Returns the received dict with the caller's tensors in place of its own. They may be the same already."""
     received = fill(context, src, received, out)
     note_writes(out)
     return received
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Returns the received dict with the buffers in place of its tensors, which are copied unless received into them.
+    """Copies received tensors to the caller's, and returns the dict with these. Skips those received in place.
 
-    If one doesn't fit, raises InvalidArgumentError and changes no buffer.
+    If one doesn't fit, raises InvalidArgumentError and changes no tensor of the caller.
     """
     buffers, tensors = out.tensors, {}
     problem = None

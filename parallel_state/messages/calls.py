@@ -1,4 +1,4 @@
-"""The calls of a group that send objects and tensor dicts, by its `Messenger`.
+"""The methods of a group that send objects and tensor dicts.
 
 `src` and `dst` are ranks in the group. Wrong arguments raise InvalidArgumentError before anything is sent.
 """
@@ -309,7 +309,7 @@ class MessageCalls(GroupFacts):
             )
 
     def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
-        """Returns an object in a group of one rank. Raises if a larger group couldn't send it."""
+        """Returns `obj` in a group of one rank, as a broadcast would. Raises if a larger group couldn't send it."""
         if must_be is not None and not isinstance(obj, must_be):
             what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
             raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")
@@ -331,7 +331,7 @@ class MessageCalls(GroupFacts):
         return src
 
     def _check_message(self, operation: str) -> None:
-        """Raises unless two ranks can exchange a message: they alone can't create a missing gloo group."""
+        """Raises if a message needs a gloo group that doesn't exist yet: two ranks alone can't create it."""
         checks.check_no_transform(self.context, operation)
         self.context.check_cpu_group(operation)
 

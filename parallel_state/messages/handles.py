@@ -1,4 +1,4 @@
-"""Handles of started sends and receives of messages."""
+"""Handles of messages whose send or receive was started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # loaded when a group is made
 
 
 class HandleOwner(Protocol):
-    """The part of a group's messenger that its handles use."""
+    """The methods of a group's messenger that its handles call."""
 
     route: Route
     medium: Medium
@@ -129,7 +129,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def take_in(self) -> None:
-        """Receives this message, after all earlier messages of the same sender."""
+        """Receives this handle's message, after those of all earlier handles for the same sender."""
         for handle in self._messenger.pending_up_to(self):
             if handle._lock._is_owned():  # type: ignore[attr-defined]
                 raise handler_error("wait", str(self._messenger.route.context), "recv")
@@ -144,7 +144,7 @@ class ReceiveHandle:
 
 
 class NoSend(SendHandle):
-    """The handle of a dict that is sent in a group of one rank, where nothing is sent. An empty list of handles."""
+    """The handle of a dict that needn't be sent, in a group of one rank. It is an empty list, as in vLLM."""
 
     def __init__(self, messenger: HandleOwner) -> None:
         super().__init__(messenger, ())
@@ -154,7 +154,7 @@ class NoSend(SendHandle):
 
 
 class NoReceive(ReceiveHandle):
-    """The handle of a dict that is received in a group of one rank: `wait()` returns None."""
+    """The handle of a dict that isn't received, in a group of one rank: `wait()` returns None."""
 
     def __init__(self) -> None:
         """Doesn't register the handle among the group's receives."""

@@ -1,8 +1,8 @@
-"""Carries messages to the other ranks: by the compiled library, or as transfers of the group's route.
+"""The ways to carry messages to other ranks: by the compiled library, or as transfers of the group's route.
 
-Each medium brings the same messages, in order, and counts them alike. A message is posted as its head and its tensors;
-one that comes is given to a `Reader`, which makes tensors for its head, and these are filled. Tensors of a device are
-transfers of the group's device in any medium. Who waits for whom is in `messenger`.
+Each medium delivers the same messages, in order, and counts them alike. A message is sent as its head and its tensors.
+The receiver passes the head to a `Reader`, which allocates the tensors; then the medium fills them. Device tensors are
+transfers of the group's device in any medium. `messenger` decides the order in which ranks wait.
 """
 
 from __future__ import annotations
@@ -49,52 +49,53 @@ from parallel_state.messages.wire import (
 # may be posted before the body of this one arrives, and would take it in.
 _FRAME, _BODY = 1, 2
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
-"""The names under which messages are counted: one call each, however many transfers it takes."""
+"""The operations as which messages are counted: one call each, of any number of transfers."""
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
 _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
-    """Carries the messages of one group: to one rank, or in a `call` to all of them."""
+    """Carries the messages of one group: to one rank, or in a broadcast, the `call`, to all ranks."""
 
     takes_many: bool
-    """True where many small CPU tensors cost no more than one of their size."""
+    """True if many small CPU tensors cost no more than one tensor of their total size."""
     past_python: PastPython | None = None
-    """Carries what it can, recorded and counted by the library; None where nothing does."""
+    """Sends and receives messages in C++, which also records and counts them; None if that is unavailable."""
 
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Sends an object if that takes no more than a moment, or if the library `waits`: True.
+        """Sends an object and returns True, if that needs no wait or if `waits` allows the library to wait.
 
-        Else returns its message, or the handle of one that was started; False where neither is known.
+        Else returns the message for `isend` or `send`, or the handle of a started send. False: the caller must encode
+        it.
         """
         return False
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
-        """Starts to send; nothing is left to wait for where the list is empty."""
+        """Starts to send. Returns the handles to wait for; none if all is sent."""
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
-        """Sends, and waits until the tensors may be changed."""
+        """Sends a message, and waits until its tensors may be changed."""
         for part in self.isend(outgoing, dst):
             part.wait()
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        """Sends to all other ranks; the tensors may be changed afterwards."""
+        """Sends a message to all other ranks, and waits until its tensors may be changed."""
 
     def start_receive(self, reader: Reader) -> None:
-        """Begins what must be begun when a receive is started that `receive` ends later."""
+        """Prepares a receive that has a handle, which a later call of `receive` completes."""
 
     def end_receive(self, reader: Reader) -> None:
-        """Notes that a started receive has ended."""
+        """Undoes `start_receive`, once the handle's message was received or is given up."""
         return
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
-        """Has the reader take in the next message. What is still under way then are tensors of the group's device."""
+        """Receives the next message into `reader`. Returns handles of its device tensors, if still in transfer."""
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the library's where it carries messages, on which the ranks agreed when the group was made."""
+    """Returns the library's medium if the ranks agreed on that when the group was made, else a RouteMedium."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -110,13 +111,13 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the number of the method that receives; a message that was started earlier is never a list's."""
+    """Returns the number of the receiving method. A message whose receive was started earlier has no spec."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
 
 class FakeMedium(Medium):
-    """Sends nowhere, and receives nothing: for torch's `fake` backend."""
+    """The medium for torch's `fake` backend: sends are only counted, receives raise."""
 
     takes_many = True
 
@@ -132,8 +133,8 @@ class FakeMedium(Medium):
 
     def start_receive(self, reader: Reader) -> None:
         raise UnsupportedError(
-            f"a message of rank {reader.src} needs that rank, but {self.route.context} is of torch's fake backend: "
-            f"only rank {self.route.context.rank} exists; use a backend such as gloo, or simulate()"
+            f"a message from rank {reader.src} can't be received: {self.route.context} uses torch's fake backend, in "
+            f"which only rank {self.route.context.rank} exists. Use a backend such as gloo, or simulate()"
         )
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
@@ -145,9 +146,9 @@ class FakeMedium(Medium):
 
 
 class RouteMedium(Medium):
-    """Sends each part as a transfer of its own, over the transport of the group's tensors.
+    """Carries messages as transfers of the group's route: one each for the head's frame, its rest and each tensor.
 
-    A tensor without elements is no part: the head describes it.
+    Tensors without elements are not transferred: the head describes them.
     """
 
     takes_many = False
@@ -172,7 +173,7 @@ class RouteMedium(Medium):
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, src, method = self.route, self.route.context.rank, call.method
         frame, name = outgoing.frame, outgoing.counted or _BROADCAST
-        # First, and waited for, the head's beginning, by which ranks in another call notice.
+        # Wait for the head's beginning first: by it, ranks in another call detect the mismatch.
         route.run("broadcast_", frame, frame, src, part_of=name, method=method)
         pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
         parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
@@ -188,7 +189,7 @@ class RouteMedium(Medium):
         route, src, name = self.route, reader.src, _counted(reader, call)
         if call is None and reader.posted is None:
             self.start_receive(reader)
-        route.check_usable()  # after a failure, or the end, of the group nothing more comes
+        route.check_usable()  # nothing is received once the group has failed or was destroyed
         if call is None:
             frame, posted = reader.posted
             posted.wait()
@@ -203,7 +204,7 @@ class RouteMedium(Medium):
         received = _parts_of(reader.take_head(header, wire.body_of(header, frame, rest)))
         parts = [self._receive_part(tensor, src, call, name) for tensor in received]
         for part, tensor in zip(parts, received, strict=True):
-            if tensor.device.type == "cpu":  # others by who wants them: on the caller's stream, not on this thread's
+            if tensor.device.type == "cpu":  # the caller waits for others, on its own stream
                 part.wait()
         return parts
 
@@ -218,23 +219,23 @@ _Receiver = Receiver | StreamReceiver | ToAllReceiver
 
 
 class LibraryMedium(RouteMedium):
-    """Carries head and CPU tensors in one piece: through queues in shared memory, or over connections between hosts.
+    """Carries head and CPU tensors as one message, through queues in shared memory or over connections between hosts.
 
-    Where the library serves the group it records and counts messages itself; else they are recorded here.
+    If the library serves the group, it records and counts messages itself; else this class does.
     """
 
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels`: None where only the hosts' first ranks are connected. Messages to one rank are transfers then."""
+        """`channels`: None if only the hosts' first ranks are connected. Messages to one rank are then transfers."""
         super().__init__(route)
         self.channels = channels
         self._open: set[tuple[int, bool]] = set()
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
         self._hosts = None if isinstance(channels, Channels) else collectives
-        """The group, if it carries messages to all ranks between hosts."""
-        self._objects = codec_values.use_library()  # which is there where the queues are
+        """The compiled group, if it sends messages to all ranks itself: in a group on several hosts."""
+        self._objects = codec_values.use_library()  # it is loaded, because the queues need it
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
 
@@ -254,12 +255,12 @@ class LibraryMedium(RouteMedium):
 
     @property
     def _queues(self) -> Channels:
-        """Returns the queues, of a group whose messages to all ranks they carry."""
+        """Returns the queues in shared memory. Only valid if they carry the group's messages to all ranks."""
         return cast(Channels, self.channels)
 
     @property
     def _streams(self) -> MessageStreams:
-        """Returns the connections between the ranks, of a group on several hosts."""
+        """Returns the connections between the ranks. Only valid for a group on several hosts."""
         return cast(MessageStreams, self.channels)
 
     def _receiver(self, src: int, call: UserCall | None) -> _Receiver:
@@ -270,7 +271,7 @@ class LibraryMedium(RouteMedium):
         return ToAllReceiver(self._hosts, src, call)
 
     def _started(self, number: int, dst: int) -> Handle:
-        """Records a message that the library has started to send, and counted."""
+        """Records a message that the library has started to send and has counted. Returns its handle."""
         work = self._streams.message_sender(dst).started(number)
         return Handle(self.route, self.route.note(SENT, None, None, peer=dst), work, wire.NO_BYTES)
 
@@ -287,7 +288,7 @@ class LibraryMedium(RouteMedium):
         except Exception as error:
             self._note_sent(outgoing, name, dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
-        # It waited for nobody: the receiver has it a moment earlier.
+        # Recorded after the send, which waits for no rank.
         record = self._note_sent(outgoing, name, dst, started)
         parts: list[Handle] = []
         if work.is_completed():
@@ -305,7 +306,7 @@ class LibraryMedium(RouteMedium):
             part.wait()
 
     def _write(self, outgoing: Outgoing, dst: int | None, call: UserCall | None) -> list[Handle]:
-        """Sends head and CPU tensors, and starts to send the others."""
+        """Sends head and CPU tensors, and starts to send device tensors. Returns the handles of these."""
         route, started, hosts = self.route, time.monotonic(), self._hosts
         name = outgoing.counted or (SENT if call is None else _BROADCAST)
         operation = "send" if call is None else call.method
@@ -339,9 +340,9 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Takes the call's place among the group's collectives: ranks that are in another one find out, as does this.
+        """Gives the broadcast `call` a place among the group's collectives, so that ranks detect mismatched calls.
 
-        The queue itself can't tell: a rank that is in a collective doesn't look there.
+        The queue can't detect them: a rank that is in a collective doesn't read it.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)
@@ -349,7 +350,7 @@ class LibraryMedium(RouteMedium):
     def _note_sent(
         self, outgoing: Outgoing, name: str, dst: int, started_s: float, call: UserCall | None = None
     ) -> Operation:
-        """Records and counts a message that is sent."""
+        """Records a sent message, and counts its bytes."""
         record = self.route.note(name, None, call, peer=dst, started_s=started_s)
         self.route.count(name, 1, outgoing.counted_bytes)
         return record
@@ -361,7 +362,7 @@ class LibraryMedium(RouteMedium):
         self.route.check_usable()
         self.route.check_recordable(_counted(reader, None))
         receiver = self.channels.message_receiver(reader.src)
-        if receiver.is_held_here:  # a handler of signals, whose message would be another call's
+        if receiver.is_held_here:  # in a signal handler, which would receive another call's message
             raise receiver.in_a_handler("recv")
         receiver.reserve(1)
 
@@ -376,7 +377,7 @@ class LibraryMedium(RouteMedium):
         on_device: list[Tensor] = []
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
-            """Takes in the head of a message that the library can't make an object of."""
+            """Decodes the head of a message whose object the library can't build. Returns where the tensors go."""
             on_cpu, others = split_by_device(reader.take_bytes(head, head_bytes, tensor_bytes))
             on_device.extend(others)
             return pieces_of(on_cpu)[0] or b""
@@ -400,7 +401,7 @@ class LibraryMedium(RouteMedium):
         return [self._receive_part(x, src, call, _counted(reader, call)) for x in on_device]
 
     def _receive_recorded(self, reader: Reader, call: UserCall | None, take: Any) -> Any:
-        """Receives a message that is recorded here; raises why the library has not received it."""
+        """Receives a message, and records it here. Raises if the library alone couldn't receive it."""
         route, name, operation = self.route, _counted(reader, call), "recv" if call is None else call.method
         started, is_queued = time.monotonic(), call is not None and self._hosts is None
         route.check_usable()
@@ -412,12 +413,12 @@ class LibraryMedium(RouteMedium):
         record = route.note(name, None, call, peer=-1 if call is not None else reader.src)
         with waiting_for(route.context, record), receiver.lock:
             self._check(receiver, call, operation)
-            if call is not None and is_queued and not cast(Receiver, receiver).has_found:  # else it was announced
+            if call is not None and is_queued and not cast(Receiver, receiver).has_found:  # not announced yet
                 self.announce(call)
             try:
                 past = self._objects.past_python
                 found = receiver.receive(past, number, self._group, *reader.wanted, take)
-            except RemoteError:  # a whole message
+            except RemoteError:  # the message is complete
                 self._end(record, name, receiver)
                 raise
             except Exception as error:
@@ -425,17 +426,16 @@ class LibraryMedium(RouteMedium):
             if found is NotImplemented:
                 self._check(receiver, call, operation)
                 end = cast(Receiver, receiver)
-                raise end.mismatch(  # a writer, who doesn't wait for its readers, can't notice
-                    f"this rank is in the group's message number {number} to all ranks, and rank {reader.src} sent "
-                    f"its number {end.fingerprint}; another `src`, or another order of calls, was given on some "
-                    "rank",
+                raise end.mismatch(  # the writer doesn't wait for its readers, so it can't detect this
+                    f"this rank receives the group's broadcast message number {number}, but rank {reader.src} sent "
+                    f"number {end.fingerprint}. Make the calls in the same order, with the same `src`, on all ranks",
                     operation,
                 )
             self._end(record, name, receiver)
         return found
 
     def _end(self, record: Operation, name: str, receiver: _Receiver) -> None:
-        """Counts a message, which has come."""
+        """Marks a received message's record as complete, and counts its bytes."""
         record.ended_s = time.monotonic()
         head_bytes, tensor_bytes = receiver.found_bytes
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
@@ -443,10 +443,10 @@ class LibraryMedium(RouteMedium):
     def _check(
         self, receiver: Receiver | StreamReceiver | ToAllReceiver, call: UserCall | None, operation: str
     ) -> None:
-        """Raises the failure of a receive, also of one that the library has recorded."""
+        """Raises the failure of an earlier receive, if there was one, even if only the library recorded it."""
         try:
             receiver.check(operation)
-        except CollectiveMismatchError as error:  # as another rank tells, which knows its own call
+        except CollectiveMismatchError as error:  # another rank's report, which contains that rank's call only
             collectives = self.route.context.collectives
             if call is not None and collectives is not None:
                 try:

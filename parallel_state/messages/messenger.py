@@ -72,7 +72,7 @@ def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
 
 
 class Messenger:
-    """Sends and receives the objects of one group, and lists of tensors whose shapes both sides know."""
+    """Sends and receives objects in one group, and lists of tensors with shapes that both sides know."""
 
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
         from parallel_state.messages.media import medium_of  # only groups have one
@@ -120,10 +120,10 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends an object at once if possible, and returns None.
+        """Sends an object at once, if that needs no wait, and returns None.
 
-        Otherwise returns its message, or the handle of a started send: pass either to `isend` or `send`. `waits`:
-        `send` follows.
+        Otherwise returns its message, or the handle of a started send; the caller passes either to `isend` or `send`.
+        `waits`: True if the caller calls `send`.
         """
         if self._unwaited:
             self._forget_sent()
@@ -195,7 +195,7 @@ class Messenger:
         return self._receive(Reader(self, src, all_gather_group, out, views))
 
     def _receive(self, reader: Reader, call: UserCall | None = None) -> Any:
-        """Receives one message without a handle."""
+        """Receives a message at once, for a call without a handle."""
         try:
             for part in self.medium.receive(reader, call):
                 part.wait()
@@ -204,13 +204,13 @@ class Messenger:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
-        """Returns the started receives from one rank up to `handle`, in the order in which they must be completed."""
+        """Returns the started receives that must complete before `handle` does, in order, and it as the last."""
         with self._pending_lock:
             pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
 
     def forget(self, handle: ReceiveHandle) -> None:
-        """Drops the reference to a message that has arrived, so that only the caller keeps it alive."""
+        """Removes this object's reference to a handle whose message has arrived, so that its memory can be freed."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
             self._pending.get(handle.reader.src, []).remove(handle)
             self.medium.end_receive(handle.reader)
@@ -218,8 +218,8 @@ class Messenger:
     def receive_meanwhile(self) -> None:
         """Completes started receives in threads, before this rank waits for a peer to receive.
 
-        Otherwise two ranks that each call irecv, then send, would wait for each other. Not for a device's group: its
-        sends don't block the host, and a thread would start transfers between those of the caller.
+        Otherwise two ranks that each call irecv, then send, would wait for each other. Does nothing in a device's
+        group: its sends don't block the host, and a thread would start transfers between those of the caller.
         """
         if self.route.context.device.type != "cpu":
             return
@@ -229,10 +229,7 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Keeps the tensors of a started send alive until it is complete.
-
-        If there are too many, waits for the oldest.
-        """
+        """Keeps the tensors of a started send alive until it is complete. Beyond a limit, waits for the oldest."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -329,7 +326,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Returns one rank's object of an all_gather. `received` is the rest of its body, then its tensors."""
+        """Decodes one rank's object in an all_gather. `received`: its bytes after `frame`, then its tensors."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -347,7 +344,7 @@ class Messenger:
 
     @transfer("send_tensor_dict with a spec")
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
-        """Sends the tensors to rank `dst`, which calls recv_list."""
+        """Sends tensors to rank `dst`, which must call recv_list with the same `form` and shapes."""
         on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
         if on_cpu:
             self.send(self._list_of(on_cpu, form, _SENT_LIST), dst)
@@ -366,9 +363,9 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Returns CPU tensors of rank `src`, as views if it lends them. Raises as recv_list.
+        """Receives CPU tensors from rank `src`, as views if it lends its memory. Raises as recv_list.
 
-        `head`: of the expected message. `form`: the address of the tensors' `Form`.
+        `head`: of the expected message. `form`: the address of the tensors' `Form` in C++.
         """
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
@@ -408,7 +405,7 @@ class Messenger:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        """Returns the tensors, or one tensor of all their bytes if that saves transfers. All ranks decide alike."""
+        """Returns one tensor of the bytes of all `tensors` if that saves transfers. All ranks decide alike."""
         if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -427,13 +424,13 @@ class Messenger:
                 )
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
-        """Returns the message of a list of tensors."""
+        """Returns the message for a list of tensors whose shapes the receiver knows."""
         self._check_dense(tensors, counted)
         flat = [dense(x) for x in tensors]
         return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
 
     def _fill(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall | None = None) -> None:
-        """Fills the tensors from a message with a known head."""
+        """Receives a message with a known head into `tensors`."""
         received = self._packed(list(tensors), fill=False)
         self._receive(ListReader(self, src, wire.head_of_list(form, tensors), received), call)
         if len(received) < len(tensors):
@@ -459,7 +456,7 @@ class Messenger:
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """Returns `error`, and marks the group as failed if it is a communication error."""
+        """Returns the error to raise for `error`. A communication error makes the group unusable."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:

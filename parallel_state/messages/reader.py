@@ -25,7 +25,7 @@ from parallel_state.messages.wire import NOTHING, Header
 
 
 class Owner(Protocol):
-    """The part of a group's messenger that its readers use."""
+    """The methods of a group's messenger that its readers call."""
 
     route: Route
     allow_pickle: bool
@@ -55,7 +55,7 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """`gathers`: slices are gathered as soon as they have arrived; otherwise in `build`."""
+        """`gathers`: True to gather slices as soon as they have arrived; otherwise `build` does it."""
         self.src = src
         self._owner = owner
         self._group = group
@@ -70,7 +70,7 @@ class Reader:
         """What the library is told, see `Received` in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
-        """Takes header and body as one piece, or the beginning of a head of `head_bytes`. Otherwise as `take_head`."""
+        """Decodes a whole head, or the beginning of one of `head_bytes`. Otherwise as `take_head`."""
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
@@ -99,13 +99,13 @@ class Reader:
         if tensor_bytes is not None:
             expected = sum([x.nbytes // n for x, n in zip(tensors, parts, strict=True) if x.device_type == "cpu"])
             if expected != tensor_bytes:
-                found = f"{tensor_bytes} bytes of tensors follow its metadata, which tells of {expected}"
+                found = f"{tensor_bytes} bytes of tensors follow its metadata, which announces {expected}"
                 raise wire.not_a_message(found, context, src)
         self._tensors = made = [allocate(owner, each, src, n) for each, n in zip(tensors, parts, strict=True)]
         return made
 
     def build(self) -> Any:
-        """Returns the object, with the caller's buffers if it passed some."""
+        """Returns the object of the message, with the caller's tensors if it passed `out`."""
         value, out = self.found, self._out
         if value is NOTHING:
             value = self._build()
@@ -124,7 +124,7 @@ class Reader:
 
 
 class ListReader(Reader):
-    """Fills a list of CPU tensors whose head is known in advance; or allocates such a list, as views if possible."""
+    """Receives a list of CPU tensors with a known head, into given tensors or new ones, as views if possible."""
 
     is_list = True
 
@@ -137,7 +137,7 @@ class ListReader(Reader):
         made: Sequence[TensorMetadata] = (),
         form: int = 0,
     ) -> None:
-        """`form`: the address of the `Form` of the tensors to allocate."""
+        """`form`: the address of the C++ `Form` that describes the tensors to allocate."""
         super().__init__(owner, src)
         self._head = head
         self._given = tensors
@@ -158,7 +158,7 @@ class ListReader(Reader):
 
 
 def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) -> Tensor:
-    """Allocates a tensor, or one flat slice of it, on this rank's device of the sender's device type."""
+    """Allocates a received tensor, or one flat slice of it, on this rank's device of the sender's device type."""
     context = owner.route.context
     shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
     device = wire.CPU

@@ -137,7 +137,7 @@ class TensorDictSpec:
 
 
 class _KnownForm(NamedTuple):
-    """A spec whose tensors are all on the CPU, for calls that bypass Python."""
+    """A spec whose tensors are all on the CPU, in the form that C++ needs to send and receive such dicts."""
 
     form: Form
     head: bytes
@@ -164,7 +164,7 @@ class _KnownForm(NamedTuple):
         return made
 
     def with_views(self, receive: Callable[..., list[Tensor]], src: int) -> dict[str, Any]:
-        """Returns a dict of this form with the tensors that a method of the messenger receives."""
+        """Returns a dict of this spec with the tensors that `receive`, a method of the messenger, returns."""
         made = self.values.copy()
         forms = [TensorMetadata(dtype, shape, "cpu") for _, shape, dtype, _ in self.tensors]
         received = receive(self.head, self.form.address, forms, src)
@@ -179,7 +179,7 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns the form of a spec of CPU tensors; None for other specs, and for groups that send nothing."""
+    """Returns the C++ form of a spec; None if it has device tensors, or if groups send nothing here."""
     try:
         return _forms[spec.digest]
     except KeyError:
@@ -205,7 +205,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
 
 
 def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
-    """Returns the C++ functions that send and receive dicts of this spec, and its form; None if there are none."""
+    """Returns the C++ functions for dicts of this spec, and its form; None if Python must send them."""
     carrier = group._messenger.past_python if _is_eager() else None
     known = None if carrier is None else _known_form(spec)
     return None if carrier is None or known is None else (carrier, known)
@@ -330,7 +330,7 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the op; or directly the messenger's method, if the op would add nothing. `began`: see `_call`."""
+    """Calls the registered op, or the messenger's method directly if the op would add nothing. `began`: see `_call`."""
     if _is_plain(pieces):
         _call(method, group, pieces, spec, peer, began)
     else:
@@ -338,7 +338,7 @@ def _run(
 
 
 def _call(method: str, group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int, began: float) -> None:
-    """Calls the messenger's method. `began`: start of an attempt in C++ that is repeated here; 0.0 without one."""
+    """Calls the messenger's method. `began`: start of a call that C++ attempted before; 0.0 if it didn't."""
     call = getattr(group.route.messenger, method)
     if not began:
         call(pieces, spec.digest, peer)
@@ -383,7 +383,7 @@ def _slices(
 def _to_fill(
     group: GroupFacts, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
 ) -> dict[str, Any]:
-    """Returns a dict of new tensors to receive into."""
+    """Returns a dict of tensors to receive into: new ones, or the caller's."""
     if out is not None:
         return _given_buffers(group, spec, out)
     if past is not None:

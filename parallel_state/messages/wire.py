@@ -1,18 +1,18 @@
-"""The form of a message on the wire: a head, which is a header and a body, and the message's tensors.
+"""The format of a message: a head, which is a header and a body, and the message's tensors.
 
-The body is the codec's metadata and one byte per tensor: 1 where only a slice of it is sent, because the receiver
-gathers the other slices from its own all-gather group. A value that can't be encoded becomes an error's head: the
-readers raise instead of waiting.
+The body is the codec's metadata and one byte per tensor. The byte is 1 if only a slice of the tensor is sent, because
+the receiver gathers the other slices from its own all-gather group. If a value can't be encoded, the head contains the
+error's text, which readers raise.
 
-Where the transport has no messages, only transfers of a size that both sides know, the head is cut in two:
+Transfers need a size that both sides know. For these the head is split in two:
 
-    frame     [4096]   the head or its beginning: a receive can be started before anything is known of the message
-    rest      [n]      what didn't fit, if anything
+    frame     [4096]   the head or its beginning, which can be received before anything about the message is known
+    rest      [n]      the remaining bytes of the head, if any
     tensors            one transfer each
 
-Objects of the plain types are packed, and made of a message, by the library: see csrc/pack.h and csrc/unpack.h.
+The library itself encodes and decodes objects of the plain types: see csrc/pack.h and csrc/unpack.h.
 
-Pure functions on CPU bytes; who sends when is in `messenger` and `media`.
+All functions are pure and work on CPU bytes. `messenger` and `media` send the messages.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
 HEADER_BYTES = _HEADER.size
 _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
-_LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
+_LONG_BYTES = 64 << 10  # longer bodies are not copied behind their header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
 _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Received tensors from this size on are the group's, as results of collectives are: what malloc gives back to the
-system between two messages costs more in page faults than the message."""
+"""Received tensors of at least this size reuse the group's memory, as results of collectives do. From malloc they would
+be new pages each time, and page faults cost more than the message."""
 LENT_BYTES = 128 << 10
-"""Of the tensors of a message that may be lent, at least: `Lender::kLeastBytes` in csrc/loans.h."""
+"""A message's tensors are lent only if they have at least this many bytes: `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
-"""Outcomes of calls that go past Python: `Outcome` in csrc/messages.h."""
+"""Results of calls that bypass Python: `Outcome` in csrc/messages.h."""
 STARTED = 4
-"""`kStarted` in csrc/messages_api.cpp: with the number of a transfer added, a message is under way."""
+"""`kStarted` in csrc/messages_api.cpp. STARTED + n: a message was started as transfer number n."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
-"""In place of an object that there isn't."""
+"""Stands for a missing object."""
 
 
 class Header(NamedTuple):
-    """The first bytes of a head."""
+    """The first bytes of a message's head: the kind of message, and the sizes that follow."""
 
     kind: int
     slices: int
-    """Into how many slices the marked tensors are cut; 0 for none."""
+    """Number of slices of each marked tensor; 0 if none is marked."""
     tensors: int
     body_bytes: int
     tensor_bytes: int
-    """Of all tensors of the message, uncut."""
+    """Sum over all tensors of the message, each counted whole."""
 
     @property
     def is_error(self) -> bool:
-        """Returns True where the body is the text of what went wrong on the sender."""
+        """Returns True if the body is the text of an error on the sender."""
         return self.kind == _ERROR
 
     @property
@@ -94,7 +94,7 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Says which part of each tensor is sent: `Cut` of csrc/pack.h."""
+    """Which part of each tensor this rank sends, if it sends slices: `Cut` of csrc/pack.h."""
 
     slices: int = 0
     mine: int = 0
@@ -107,24 +107,24 @@ WHOLE = Cut()
 
 @dataclass(slots=True)
 class Outgoing:
-    """An encoded message; `error` is set, and the head tells of it, where the value could not be encoded."""
+    """An encoded message. If the value couldn't be encoded, `error` is set and `head` contains its text."""
 
     head: bytes
     tensors: list[Tensor]
     error: Exception | None = None
     counted: str = ""
-    """The name under which it is counted, unless as a message."""
+    """The operation to count it as, if not as a message."""
     more: Pinned | None = None
-    """The end of a long head, where it lies."""
+    """The end of a long head, which isn't copied."""
 
     @property
     def cpu_bytes(self) -> int:
-        """Returns the bytes of the tensors on the CPU."""
+        """Returns the number of bytes of the CPU tensors."""
         return sum([tensor.nbytes for tensor in self.tensors if tensor.is_cpu])
 
     @property
     def counted_bytes(self) -> int:
-        """Returns the bytes under which it is counted, where head and CPU tensors are one message."""
+        """Returns the bytes to count for head and CPU tensors together, if one message carries both."""
         more_bytes = 0 if self.more is None else self.more.nbytes
         return max(FRAME_BYTES, len(self.head) + more_bytes) + self.cpu_bytes
 
@@ -134,12 +134,12 @@ class Outgoing:
 
     @property
     def frame(self) -> Tensor:
-        """Returns the head's beginning, padded to FRAME_BYTES."""
+        """Returns the first FRAME_BYTES of the head, padded with zeros."""
         return torch.frombuffer(bytearray(self.whole_head[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
     @property
     def rest(self) -> Tensor | None:
-        """Returns what doesn't fit into the frame, as a view of the head; read it only."""
+        """Returns the bytes of the head after the frame, as a read-only view; None if there are none."""
         head = self.whole_head
         return None if len(head) <= FRAME_BYTES else _view_of(head, FRAME_BYTES)
 
@@ -152,7 +152,7 @@ def encode(
     all_gather_group: AllGatherGroup | None = None,
     all_gather_tensors: Mapping[str, bool] | None = None,
 ) -> Outgoing:
-    """Returns the message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
+    """Returns the message for `obj`. If `obj` can't be encoded, returns the message of that error; never raises."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
         packed = None if part is None else codec.pack(obj, part)
@@ -165,7 +165,7 @@ def encode(
             obj, whole = _kept_whole(obj, all_gather_tensors)
         encoded = _encode_checked(obj, allow_pickle, must_be)
         tensors = [dense(tensor.detach()) for tensor in encoded.tensors]
-    except Exception as error:  # whatever it is: the readers wait
+    except Exception as error:  # of any kind, because the readers wait
         text = str(error).encode(errors="replace")[:_INLINE_BYTES]
         return Outgoing(head_of(Header(_ERROR, 0, 0, len(text), 0), text), [], error)
     tensor_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -181,7 +181,7 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns which part of each tensor is sent; None where that is for `encode` to find out."""
+    """Returns which part of each tensor is sent; None for an invalid `group`, for which `encode` raises."""
     if group is None:
         return WHOLE
     size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
@@ -192,7 +192,7 @@ def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] 
 
 
 def of_packed(packed: Packed, cut: Cut) -> Outgoing:
-    """Returns the message that the library has packed."""
+    """Returns the message for an object that the library has encoded."""
     tensors = [x.detach() if x.requires_grad else x for x in packed.tensors]
     if any(packed.is_cut):
         tensors = _cut(tensors, packed.is_cut, cut.slices, cut.mine)
@@ -202,7 +202,7 @@ def of_packed(packed: Packed, cut: Cut) -> Outgoing:
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
-    """Returns the bytes from `start` on, kept alive by the tensor. Nobody writes to it, of which torch would warn."""
+    """Returns the bytes of `data` from `start` on as a tensor, which must not be written to."""
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
     array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
     array.data = data
@@ -210,7 +210,7 @@ def _view_of(data: bytes, start: int) -> Tensor:
 
 
 def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
-    """Returns this rank's slices of the tensors that are cut, and the others."""
+    """Replaces tensors that are sent in slices by slice `mine`. Returns all tensors."""
     return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
 
 
@@ -225,14 +225,14 @@ def _slices_of(group: AllGatherGroup | None) -> int:
 
 
 def can_be_cut(numel: int, slices: int) -> bool:
-    """Returns True where a tensor travels in slices: it has elements, and they divide evenly."""
+    """Returns True if a tensor of `numel` elements is sent in slices: it isn't empty, and divides evenly."""
     return slices > 1 and numel > 0 and numel % slices == 0
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Returns the checked header of the frame that came from `src`.
+    """Returns the checked header of a frame from `src`.
 
-    Raises MessageDecodeError if it isn't one, RemoteError for an error's.
+    Raises MessageDecodeError if the frame is invalid, and RemoteError if it contains the sender's error.
     """
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
@@ -244,9 +244,9 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Returns the checked header that the bytes from `src` begin with; raises MessageDecodeError if it isn't one.
+    """Returns the checked header with which `data`, received from `src`, begins. Raises MessageDecodeError.
 
-    `head_bytes`: of header and body, where that is known.
+    `head_bytes`: bytes of header and body together, if known.
     """
     if len(data) < _HEADER.size:
         raise not_a_message(f"it has {len(data)} bytes", context, src)
@@ -258,22 +258,22 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
     elif kind not in (_VALUE, _ERROR, _LIST):
         problem = f"its kind is {kind}"
     elif kind == _ERROR and (body_bytes > _INLINE_BYTES or tensors or tensor_bytes):
-        problem = "an error's text is longer than its frame, or it comes with tensors"
+        problem = "it has an error's text that is longer than the frame, or tensors after the text"
     elif kind != _ERROR and body_bytes > limit:
         problem = f"its metadata has {body_bytes} bytes, more than {limit} ({settings.MAX_METADATA_BYTES.name})"
     elif tensors > body_bytes:
-        problem = f"it tells of {tensors} tensors in {body_bytes} bytes"
+        problem = f"it announces {tensors} tensors in {body_bytes} bytes"
     elif tensor_bytes >= MAX_TENSOR_BYTES:
-        problem = f"it tells of tensors of {tensor_bytes} bytes"
+        problem = f"it announces tensors of {tensor_bytes} bytes"
     elif head_bytes is not None and HEADER_BYTES + body_bytes != head_bytes:
-        problem = f"its header tells of {body_bytes} bytes, but has {head_bytes - HEADER_BYTES} after it"
+        problem = f"its header announces {body_bytes} bytes, but {head_bytes - HEADER_BYTES} follow"
     if problem is not None:
         raise not_a_message(problem, context, src)
     return Header(kind, slices, tensors, body_bytes, tensor_bytes)
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides.
+    """Returns the head for a list of tensors. `form`: a short text, which must be equal on both sides.
 
     A form that is a digest is used unchanged, so `write_list_head` of csrc/messages.h makes the same head.
     """
@@ -282,38 +282,38 @@ def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
 
 @lru_cache(maxsize=256)
 def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
-    """As `head_of_list`, of the tensors' bytes."""
+    """Returns the head for a list of tensors with these sizes in bytes: see `head_of_list`."""
     digest = form if _DIGEST.fullmatch(form) else digest_of(form)
     body = bytes.fromhex(digest) + struct.pack(f"<{len(sizes)}Q", *sizes)
     return head_of(Header(_LIST, 0, len(sizes), len(body), sum(sizes)), body)
 
 
 def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
-    """Raises CollectiveMismatchError unless header and body, from `src`, are those of the expected head of a list."""
+    """Raises CollectiveMismatchError unless the head that `src` sent is the `expected` head of a list."""
     body = bytes(body)
     if head_of(header, body) == expected:
         return
     if header.kind != _LIST:
-        found = "sent no tensor dict with a spec, and this rank receives one"
+        found = "sent none with a spec, but this rank receives with one"
     elif body[:_DIGEST_BYTES] != expected[HEADER_BYTES : HEADER_BYTES + _DIGEST_BYTES]:
-        found = "has another spec than this rank: other keys, shapes, dtypes or constants, or another order"
+        found = "used another spec than this rank: other keys, shapes, dtypes or constants, or another order"
     else:
         found = "cut other tensors into slices; pass the same all_gather_group and all_gather_tensors on both sides"
     raise _list_mismatch(found, context, src)
 
 
 def digest_of(text: str) -> str:
-    """Returns a digest as hexadecimal digits."""
+    """Returns a digest of a text, as hexadecimal digits."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-mark_constant(digest_of)  # of constants only, such as a spec that is made in a compiled function
+mark_constant(digest_of)  # compiled functions call it with constants only, such as those of a spec
 
 
 def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
-        f"sender and receivers of a tensor dict must pass equal specs, but rank {src} of {context} {found}. The group "
-        "can't be used further; pass spec=TensorDictSpec.of(…) of the same dict on every rank, or on none",
+        f"sender and receivers of a tensor dict must pass equal specs, but rank {src} of {context} {found}. This group "
+        "is unusable now; pass spec=TensorDictSpec.of(…) of the same dict on every rank, or on none",
         group=context.name,
         rank=context.rank,
         suspect_ranks=[context.ranks[src]],
@@ -321,7 +321,7 @@ def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMis
 
 
 def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> RemoteError:
-    """Returns what a reader raises where `src` could not encode its value."""
+    """Returns the error to raise on a receiver if `src` could not encode its value. `text`: the sender's error."""
     return RemoteError(
         f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: "
         f"{str(text, errors='replace')}",
@@ -330,7 +330,7 @@ def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> R
 
 
 def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
-    """Returns the body that came as a frame and the rest of it."""
+    """Returns the body of a message whose head was received as a frame and a rest."""
     body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
     return body if rest is None else body + bytes_of(rest)
 
@@ -338,19 +338,19 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Returns the message, its tensors still to come, and which of them are cut."""
+    """Decodes a body. Returns the message, whose tensors aren't received yet, and which of them are sent in slices."""
     if header.kind == _LIST:
-        raise _list_mismatch("sent a tensor dict with a spec, and this rank receives without one", context, src)
+        raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
     try:
         message = codec.read(body[:end], allow_pickle=allow_pickle)
         cut = [flag != 0 for flag in body[end:]]
         if len(message.tensors) != len(cut):
-            raise MessageDecodeError(f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}")
+            raise MessageDecodeError(f"its header announces {len(cut)} tensors, its metadata {len(message.tensors)}")
         tensor_bytes = sum(metadata.nbytes for metadata in message.tensors)
         if tensor_bytes != header.tensor_bytes:
             raise MessageDecodeError(
-                f"its header tells of {header.tensor_bytes} bytes of tensors, its metadata of {tensor_bytes}"
+                f"its header announces {header.tensor_bytes} bytes of tensors, its metadata {tensor_bytes}"
             )
         for metadata, sliced in zip(message.tensors, cut, strict=True):
             if sliced and not can_be_cut(prod(metadata.shape), header.slices):
@@ -363,7 +363,7 @@ def read_body(
 
 
 def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, src: int) -> Any:
-    """Returns the object, of tensors that have arrived."""
+    """Returns the object of a message from its received tensors. Errors name the sender."""
     try:
         return message.build(tensors)
     except MessageDecodeError as error:
@@ -382,7 +382,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
             "for other types use the call that takes any object, such as send_object or broadcast_object"
         )
     encoded = codec.encode(obj, allow_pickle=allow_pickle)
-    if not encoded.tensors:  # then the codec has looked
+    if not encoded.tensors:  # the codec has checked the size then
         return encoded
     size, limit = len(encoded.metadata) + len(encoded.tensors), settings.MAX_METADATA_BYTES.get()
     if size > limit:
@@ -394,53 +394,59 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns the dict, and the ids of those tensors in it that the caller wants sent whole by every rank.
+    """Returns a copy of the dict, and the ids of the tensors that `all_gather_tensors` excludes from slicing.
 
-    The codec passes on a tensor itself where it is plain; so those of the dict's copy are made plain here.
+    These tensors are made dense, because the codec replaces others by new tensors with other ids.
     """
     tensors = tensors.copy()
     whole = set()
     for key, gather in all_gather_tensors.items():
         if not gather and isinstance(tensors.get(key), Tensor):
-            with contextlib.suppress(UnfitError):  # the codec refuses it with its key
+            with contextlib.suppress(UnfitError):  # the codec raises it with the key
                 tensors[key] = dense_tensor(tensors[key])
                 whole.add(id(tensors[key]))
     return tensors, whole
 
 
 def head_of(header: Header, *body: bytes) -> bytes:
-    """Packs header and body as they travel."""
+    """Packs header and body into bytes."""
     kind, slices, tensors, body_bytes, tensor_bytes = header
     return b"".join((_HEADER.pack(_MAGIC, kind, slices, tensors, 0, body_bytes, tensor_bytes), *body))
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Returns the bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
+    """Returns the bytes of a contiguous CPU tensor. Works without numpy, unlike torch's own method."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 
 def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:
     """Returns the error for bytes that aren't the head of a message."""
-    return _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
+    return _decode_error(
+        f"sent something that isn't a message: {problem}. All ranks must make the same calls in the same order, with "
+        "the same version of parallel_state",
+        context,
+        src,
+    )
 
 
 def malformed(error: MessageDecodeError, context: GroupContext, src: int) -> MessageDecodeError:
-    """Returns what was found in a message's metadata, with its sender."""
-    return _decode_error(f"message of rank {src} of {context}: {error}", context, src)
+    """Returns the error for invalid metadata in a message from `src`."""
+    return _decode_error(f"sent a message that can't be decoded: {error}", context, src)
 
 
-def _decode_error(message: str, context: GroupContext, src: int) -> MessageDecodeError:
-    return MessageDecodeError(message, group=context.name, rank=context.rank, suspect_ranks=[context.ranks[src]])
+def _decode_error(what: str, context: GroupContext, src: int) -> MessageDecodeError:
+    text = f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) {what}"
+    return MessageDecodeError(text, group=context.name, rank=context.rank, suspect_ranks=[context.ranks[src]])
 
 
 def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns those on the CPU, and the others."""
+    """Returns the CPU tensors, and the other tensors."""
     on_device = [tensor for tensor in tensors if not tensor.is_cpu]
     return (tensors, ()) if not on_device else ([tensor for tensor in tensors if tensor.is_cpu], on_device)
 
 
 def device_for(device_type: str, own: torch.device) -> torch.device:
-    """Returns where a tensor of the sender's device type lies on this rank: on the CPU, or its own device."""
+    """Returns where this rank allocates a received tensor: on the CPU, or on its own device of the same type."""
     if device_type == "cpu":
         return CPU
     return own if own.type == device_type else torch.device(device_type)

@@ -44,10 +44,10 @@ def digest(value: object) -> str:
 
 
 class Agreement:
-    """Compares the requests of a world's ranks, and names new groups."""
+    """Compares the requests of all ranks of a world, such as "create these groups", and names new groups."""
 
     def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: the other ranks are simulated and agree with this one."""
+        """`alone`: True if the other ranks are simulated. No request is then compared."""
         self.alone = alone
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
@@ -94,7 +94,7 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """Returns once all of `ranks` have made this request.
+        """Waits until all of `ranks` have made the same request. Raises as `resolve_and_agree` does.
 
         `wrong`: an error that replaces the request and is raised after the agreement. `domain`: further ranks whose
         death ends the wait, because it may be why a rank of `ranks` doesn't call.
@@ -191,7 +191,7 @@ class Agreement:
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
-        """Returns the rank that failed to create the group `name`, and why; None without a known failure."""
+        """Returns the rank that failed to create the group `name`, and the reason; None if no failure is known."""
         return self._failures.get(name)
 
     def _note_failure(self, rank: int, payload: bytes) -> bytes:
@@ -202,7 +202,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's gloo address of the previous attempt from the control plane's store.
+        """Deletes the gloo address that this rank published for the previous attempt to create the group `name`.
 
         Call it after `meet`: no rank uses that address any more.
         """

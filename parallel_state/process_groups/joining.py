@@ -37,7 +37,7 @@ _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class GivenGroup(NamedTuple):
-    """A process group that the caller made."""
+    """A process group that the program made and passed to this library."""
 
     process_group: Any
     ranks: list[int]
@@ -50,7 +50,7 @@ class GivenGroup(NamedTuple):
 
     @property
     def for_callers(self) -> Any:
-        """Returns the caller's group for CPU tensors, if any."""
+        """Returns the program's process group for CPU tensors, if it passed one."""
         return self.process_group if self.device.type == "cpu" else self.cpu_group
 
     @property
@@ -59,14 +59,14 @@ class GivenGroup(NamedTuple):
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:
-        """Returns a new channel number for a coordinator of this group. Every rank calls it in the same order."""
+        """Returns an unused channel number for a coordinator of this group. Every rank calls it in the same order."""
         number = _CHANNELS.get(self.process_group, _FIRST_CHANNEL)
         _CHANNELS[self.process_group] = number + 1
         return number
 
 
 def examine(process_group: Any, cpu_group: Any = None, device: torch.device | str | None = None) -> GivenGroup:
-    """Checks and describes a process group. Raises GroupNotInitializedError or InvalidArgumentError."""
+    """Checks and describes the program's process group. Raises GroupNotInitializedError or InvalidArgumentError."""
     if not dist.is_initialized():
         raise GroupNotInitializedError(
             "from_process_group needs torch.distributed: call torch.distributed.init_process_group() first"

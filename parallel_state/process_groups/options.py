@@ -16,7 +16,7 @@ from device_communicators.base.torch_internals import set_nccl_timeout
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options of an axis's process groups. None means the value given to initialize_model_parallel.
+    """Options for the process groups of one axis. None: the value given to initialize_model_parallel.
 
     The last four are for NCCL: a high-priority stream, the size of thread-block clusters (`cga_cluster_size`), and the
     number of blocks (CTAs) per communicator. Other backends ignore them.
@@ -57,21 +57,18 @@ class GroupOptions:
 
     @property
     def for_cpu(self) -> GroupOptions:
-        """Returns the options of the gloo group for CPU tensors. A `fake` group (dry runs) carries these itself."""
+        """Returns the options of the gloo group for CPU tensors; with the backend `fake` (dry runs), these options."""
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
     def for_callers(self) -> GroupOptions:
-        """Returns the options of the CPU group that programs pass to torch.distributed's own calls."""
+        """Returns the options of the CPU group that programs pass to torch.distributed's own functions."""
         chosen = GroupOptions(settings.CPU_BACKEND.get(), self.timeout)
         return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
 
     @property
     def meets(self) -> bool:
-        """Returns True if the ranks wait for each other when they create a group.
-
-        With NCCL they wait in the first call.
-        """
+        """Returns True if creating a group waits for its other ranks. With NCCL the first call waits instead."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property
@@ -85,9 +82,7 @@ class GroupOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns the options for creating a group.
-
-        If its ranks wait for each other, the timeout is at least `limit_s`.
+        """Returns options for creating a group: if that waits for other ranks, with a timeout of at least `limit_s`.
 
         torch uses one timeout for connecting and for operations. The caller sets the group's own one afterwards.
         """

@@ -68,7 +68,7 @@ shared: one that keeps working must not use the connections of one that failed i
 
 @dataclass(frozen=True)
 class Acquired:
-    """The result of one `acquire`. Pass it to `release` once."""
+    """A group of the pool in use by one caller, who passes it to `release` once."""
 
     process_group: Any
     """This rank's torch ProcessGroup; None for a group of one rank."""
@@ -76,7 +76,7 @@ class Acquired:
 
 
 class LazyProcessGroup:
-    """Creates a process group at the first call, and returns it. All members must make that call together."""
+    """A process group that is created at its first use, by a call of all members together."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -93,7 +93,7 @@ class LazyProcessGroup:
 
 
 class ProcessGroupPool:
-    """The process groups of one initialised world. Equal ranks with equal options share one group."""
+    """All process groups of one initialised world. Groups with equal ranks and options are created once and shared."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class ProcessGroupPool:
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Within the body, the death of any of `ranks` ends the creation of every group.
+        """Within the body, creating any group ends if one of `ranks` dies.
 
         Otherwise rank A waits for a live rank B, which has already given up because rank C died.
         """
@@ -230,7 +230,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Returns True if all ranks create groups with these options by splitting the world's communicator."""
+        """Returns True if groups with these options are split off the world's communicator, by a call of all ranks."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -363,9 +363,7 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Registers a process group that the caller made as the group of `ranks`, until its release.
-
-        The caller still owns it.
+        """Makes a process group of the caller the pool's group of `ranks`, until its release. The caller still owns it.
 
         If the pool has such a group already, uses that one. Every member calls it, like `acquire`.
         """
@@ -380,14 +378,14 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program, not this library, made this group: the default group only with `everyone`."""
+        """Returns True if the program made this group. For the default group, only if `everyone`."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
-        """Destroys groups without remaining users. Ranks that acquired together must release together.
+        """Gives back a group; the last user's call destroys it. Ranks that acquired together must release together.
 
-        `failed`: the group may have operations that never complete.
+        `failed`: True if the group may have operations that never complete.
         """
         with self._lock:
             if failed:
@@ -432,7 +430,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Closes the watcher and destroys the groups of `alone`. Further `acquire` calls raise. May be called twice."""
+        """Closes the watcher and the groups made by `alone`. Later `acquire` calls raise. May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises

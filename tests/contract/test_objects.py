@@ -749,7 +749,7 @@ def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools) -> None:
 
 @pytest.mark.parametrize("over", ["queue", "connections"])
 def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Pools, over: str) -> None:
-    words = "rank 0 of group .* 0 bytes of tensors follow its metadata, which tells of 1073741824"
+    words = "rank 0 of group .* 0 bytes of tensors follow its metadata, which announces 1073741824"
     pools(2).run(told_of, 1 << 28, over, ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
 
 

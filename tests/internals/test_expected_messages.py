@@ -91,7 +91,9 @@ def test_bytes_that_a_head_does_not_tell_of(tmp_path: Path, value: Any) -> None:
         told = outgoing.cpu_bytes
         outgoing.tensors = [torch.ones(9)]
         sender.send(outgoing, 1)
-        with pytest.raises(MessageDecodeError, match=f"36 bytes of tensors follow its metadata, which tells of {told}"):
+        with pytest.raises(
+            MessageDecodeError, match=f"36 bytes of tensors follow its metadata, which announces {told}"
+        ):
             receiver.recv(0)
 
 

@@ -39,7 +39,7 @@ _PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
 
 
 class Encoded(NamedTuple):
-    """An encoded object: the `metadata` that `read` takes, and the `tensors` that `Message.build` needs."""
+    """An encoded object: the `metadata` that `read` decodes, and the `tensors` to send beside it."""
 
     metadata: bytes
     tensors: list[torch.Tensor]
@@ -85,14 +85,14 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
 
 
 def pack(obj: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Returns the message of an object that the library encodes; None if `encode` must be called."""
+    """Encodes an object in C++. Returns None if it contains types that only `encode` supports."""
     return codec_values.pack(obj, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class Message:
-    """Checked metadata of a message.
+    """Decoded and checked metadata of a message, from which `build` makes the object.
 
-    `tensors` describes the tensors to receive, in order; `build` then returns the object.
+    `tensors` describes the tensors to receive first, in order.
     """
 
     __slots__ = ("_allow_pickle", "_body", "_value", "tensors")

@@ -33,14 +33,14 @@ MAX_TENSOR_BYTES = 1 << 48
 
 
 class UnfitError(Exception):
-    """A value of a supported type can't be sent. The text completes "value at … is …"."""
+    """Raised for a value that can't be sent, though its type is supported. The text completes "value at … is …"."""
 
 
 # Registered classes
 
 
 class RegisteredType(NamedTuple):
-    """A class whose values are sent as named fields."""
+    """A class whose values are sent as named fields, because `register_type` was called for it."""
 
     cls: type
     name: str
@@ -92,7 +92,7 @@ def is_registered(cls: type) -> bool:
 
 
 def registered_class(cls: type) -> RegisteredType:
-    """Returns the entry of a class that `is_registered`."""
+    """Returns the fields and the name of a class for which `register_type` was called."""
     return _by_class[cls]
 
 
@@ -161,7 +161,7 @@ _TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items(
 
 
 class TensorMetadata(NamedTuple):
-    """One tensor of a message: what a receiver must know to allocate it."""
+    """What a receiver must know to allocate one tensor of a message: dtype, shape, device type."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -169,7 +169,7 @@ class TensorMetadata(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor if it is contiguous."""
+        """The size of the tensor in bytes, if it is contiguous."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -210,7 +210,7 @@ _decode_rows = msgspec.msgpack.Decoder(list[tuple[str, _Shape, str]]).decode
 
 
 def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
-    """Decodes the result of `tensor_rows`. Raises for tensors that can't be allocated."""
+    """Decodes the rows made by `tensor_rows` on the sender. Raises for tensors that can't be allocated."""
     tensors = []
     claimed = 0
     for name, shape, device in _decode_rows(data):
@@ -272,7 +272,7 @@ def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
 
 
 def numpy_array(parts: list[Any]) -> Any:
-    """Returns a writable array from the result of `numpy_parts`."""
+    """Builds a writable array from the parts made by `numpy_parts`."""
     try:
         import numpy
     except ImportError as error:

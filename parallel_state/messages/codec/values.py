@@ -61,7 +61,7 @@ _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
 class _Library:
-    """The codec's functions of the compiled library, after a call of `use_library`."""
+    """The codec's functions of the compiled library. `use_library` sets them."""
 
     objects: PlainObjects | None = None
 
@@ -70,7 +70,7 @@ _library = _Library()
 
 
 def use_library() -> PlainObjects:
-    """Makes `pack` use the compiled library from now on, and returns the library's functions."""
+    """Makes `pack` use the compiled library from now on. Returns the library's functions."""
     if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
@@ -81,7 +81,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that is True if all dicts in msgpack's own form have the keys that `Encoder.mapping` allows.
+    """Returns a function that checks encoded bytes: True if all dicts have keys of the types that an encoder uses.
 
     A sender can choose other keys, such as lists, so that they collide, and msgspec can't be stopped while it builds a
     dict. Malformed bytes are left to msgspec. Without the compiled library nothing is checked.
@@ -97,12 +97,12 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, limit: int, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Returns the message of a value of plain types; None for other values, and without the library."""
+    """Encodes a value of plain types in C++. Returns None for other types, and if there is no library."""
     return None if _library.objects is None else _library.objects.pack(value, limit, cut)
 
 
 class RefusedError(Exception):
-    """A value can't be sent. Each container that holds it adds a part of the path of keys."""
+    """Raised for a value that can't be sent. Each container around it adds its key to the path in the text."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
@@ -118,9 +118,9 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """One walk over one object. `pack` returns what msgspec may encode, and collects the `tensors`.
+    """Encodes one object: `pack` returns what msgspec may encode, and collects the `tensors`.
 
-    `careful` inspects each int and str separately, which is slower: for objects with one that msgpack can't represent.
+    `careful` inspects each int and str, which is slower, for objects with one that msgpack can't represent.
     """
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
@@ -132,7 +132,7 @@ class Encoder:
         self._allow_pickle = allow_pickle
 
     def pack(self, value: object, depth: int = 0) -> object:
-        """Returns the value, or the Ext that replaces it. Raises RefusedError."""
+        """Returns `value`, or the Ext that msgspec encodes instead. Raises RefusedError."""
         return _PACKERS[type(value)](self, value, depth)
 
     def sequence(self, values: Sequence[object], depth: int) -> Sequence[object]:
@@ -155,7 +155,7 @@ class Encoder:
         return packed
 
     def mapping(self, values: dict[Any, object], depth: int) -> object:
-        """Packs each value, in a copy if one is replaced. Keys of other than plain types make the result an Ext."""
+        """Packs each value of a dict, in a copy if one is replaced. Keys that aren't plain make the result an Ext."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -289,7 +289,7 @@ _Packer = Callable[[Encoder, Any, int], object]
 
 
 class _Packers(dict[type, _Packer]):
-    """Functions that pack values, by exact type."""
+    """A function per type, by which an encoder packs values of exactly this type."""
 
     def __missing__(self, cls: type) -> _Packer:
         if codec_types.is_registered(cls):
@@ -328,7 +328,7 @@ _PACKERS = _Packers(
 
 
 class Decoder:
-    """One walk over one body. Its methods may raise any exception, which the caller turns into MessageDecodeError."""
+    """Decodes one body. Its methods may raise any exception; the caller turns it into MessageDecodeError."""
 
     __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
