@@ -94,21 +94,9 @@ class Messenger:
 
     # Point to point.
 
-    def encode(
-        self,
-        obj: Any,
-        must_be: type | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Outgoing:
-        """Returns the message for `obj`; if `obj` can't be encoded, the message for the error."""
-        return wire.encode(
-            obj,
-            allow_pickle=self.allow_pickle,
-            must_be=must_be,
-            all_gather_group=all_gather_group,
-            all_gather_tensors=all_gather_tensors,
-        )
+    def encode(self, *args: Any) -> Outgoing:
+        """Returns the message for an object; if it can't be encoded, the message for the error. See `wire.encode`."""
+        return wire.encode(*args, allow_pickle=self.allow_pickle)
 
     def post(
         self,

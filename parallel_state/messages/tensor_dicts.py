@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -330,21 +331,15 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the registered op, or the messenger's method directly if the op would add nothing. `began`: see `_call`."""
-    if _is_plain(pieces):
-        _call(method, group, pieces, spec, peer, began)
-    else:
+    """Calls the op; or directly the messenger's method, if the op would add nothing.
+
+    `began`: start of an attempt in C++ that is repeated here; 0.0 without one.
+    """
+    if not _is_plain(pieces):
         op(pieces, group._token, spec.digest, peer, group._key)
-
-
-def _call(method: str, group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int, began: float) -> None:
-    """Calls the messenger's method. `began`: start of a call that C++ attempted before; 0.0 if it didn't."""
-    call = getattr(group.route.messenger, method)
-    if not began:
-        call(pieces, spec.digest, peer)
         return
-    with began_at(began):
-        call(pieces, spec.digest, peer)
+    with began_at(began) if began else nullcontext():
+        getattr(group.route.messenger, method)(pieces, spec.digest, peer)
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
