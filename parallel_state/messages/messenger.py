@@ -32,12 +32,11 @@ from device_communicators.routing.started import Handle
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import wire
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.handles import ReceiveHandle, SendHandle
 from parallel_state.messages.reader import ListReader, Reader, allocate
-from parallel_state.messages.wire import FRAME_BYTES, Header, Outgoing, split_by_device
+from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, Outgoing, split_by_device
 
 if TYPE_CHECKING:  # loaded when a group is made
     from parallel_state.messages.media import Medium

@@ -25,7 +25,6 @@ from device_communicators.calls.memory import dtype_refusal
 from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, began_at, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.collectives.calls import GroupFacts
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.codec.types import TensorMetadata
 from parallel_state.messages.messenger import Messenger
@@ -35,6 +34,7 @@ from parallel_state.messages.wire import (
     LEFT,
     LENT_BYTES,
     POOLED_BYTES,
+    AllGatherGroup,
     can_be_cut,
     device_for,
     digest_of,

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from device_communicators.base.errors import (
 from device_communicators.base.torch_internals import mark_constant
 from device_communicators.calls.memory import dense
 from device_communicators.routing.communicator import GroupContext
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
@@ -71,6 +70,15 @@ STARTED = 4
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
 """Stands for a missing object."""
+
+
+class AllGatherGroup(Protocol):
+    """A group whose ranks all hold the same tensors: each receives only one slice of a tensor and gathers the rest."""
+
+    world_size: int
+    rank_in_group: int
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
 
 
 class Header(NamedTuple):
