@@ -1,7 +1,7 @@
 """Reductions and fused norms, computed by torch's functions.
 
-Communicators without their own kernel use these functions. Kernels are tested against the numerics described here.
-Nothing in this module communicates.
+Communicators without own kernels use these functions. Kernels are tested against the numerics described here. Nothing
+in this module communicates.
 
 A program can change the floating-point state of its thread by torch.set_flush_denormal, fesetround, or a library linked
 with -ffast-math. Ranks that reduce the same inputs under different states get different bits, so these functions run

@@ -186,7 +186,7 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Returns the error for connections that can't be made. Waits a moment for the report of a death as its cause."""
+    """Returns the error for connections that failed. First waits briefly for a death that explains them."""
     members = meeting.members
     suspects = [members.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
@@ -202,7 +202,7 @@ def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started:
 
 
 def _greet(meeting: Meeting, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
-    """Makes this rank's connection `number` to the rank that listens at `end`, an address and a port."""
+    """Opens connection `number` to the rank that listens at `end`, an address and a port, and sends the hello."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))

@@ -420,7 +420,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """Returns the error for the death of a rank outside the group that fails the group. The route adds the rank."""
+    """Returns the error for the death of a rank outside the group on which it depends. The route adds the rank."""
     why = "a rank outside the group, but in its failure domain, has ended"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 

@@ -85,7 +85,7 @@ def is_of_transport(error: Exception) -> bool:
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """Returns the error for an operation that failed because ranks of the failure domain died."""
+    """Returns the error to raise if an operation failed because ranks on which the group depends died."""
     deaths, advice = context.deaths(), "see that rank's log for the cause"
     kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
     return context.lost(kind, operation, describe_deaths(deaths), advice, time.monotonic() - started, suspects)

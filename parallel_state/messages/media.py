@@ -432,7 +432,7 @@ class LibraryMedium(RouteMedium):
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
     def _check(self, receiver: _Receiver, call: UserCall | None, operation: str) -> None:
-        """Raises the failure of a receive, also of one that the library has recorded."""
+        """Raises the failure of an earlier receive, if there was one, even if only the library recorded it."""
         try:
             receiver.check(operation)
         except CollectiveMismatchError as error:  # another rank's report, which contains that rank's call only

@@ -331,9 +331,9 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the op; or directly the messenger's method, if the op would add nothing.
+    """Calls the registered op, or the messenger's method directly if the op would add nothing.
 
-    `began`: start of an attempt in C++ that is repeated here; 0.0 without one.
+    `began`: start of a call that C++ attempted before; 0.0 if it didn't.
     """
     if not _is_plain(pieces):
         op(pieces, group._token, spec.digest, peer, group._key)

@@ -98,7 +98,7 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Returns the message of a value that the library encodes; None for other values, and without the library."""
+    """Encodes a value of plain types in C++. Returns None for other types, and if there is no library."""
     return None if _library.objects is None else _library.objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
 
 
