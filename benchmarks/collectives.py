@@ -26,13 +26,12 @@ from harness import ranks as in_each_rank
 from harness.collectives import COPIES, OURS, VLLM
 from harness.peers import MPIS, SIZES_OF_VLLM
 from harness.picture import draw
-from harness.rounds import measure_all
+from harness.rounds import Row, measure_all
 from harness.teams import Team, started
 
 from parallel_state.startup import environment
 from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import bandwidths, nccl_bytes, p50, size_name, write_json
-from parallel_state.tools.bench.rounds import Row
 
 TORCH, MPI = "harness.collectives", "harness.mpi"
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.peers import DEFAULT, SETUP, Peers
+from harness.rounds import NOTICED, Plan, Row
 
 from parallel_state.tools.bench.report import figure, p50, p99, recorded, size_name
-from parallel_state.tools.bench.rounds import NOTICED, Plan, Row
 
 if TYPE_CHECKING:
     from harness.ranks import RankRow

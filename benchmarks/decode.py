@@ -23,13 +23,13 @@ import decode_models
 import torch
 from harness import peers
 from harness.collectives import start_ours, start_torch, use_once
-from harness.rounds import measure_all
+from harness.rounds import Row, measure_all
 from harness.teams import Team, started
+from harness.timing import timed
 
 import parallel_state as ps
 from parallel_state.tools.bench.report import p50, write_json
-from parallel_state.tools.bench.rounds import Row
-from parallel_state.tools.bench.worker import Timing, timed
+from parallel_state.tools.bench.worker import Timing
 
 OURS, SPINNING, GLOO, VLLM = "parallel_state", "parallel_state, spinning", "parallel_state over gloo", "vLLM"
 TORCH, MATMULS = "gloo", "(matmuls alone)"

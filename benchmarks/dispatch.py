@@ -23,14 +23,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from harness import peers
 from harness.collectives import VLLM, load, ours_by_op, start_ours, start_torch
-from harness.rounds import measure_all
+from harness.rounds import Row, measure_all
 from harness.teams import Team, started
+from harness.timing import timed
 from torch import Tensor
 
 from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import size_name, write_json
-from parallel_state.tools.bench.rounds import Row
-from parallel_state.tools.bench.worker import Timing, timed
+from parallel_state.tools.bench.worker import Timing
 
 __all__ = ["load", "make"]
 

@@ -27,14 +27,14 @@ import command_line
 import torch
 import torch.distributed as dist
 from harness.collectives import ours_by_op, start_ours
-from harness.rounds import measure_all
+from harness.rounds import Row, measure_all
 from harness.teams import Team, started
+from harness.timing import timed
 from torch import Tensor
 
 from device_communicators.cpu import native_build
 from parallel_state.tools.bench.report import p50, size_name, write_json
-from parallel_state.tools.bench.rounds import Row
-from parallel_state.tools.bench.worker import Timing, timed
+from parallel_state.tools.bench.worker import Timing
 
 LOOPS = "C++"
 """Calls without Python or torch; the loops are in `failure_loop.cpp`."""

@@ -21,12 +21,11 @@ import command_line
 from harness.collectives import VLLM
 from harness.messages import COPY, KINDS, OBJECTS, SPEC_VIEWS, TOKENS, VIEWS, WITH_SPEC, ZMQ
 from harness.peers import SIZES_OF_VLLM
-from harness.rounds import measure_all
+from harness.rounds import Row, measure_all
 from harness.teams import Team, started
 
 from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.report import write_json
-from parallel_state.tools.bench.rounds import Row
 
 PEERS = (GLOO, VLLM, ZMQ, COPY)
 PAIRS = (

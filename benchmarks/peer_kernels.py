@@ -34,7 +34,8 @@ from typing import Any
 import command_line
 import torch
 from harness.picture import draw
-from harness.rounds import measure_all
+from harness.rounds import Row, measure_all
+from harness.timing import release
 from peer_kernels_ranks import APART, FUSED, TOGETHER, EmulatedMachine, GpuMachine, KernelTeam, Machine, Others
 
 from device_communicators.peer.group import DTYPES
@@ -42,7 +43,6 @@ from device_communicators.peer.kernels import KernelError
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, describe
 from parallel_state.tools.bench.report import figure, p50, size_name, write_json
-from parallel_state.tools.bench.rounds import Row
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 NORM_SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)
@@ -186,7 +186,7 @@ def measured(
         if is_lost:
             return False
     team.close()
-    machine.clock.release()
+    release(machine.clock)
     return True
 
 

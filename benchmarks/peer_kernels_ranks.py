@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from harness.timing import host_seconds
 from torch import Tensor
 
 from device_communicators.peer.device import HostWords
@@ -362,7 +363,7 @@ class KernelTeam:
             self._arrive(candidate)
             candidate.begin()
             self.machine.clock.finish()
-            found += self.machine.clock.host_seconds(_one_after_the_other(candidate.each), len(candidate.each))
+            found += host_seconds(self.machine.clock, _one_after_the_other(candidate.each), len(candidate.each))
         return [each * 1e6 for each in found]
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from harness.collectives import VLLM
 from harness.messages import ZMQ, case_bytes
 from harness.page import Findings
 from harness.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peers
-from harness.rounds import measure_all
+from harness.rounds import Plan, Row, measure_all
 from harness.teams import Team, started
 from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, STEPS, load
 
@@ -44,7 +44,6 @@ from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, add_cases, co
 from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN
 from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.report import circumstances, recorded
-from parallel_state.tools.bench.rounds import Plan, Row
 
 PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")

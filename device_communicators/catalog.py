@@ -83,10 +83,13 @@ class Row:
         return self.unfit(context)
 
 
+_AT_FIRST_USE = "the gloo group is created at its first use"
+
+
 def _no_shared_memory(context: GroupContext) -> str | None:
     memory = context.host_memory
     if memory is None:
-        return "the gloo group is created at its first use"
+        return _AT_FIRST_USE
     if memory.problem is not None:
         return memory.problem
     return None if memory.in_one_segment else memory.apart or f"its ranks are on {len(memory.hosts)} hosts"
@@ -97,10 +100,6 @@ def _no_hosts(context: GroupContext) -> str | None:
     if memory is None or memory.problem is not None or memory.in_one_segment:
         return _no_shared_memory(context) or "its ranks are on one host"
     return None
-
-
-def _no_nccl_group(context: GroupContext) -> str | None:
-    return "the gloo group is created at its first use" if context.host_memory is None else None
 
 
 def _switched_off(context: GroupContext, setting: settings.Setting[str]) -> str | None:
@@ -191,8 +190,8 @@ CATALOG: tuple[Row, ...] = (
         asked_for=lambda: settings.PEER_MEMORY.get() == "on",
     ),
     Row(
-        "nccl", "device_communicators.nccl.communicator", "NcclCommunicator", _STREAM, "cuda",
-        unfit=_no_nccl_group, probe=_no_nccl, agree=_unmeasured_nccl,
+        "nccl", "device_communicators.nccl.communicator", "NcclCommunicator", _STREAM, "cuda", probe=_no_nccl,
+        agree=_unmeasured_nccl, unfit=lambda context: _AT_FIRST_USE if context.host_memory is None else None,
     ),
     Row(
         "device_group", "device_communicators.process_group.device", "DeviceGroupCommunicator",

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import InvalidArgumentError
-from harness.rounds import measure_all
+from harness.rounds import NOTICED, Plan, Row, measure_all
 from harness.teams import Team, started
 from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import ROOT, figure, p50, size_name
-from parallel_state.tools.bench.rounds import NOTICED, Plan, Row
 
 PACKAGES = ("parallel_state", "device_communicators")
 BENCH = Path("parallel_state/tools/bench")

@@ -28,6 +28,8 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.torch_internals import dynamo
 from harness.collectives import count_of, ours_by_op
 from harness.picture import draw
+from harness.rounds import Plan, Row
+from harness.timing import host_seconds, release
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
 from parallel_state.tools.bench import collectives, names
@@ -35,7 +37,7 @@ from parallel_state.tools.bench.collectives import Call, Prepared
 from parallel_state.tools.bench.devices import Captured, captured
 from parallel_state.tools.bench.ranks import GroupTeam, one_group
 from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
-from parallel_state.tools.bench.rounds import Plan, Row, measure
+from parallel_state.tools.bench.rounds import measure
 
 OPERATIONS = names.OPERATIONS[:-1]  # a barrier has no size
 TORCH = "torch.distributed"
@@ -139,7 +141,7 @@ class Ranks(GroupTeam):
                 row.host_us[name] = self._host_us(self._prepared[name].call)
         self._prepared.clear()
         self._graphs.clear()
-        self.clock.release()
+        release(self.clock)
         return row
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
@@ -214,7 +216,7 @@ class Ranks(GroupTeam):
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
             self.group.barrier()
-            found += self.clock.host_seconds(partial(call, self._x), HOST_CALLS)
+            found += host_seconds(self.clock, partial(call, self._x), HOST_CALLS)
         return p50(found) * 1e6
 
 

@@ -6,15 +6,35 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.teams import Team
+from parallel_state.tools.bench import rounds
 from parallel_state.tools.bench.progress import Progress
-from parallel_state.tools.bench.rounds import Plan, Row, measure
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+NOTICED = 0.1
+"""A case counts as disturbed if other processes used more cores than this."""
+
+
+@dataclass(frozen=True)
+class Plan(rounds.Plan):
+    repeat_s: float = 0.0
+    """Time for repeating disturbed cases."""
+
+
+@dataclass
+class Row(rounds.Row):
+    strangers_cores: float | None = None
+    """Cores that other processes used during the case; None: unknown."""
+    repeats: int = 0
+    """Repetitions after disturbances; the least disturbed one is kept."""
+
+    @property
+    def disturbed(self) -> bool:
+        return (self.strangers_cores or 0.0) > NOTICED
 
 
 def measure_all(
@@ -53,9 +73,8 @@ def measure_all(
 
 def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
     strangers = Strangers(teams)
-    row = measure(teams, case, replace(plan, most_calls=case.get("most_calls", plan.most_calls)))
-    row.strangers_cores = strangers.cores()
-    return row
+    row = rounds.measure(teams, case, replace(plan, most_calls=case.get("most_calls", plan.most_calls)))
+    return Row(**vars(row), strangers_cores=strangers.cores())
 
 
 class Strangers:

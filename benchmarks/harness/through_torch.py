@@ -28,9 +28,10 @@ from device_communicators.base.settings import SHARED_MEMORY
 from device_communicators.base.torch_internals import register_fake_backend
 from harness.collectives import count_of, ours_by_op
 from harness.ranks import compilable_of_torch
+from harness.timing import timed
 from parallel_state.tools.bench.collectives import answer, given, torch_by_call
 from parallel_state.tools.bench.names import GLOO, OWN
-from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
+from parallel_state.tools.bench.worker import Timing, WrongAnswer
 
 LAYERS = "torch's layers alone"
 OP = "op in place"

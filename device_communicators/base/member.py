@@ -97,6 +97,7 @@ _EXTENDING = threading.Lock()
 MOST_TIMEOUT_S = 10 * 365 * 86400
 """Infinity would leave NaN behind an extended deadline."""
 LOST = "The group can't be used further"
+LEFT = "has left: it destroyed its group, or its program ended"
 Failure = TypeVar("Failure", bound=CommunicationError)
 
 
@@ -133,6 +134,21 @@ class GroupMember:
         if started is not None:
             facts = {"elapsed_s": time.monotonic() - started, "timeout_s": self.timeout_s, **facts}
         return kind(text, group=self.name, operation=operation, rank=self.rank, **facts)
+
+    def lost(
+        self,
+        kind: type[Failure],
+        operation: str,
+        why: str,
+        advice: str,
+        elapsed_s: float,
+        suspects: Sequence[int] = (),
+        **facts: Any,
+    ) -> Failure:
+        """Returns the error of a call that ended after `elapsed_s`. `suspects`: global ranks."""
+        text = f"{operation} of {self} failed after {elapsed_s:.3f} s: {why}. {LOST}; {advice}"
+        facts = {"suspect_ranks": suspects, "elapsed_s": elapsed_s, "timeout_s": self.timeout_s, **facts}
+        return self.failure(kind, text, operation, **facts)
 
     def mismatch(self, operation: str, what: str, suspects: Sequence[int], **facts: Any) -> CollectiveMismatchError:
         """Returns the error for ranks in different calls. `what` describes the calls; `suspects` are global ranks."""

@@ -2,16 +2,23 @@
 
 Communicators without own kernels use these functions. Kernels are tested against the numerics described here. Nothing
 in this module communicates.
+
+A program can change the floating-point state of its thread by torch.set_flush_denormal, fesetround, or a library linked
+with -ffast-math. Ranks that reduce the same inputs under different states get different bits, so these functions run
+in `default_state`. The C++ kernels have their own guard (cpu/csrc/floating_point.h).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from device_communicators.calls.floating_point import ONE_THREAD_ELEMENTS, default_floating_point
 
 _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -22,8 +29,12 @@ _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """Reductions of bool -> reductions of bytes 0 and 1: `or` is max, `and` is min."""
-
-
+_ONE_THREAD_ELEMENTS = 32_768
+"""Up to this number of elements, torch runs an operator in the calling thread (at::internal::GRAIN_SIZE)."""
+_STATE_BYTES = 64
+"""Larger than `fenv_t`, which has 32 bytes on x86-64 and 8 on 64-bit ARM."""
+_DEFAULT = ctypes.c_void_p(-1)
+"""FE_DFL_ENV of glibc and musl: round to nearest, keep denormals, no traps."""
 REDUCING = (
     "all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv",
     "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
@@ -69,18 +80,13 @@ def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor |
     return (x, reduce_op, None) if x.dtype == torch.int16 else reducible(x, reduce_op)
 
 
-def default_state(x: Tensor) -> AbstractContextManager[None]:
-    """Returns a context that sets the default floating-point state if `x` is on the CPU, and else does nothing."""
-    return default_floating_point() if x.is_cpu else nullcontext()
-
-
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
     """Reduces `x` into `total`, of the same dtype, with the same bits as the C++ kernels (cpu/csrc/reduce.h).
 
     It avoids torch's maximum and minimum of floats: whether they return 0.0 or -0.0 depends on the element's address.
     """
-    if total.is_cpu and total.numel() > ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
-        pieces = (each.view(-1).split(ONE_THREAD_ELEMENTS) for each in (total, x))
+    if total.is_cpu and total.numel() > _ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
+        pieces = (each.view(-1).split(_ONE_THREAD_ELEMENTS) for each in (total, x))
         for piece, other in zip(*pieces, strict=True):  # torch's threads have another floating-point state
             combine_(piece, other, reduce_op)
         return
@@ -107,7 +113,7 @@ def divide_(total: Tensor, size: int) -> None:
         return
     in_pieces = total.is_cpu and total.is_contiguous()  # torch's threads may have another floating-point state
     with default_state(total):
-        for piece in total.view(-1).split(ONE_THREAD_ELEMENTS) if in_pieces else (total,):
+        for piece in total.view(-1).split(_ONE_THREAD_ELEMENTS) if in_pieces else (total,):
             piece.div_(size)
 
 
@@ -153,3 +159,38 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
     scale = (largest / FP8_MAX).clamp(min=MIN_SCALE)
     return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+@contextmanager
+def default_state(x: Tensor) -> Iterator[None]:
+    """Sets the default floating-point state of this thread for a block if `x` is on the CPU.
+
+    Other threads keep their state. torch's threads for larger operators have that of the thread that started them.
+    """
+    functions = _state_functions() if x.is_cpu else None
+    if functions is None:
+        yield
+        return
+    get, put = functions
+    state = ctypes.create_string_buffer(_STATE_BYTES)
+    get(state)
+    put(_DEFAULT)
+    try:
+        yield
+    finally:
+        put(state)
+
+
+@functools.cache
+def _state_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Returns `fegetenv` and `fesetenv`, or None if FE_DFL_ENV isn't known to be -1."""
+    if sys.platform != "linux":
+        return None
+    try:
+        library = ctypes.CDLL("libm.so.6")
+    except OSError:  # musl has them in its libc
+        library = ctypes.CDLL(None)
+    try:
+        return library.fegetenv, library.fesetenv
+    except AttributeError:
+        return None

@@ -14,7 +14,7 @@ import errno
 import os
 import threading
 from ctypes import addressof, c_int64, c_uint64
-from typing import Any
+from typing import Any, TypeVar
 
 from device_communicators.base.errors import CommunicationError
 from device_communicators.base.limits import describe_address_space
@@ -24,6 +24,9 @@ from device_communicators.cpu.segment import Segment, SegmentError
 from device_communicators.cpu.transfers import Transfers
 
 _PAGE_BYTES = 4096
+_Key = tuple[int, int]
+"""A rank, or -1 for all others, and a kind."""
+_E = TypeVar("_E", Sender, Receiver)
 
 
 class QueueMemory:
@@ -168,39 +171,30 @@ class Channels:
     def sender(self, dst: int | None, kind: int) -> Sender:
         """Returns the writing end of the queue to `dst`; if `dst` is None, to all others."""
         key = (-1 if dst is None else dst, kind)
-        return self._senders.get(key) or self._open_sender(*key)
+        place = self.members.rank, dst, kind
+        return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
         """Returns the reading end of the queue from `src` to this rank; with `broadcast`, to all others."""
         key = (src, kind | KINDS if broadcast else kind)
-        return self._receivers.get(key) or self._open_receiver(*key, broadcast)
+        place = src, None if broadcast else self.members.rank, kind
+        return self._receivers.get(key) or self._open(self._receivers, key, Receiver, place, src, broadcast)
 
-    def _open_sender(self, dst: int, kind: int) -> Sender:
+    def _open(
+        self, ends: dict[_Key, _E], key: _Key, make: type[_E], place: tuple[int, int | None, int], *peer: int
+    ) -> _E:
         with self._lock:
             self._check()
-            sender = self._senders.get((dst, kind))
-            if sender is None:
-                place = self._place(self.members.rank, None if dst < 0 else dst, kind, commit=True)
-                sender = Sender(self._library, self.members, place, self._waiting)
-                if (first := self._senders.setdefault((dst, kind), sender)) is not sender:  # a handler of signals was
+            end = ends.get(key)
+            if end is None:
+                writes = issubclass(make, Sender)
+                end = make(self._library, self.members, self._place(*place, commit=writes), self._waiting)
+                if (first := ends.setdefault(key, end)) is not end:  # a handler of signals was
                     return first
                 if self._group:
-                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, addressof(self._broadcasts))
-            return sender
-
-    def _open_receiver(self, src: int, kind: int, broadcast: bool) -> Receiver:
-        with self._lock:
-            self._check()
-            receiver = self._receivers.get((src, kind))
-            if receiver is None:
-                place = self._place(src, None if broadcast else self.members.rank, kind % KINDS)
-                receiver = Receiver(self._library, self.members, place, self._waiting)
-                if (first := self._receivers.setdefault((src, kind), receiver)) is not receiver:
-                    return first
-                if self._group:
-                    shared = addressof(self._broadcasts)
-                    self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, shared)
-            return receiver
+                    serve = self._library.ps_queue_writer_serve if writes else self._library.ps_queue_reader_serve
+                    serve(end.end, self._group, *peer, addressof(self._broadcasts))
+            return end
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
         """Maps the ring of a queue. With `commit`, also allocates its memory. Returns where it is."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from device_communicators.base import limits, settings
 from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.base.host import gloo_addresses, resolve
-from device_communicators.base.member import LOST, GroupMember
+from device_communicators.base.member import GroupMember
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 
 logger = logging.getLogger("parallel_state")
@@ -50,7 +50,6 @@ class Meeting(NamedTuple):
     """The ranks of a group that connect to each other, and the function by which they exchange addresses."""
 
     members: GroupMember
-    ranks: Sequence[int]
     gather: Callable[[bytes], list[bytes]]
     """Returns the record of each rank; every rank calls it."""
     watcher: Watcher
@@ -116,7 +115,7 @@ class Connections:
         self.sockets = {}
 
 
-def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | None = None) -> Connections:
+def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
     """Connects this rank to `peers`; every peer must list this rank, too. Every rank of the group calls it.
 
     `address`: this host's address, as other hosts use it; by default the one that gloo uses. Raises CommunicationError
@@ -124,7 +123,7 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
     that names it.
     """
     started = time.monotonic()
-    members, ranks = meeting.members, meeting.ranks
+    members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
     token, wanted = secrets.token_bytes(_TOKEN_BYTES), _connections(members, len(peers))
     with contextlib.ExitStack() as stack:
         listeners: list[socket.socket] = []
@@ -159,7 +158,7 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
                     ends_there, secret, *_ = places[other]
                     end = ends_there[number % len(ends_there)]
                     where = f" at {end[0]} port {end[1]}"
-                    made[other, number] = _greet(meeting, rank, end, secret, number, deadline)
+                    made[other, number] = _greet(meeting, end, secret, number, deadline)
             other, where = -1, ", which " + " and ".join(f"{at} port {port}" for at, port in ends) + " is open for"
             _accept(meeting, listeners, token, [key for key in keys if key[0] > rank], made, deadline)
         except BaseException as error:
@@ -188,23 +187,21 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
     """Returns the error for connections that failed. First waits briefly for a death that explains them."""
-    suspects = [meeting.ranks[rank] for rank in missing]
+    members = meeting.members
+    suspects = [members.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
-    kind: type[CommunicationError] = CommunicationError
+    if deaths:
+        kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
+        why, elapsed_s = describe_deaths(deaths), time.monotonic() - started
+        return members.lost(kind, "connect", why, "look at that rank's log", elapsed_s, suspects)
     text += (
         ". Open all TCP ports between the hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads to the "
         "others"
     )
-    if deaths:
-        kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
-        text = (
-            f"connect of {meeting.members} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. "
-            f"{LOST}; look at that rank's log"
-        )
-    return meeting.members.failure(kind, text, "connect", started=started, suspect_ranks=suspects)
+    return members.failure(CommunicationError, text, "connect", started=started, suspect_ranks=suspects)
 
 
-def _greet(meeting: Meeting, rank: int, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
+def _greet(meeting: Meeting, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
     """Opens connection `number` to the rank that listens at `end`, an address and a port, and sends the hello."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
@@ -220,7 +217,7 @@ def _greet(meeting: Meeting, rank: int, end: Sequence[Any], token: str, number: 
                 _check_time(meeting, deadline)
         if error:
             raise OSError(error, os.strerror(error))
-        connection.sendall(_HELLO.pack(bytes.fromhex(token), rank, number), socket.MSG_NOSIGNAL)
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), meeting.members.rank, number), socket.MSG_NOSIGNAL)
         stack.pop_all()
     return connection
 

@@ -171,8 +171,8 @@ class HostMemory:
         """Connects this rank to `peers` by TCP; see `connections.connect`. Every rank of the group calls it."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
-        meeting = Meeting(members, members.ranks, gather, watcher or Watcher(), tuple(watched), timeout_s)
-        return connect(meeting, members.rank, peers, self._address)
+        meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
+        return connect(meeting, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
         """Returns a setting's value if all ranks have the same. Otherwise raises ConfigMismatchError on all ranks."""
@@ -208,12 +208,13 @@ class HostMemory:
         if memory is not None and len(self.domain_ranks) == 1:
             memory.unmap()
             memory = None
+        facts = meeting.facts
         self.pids = meeting.pids()
-        self.debug = meeting.debug
-        self.rounding = meeting.rounding()
+        self.debug = any(each["debug"] for each in facts)
+        self.rounding = tuple(each["rounding"] for each in facts)
         self.cores = meeting.core_masks(self.local_ranks)
-        self.areas = meeting.areas(self.domain_ranks)
-        per_area = cores.ranks_per_area(self.areas, meeting.areas_by)
+        self.areas = tuple(cores.Area(*facts[rank]["area"]) for rank in self.domain_ranks)
+        per_area = cores.ranks_per_area(self.areas, facts[self.local_ranks[0]]["areas_by"])
         self.area_ranks = per_area if per_area * _MOST_AREAS >= len(self.areas) else 0
         self.waiting = wait_policy(meeting.core_masks(self.domain_ranks), self._neighbours or self.cores)
         if memory is None and self.problem is None:
@@ -377,7 +378,7 @@ class _Meeting:
         """The ranks whose segment this rank works in, if all of them can."""
         self._stack = stack  # closes segments and removes their names
         self._opened: dict[int, Segment] = {}
-        self._facts: list[dict[str, Any]] = []
+        self.facts: list[dict[str, Any]] = []
 
     def exchange_segments(self) -> None:
         rank = self.members.rank
@@ -395,7 +396,7 @@ class _Meeting:
             self.apart = limits.with_shortage(error, DIRECTORY)
         if not settings.SHARED_MEMORY.get():
             self.apart = f"{settings.SHARED_MEMORY.name} is off"
-        self._facts = self._exchange(
+        self.facts = self._exchange(
             "segments",
             {
                 "name": name,
@@ -413,11 +414,11 @@ class _Meeting:
             },
         )
         self._compare_beats()
-        self.problem = self.problem or _first_reason(self._facts, "problem")
+        self.problem = self.problem or _first_reason(self.facts, "problem")
         self._open_others()
 
     def _compare_beats(self) -> None:
-        found = [tuple(facts["beats"]) for facts in self._facts]
+        found = [tuple(facts["beats"]) for facts in self.facts]
         other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
         if other is not None:
             names = f"{settings.HEARTBEAT_S.name} and {settings.HEARTBEAT_LIMIT_S.name}"
@@ -427,7 +428,7 @@ class _Meeting:
             )
 
     def _open_others(self) -> None:
-        for rank, facts in enumerate(self._facts):
+        for rank, facts in enumerate(self.facts):
             if rank == self.members.rank:
                 continue
             try:
@@ -440,7 +441,7 @@ class _Meeting:
                 self._opened[rank] = segment
         self.local_ranks = tuple(sorted(self._opened)) or self.local_ranks
         if self.problem is None and not self.apart:
-            sharing = [rank for rank in self.local_ranks if not self._facts[rank]["apart"]]
+            sharing = [rank for rank in self.local_ranks if not self.facts[rank]["apart"]]
             at = sharing.index(self.members.rank) // MAX_RANKS * MAX_RANKS
             self._sharing = tuple(sharing[at : at + MAX_RANKS])
             if len(sharing) > MAX_RANKS:
@@ -466,7 +467,7 @@ class _Meeting:
         if settings.HUGE_PAGES.get():
             _want_huge_pages(library)
         memory = _Memory(library, mapped_bytes(library, len(self._sharing)))
-        capacity = min(self._facts[rank]["symmetric_bytes"] for rank in self._sharing) & -_PAGE_BYTES
+        capacity = min(self.facts[rank]["symmetric_bytes"] for rank in self._sharing) & -_PAGE_BYTES
         try:
             self._map_all(memory, own, capacity)
         except BaseException:
@@ -506,27 +507,13 @@ class _Meeting:
             self.apart = "some of its ranks can map segments that other ranks of their host can't"
         return hosts, tuple(sorted(found))
 
-    @property
-    def debug(self) -> bool:
-        return any(facts["debug"] for facts in self._facts)
-
-    def rounding(self) -> tuple[bool, ...]:
-        return tuple(facts["rounding"] for facts in self._facts)
-
     def core_masks(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(int(self._facts[rank]["cores"], 16) for rank in ranks)
-
-    @property
-    def areas_by(self) -> str:
-        return str(self._facts[self.local_ranks[0]]["areas_by"])
-
-    def areas(self, ranks: Sequence[int]) -> tuple[cores.Area, ...]:
-        return tuple(cores.Area(*self._facts[rank]["area"]) for rank in ranks)
+        return tuple(int(self.facts[rank]["cores"], 16) for rank in ranks)
 
     def pids(self) -> tuple[int, ...]:
-        own = self._facts[self.members.rank]["processes"]
+        own = self.facts[self.members.rank]["processes"]
         return tuple(
-            self._facts[rank]["pid"] if self._facts[rank]["processes"] == own != "" else -1 for rank in self.local_ranks
+            self.facts[rank]["pid"] if self.facts[rank]["processes"] == own != "" else -1 for rank in self.local_ranks
         )
 
     def _exchange(self, step: str, mine: dict[str, Any]) -> list[dict[str, Any]]:

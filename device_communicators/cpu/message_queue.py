@@ -21,16 +21,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, UsageError
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.member import LOST
 from device_communicators.calls.user_call import handler_error
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native import QueueReport
-from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
+from device_communicators.cpu.native_group import Members, QueueStatus, wait_failure
 from device_communicators.cpu.plain_tree import PastPython, Pinned
 
-_DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
 # Indices of a `QueueReport`.
 (
     _SUSPECT, _TOTAL_BYTES, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _RESERVED, _FOUND, _BROKEN,
@@ -124,38 +123,25 @@ class _End:
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
-        if status == _INTERRUPTED or (status == _MALFORMED and self.side == "writer"):  # the message isn't finished
+        if status == QueueStatus.INTERRUPTED or (
+            status == QueueStatus.MALFORMED and self.side == "writer"
+        ):  # the message isn't finished
             self._failure = members.failure(
                 CommunicationError,
                 f"an earlier call of {members} was interrupted by a signal in the middle of a message. {LOST}; destroy "
                 "it and initialise again",
                 None,
             )
-            if status == _INTERRUPTED:
+            if status == QueueStatus.INTERRUPTED:
                 self._library.raise_interruption()
             return self._failure
         if self.closed:
             return members.destroyed()  # type: ignore[return-value]
-        writer, suspect = members.ranks[self._place.ranks[0]], report[_SUSPECT]
-        if status == _MALFORMED:
-            self._failure = members.failure(
-                MessageDecodeError,
-                f"{operation} of {members}: what global rank {writer} wrote is not the next part of a message. {LOST}; "
-                "every rank must run the same version of parallel_state",
-                operation,
-                suspect_ranks=(writer,),
-            )
-        elif status == _PEER_DIED and suspect == OUTSIDE:
-            self._failure = outsider_died(members, operation, elapsed_s)
-        elif status == _TIMED_OUT:
-            self._failure = timed_out(members, operation, members.ranks[suspect], elapsed_s)
-        elif status == _GIVEN_UP:
-            reporter, reason = members.ranks[report[_REPORTER]], report[_REASON]
-            self._failure = given_up(members, operation, members.ranks[suspect], elapsed_s, reason, reporter)
-        else:
-            how = "has ended, or has destroyed its group"
-            self._failure = peer_died(members, operation, members.ranks[suspect], elapsed_s, how)
-        return self._failure
+        suspect = self._place.ranks[0] if status == QueueStatus.MALFORMED else report[_SUSPECT]
+        self._failure = failure = wait_failure(
+            members, operation, status, suspect, elapsed_s, report[_REPORTER], report[_REASON]
+        )
+        return failure
 
     def check(self, operation: str = "") -> None:
         """Raises if the queue is unusable: a call has failed, here or in C++ alone, or the group was closed."""
@@ -179,7 +165,7 @@ class _End:
         """Tells other ranks that this end is closed, and makes calls of other threads return. Call `close` next."""
         if not self.closed:
             self.closed = True
-            self._report[_BROKEN] = _PEER_DIED
+            self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
@@ -236,7 +222,7 @@ class _Sending:
             started = time.monotonic()
             self._sender.check_writer("send")
             if not self._done.wait(self._sender.members.timeout_s):
-                raise self._sender.failed(_TIMED_OUT, "send", started)
+                raise self._sender.failed(QueueStatus.TIMED_OUT, "send", started)
         if self.error is not None:
             raise self.error
 
@@ -264,14 +250,14 @@ class Sender(_End):
                 else:
                     writer = self._writer = threading.get_ident()
                     status = self._begin(message, 0.0)
-                    if status == _DONE and not self._waiting:
+                    if status == QueueStatus.DONE and not self._waiting:
                         writer = self._writer = 0
                         return
             if writer:
                 started = time.monotonic()
-                if status == _TIMED_OUT:
+                if status == QueueStatus.TIMED_OUT:
                     status = self._library.ps_queue_resume(self.end, self.members.timeout_s)
-                if status != _DONE:
+                if status != QueueStatus.DONE:
                     raise self.failed(status, operation, started)
                 return
         finally:
@@ -303,11 +289,11 @@ class Sender(_End):
                     return self._later(message)
                 writer = self._writer = threading.get_ident()
                 status = self._begin(message, 0.0)
-                if status == _DONE and not self._waiting:
+                if status == QueueStatus.DONE and not self._waiting:
                     writer = self._writer = 0
-            if status == _TIMED_OUT:
+            if status == QueueStatus.TIMED_OUT:
                 work = _Sending(self, message)
-            elif status != _DONE:
+            elif status != QueueStatus.DONE:
                 raise self.failed(status, "isend", time.monotonic())
             return work or DONE
         finally:
@@ -358,12 +344,12 @@ class Sender(_End):
 
     def _write_patiently(self, *, begun: bool, work: _Sending) -> Exception | None:
         started = time.monotonic()
-        status = _TIMED_OUT
+        status = QueueStatus.TIMED_OUT
         if not begun:
             status = self._begin(work.message, _SLICE_S)
-        while status == _TIMED_OUT and self._failure is None:
+        while status == QueueStatus.TIMED_OUT and self._failure is None:
             status = self._library.ps_queue_resume(self.end, _SLICE_S)
-        if status == _DONE:
+        if status == QueueStatus.DONE:
             return None
         return self._failure or self.failed(status, "isend", started)
 
@@ -405,7 +391,7 @@ class Receiver(_End):
             self.check()
         started = time.monotonic()
         status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, self.members.timeout_s)
-        if status != _DONE:
+        if status != QueueStatus.DONE:
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
@@ -414,11 +400,11 @@ class Receiver(_End):
             self.check()
         started = time.monotonic()
         status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, max(timeout_s, 1e-6))
-        if status == _INTERRUPTED:  # before a message
+        if status == QueueStatus.INTERRUPTED:  # before a message
             self._library.raise_interruption()
-        if status not in (_DONE, _TIMED_OUT):
+        if status not in (QueueStatus.DONE, QueueStatus.TIMED_OUT):
             raise self.failed(status, operation, started)
-        return status == _DONE
+        return status == QueueStatus.DONE
 
     def head(self) -> Head:
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
@@ -444,7 +430,7 @@ class Receiver(_End):
         """Copies the next bytes of the message to the memory that `pieces` describes: see `pieces_of`."""
         started = time.monotonic()
         status = self._library.ps_queue_read(self.end, pieces, count, self.members.timeout_s)
-        if status != _DONE:
+        if status != QueueStatus.DONE:
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
@@ -472,6 +458,6 @@ class Receiver(_End):
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
         """Returns the error to raise for a message that was received whole, but isn't the expected one."""
         members = self.members
-        self._report[_BROKEN] = _MALFORMED
+        self._report[_BROKEN] = QueueStatus.MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))
         return error

@@ -18,10 +18,12 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     HostUnreachableError,
+    MessageDecodeError,
     PeerDiedError,
     UsageError,
     format_ranks,
 )
+from device_communicators.base.member import LEFT as LEFT
 from device_communicators.base.member import LOST, Failure, GroupMember, Timeout
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.reductions import reducible
@@ -71,6 +73,12 @@ _PARTS = 64
 
 _METHODS = 256
 """Meter::kMethods of csrc/handle.h."""
+
+
+class QueueStatus:
+    """The enum of that name in csrc/queue.h, also of transfers."""
+
+    DONE, TIMED_OUT, PEER_DIED, MALFORMED, INTERRUPTED, GIVEN_UP = range(6)
 
 
 class Taken(NamedTuple):
@@ -253,16 +261,12 @@ class NativeGroup:
         """Returns the error for a failure that another host reported: it can't reach this rank's host."""
         members, hosts = self.members, self._host_of_rank
         there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
-        return members.failure(
-            HostUnreachableError,
-            f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {members.ranks[reporter]} reports "
-            f"this rank's host as unreachable, so its host receives nothing from here. {LOST}; look at the network to "
-            f"the host of global ranks {format_ranks(there)}",
-            operation,
-            suspect_ranks=there,
-            elapsed_s=elapsed_s,
-            timeout_s=members.timeout_s,
+        why = (
+            f"global rank {members.ranks[reporter]} reports this rank's host as unreachable, so its host receives "
+            "nothing from here"
         )
+        advice = f"look at the network to the host of global ranks {format_ranks(there)}"
+        return members.lost(HostUnreachableError, operation, why, advice, elapsed_s, there)
 
     def _failure_text(self) -> str:
         text = ctypes.create_string_buffer(512)
@@ -408,27 +412,17 @@ def timed_out(members: Members, operation: str, suspect: int, elapsed_s: float) 
     )  # fmt: skip
 
 
-LEFT = "has left: it destroyed its group, or its program ended"
+_SEE_ITS_LOG = "look at that rank's log"
 
 
 def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, how: str) -> PeerDiedError:
-    return _failure(
-        members, PeerDiedError, operation, suspect, elapsed_s,
-        f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} {how}. {LOST}; look at that "
-        "rank's log",
-    )  # fmt: skip
+    return members.lost(PeerDiedError, operation, f"global rank {suspect} {how}", _SEE_ITS_LOG, elapsed_s, (suspect,))
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
     """Returns the error for the death of a rank outside the group on which it depends. The route adds the rank."""
-    return members.failure(
-        PeerDiedError,
-        f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside the group, but in its failure "
-        f"domain, has ended. {LOST}; look at that rank's log",
-        operation,
-        elapsed_s=elapsed_s,
-        timeout_s=members.timeout_s,
-    )
+    why = "a rank outside the group, but in its failure domain, has ended"
+    return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 
 
 def given_up(
@@ -437,8 +431,28 @@ def given_up(
     """Returns the error for a call that ended because the call of global rank `reporter` failed with `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
-    return _failure(
-        members, kind, operation, suspect if suspect >= 0 else reporter, elapsed_s,
-        f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {reporter} gave up, because it "
-        f"{what}{about}. {LOST}; look at that rank's log",
-    )  # fmt: skip
+    why, blamed = f"global rank {reporter} gave up, because it {what}{about}", suspect if suspect >= 0 else reporter
+    return members.lost(kind, operation, why, _SEE_ITS_LOG, elapsed_s, (blamed,))
+
+
+def wait_failure(
+    members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
+) -> CommunicationError:
+    """Returns the error of a failed wait at a queue or in a transfer. `status`: of `QueueStatus` in csrc/queue.h.
+
+    `place`: the suspect's position in the group, or OUTSIDE. `reporter`: that of the rank that gave up for `reason`.
+    """
+    suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
+    if status == QueueStatus.TIMED_OUT:
+        return timed_out(members, operation, suspect, elapsed_s)
+    if place == OUTSIDE:
+        return outsider_died(members, operation, elapsed_s)
+    if status == QueueStatus.GIVEN_UP:
+        return given_up(members, operation, suspect, elapsed_s, reason, members.ranks[reporter])
+    if status == QueueStatus.PEER_DIED:
+        return peer_died(members, operation, suspect, elapsed_s, "has ended, or has destroyed its group")
+    text = (
+        f"{operation} of {members}: what global rank {suspect} wrote is not the next part of a message. {LOST}; every "
+        "rank must run the same version of parallel_state"
+    )
+    return members.failure(MessageDecodeError, text, operation, suspect_ranks=(suspect,))

@@ -27,7 +27,6 @@ from device_communicators.base.errors import (
     CommunicationError,
     GroupDestroyedError,
     InvalidArgumentError,
-    MessageDecodeError,
     UsageError,
 )
 from device_communicators.base.limits import describe_address_space
@@ -36,11 +35,11 @@ from device_communicators.calls.user_call import DTYPE_NUMBERS, handler_error
 from device_communicators.calls.work import DONE, TransferError, Work
 from device_communicators.cpu.message_queue import Message
 from device_communicators.cpu.native import NativeLibrary
-from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
+from device_communicators.cpu.native_group import Members, QueueStatus, wait_failure
 from device_communicators.cpu.plain_tree import PastPython
 
-_TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP, _NO_MEMORY, _CLOSED, _BROKEN = 1, 2, 4, 5, 7, 8, 9
-"""`QueueStatus` in csrc/queue.h and the statuses of `TransferFailure`; any other is of a malformed message."""
+_NO_MEMORY, _CLOSED, _BROKEN = 7, 8, 9
+"""Statuses of `TransferFailure`, beside those of `QueueStatus`; any other is of a malformed message."""
 _DONE, _INSIDE = 0, -2
 """What starting returns in csrc/transfer_call.h; any other negative number is a refusal."""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
@@ -72,7 +71,7 @@ class Failed(NamedTuple):
 
     @property
     def is_interruption(self) -> bool:
-        return self.status == _INTERRUPTED
+        return self.status == QueueStatus.INTERRUPTED
 
 
 Failure = CommunicationError | GroupDestroyedError | TransferError
@@ -98,7 +97,7 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
         return TransferError(text, max(failed.peer, 0))
     if status == _CLOSED:
         return members.destroyed()
-    if status == _INTERRUPTED:
+    if status == QueueStatus.INTERRUPTED:
         text = (
             f"a transfer of {members} was interrupted by a signal, so that this rank may have left a message half "
             f"read or written. {LOST}; destroy it and make it anew"
@@ -107,22 +106,10 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
     if status == _NO_MEMORY:
         text = f"{operation} of {members} finds no memory for a message: {_what_is_short(needs_bytes)}. {LOST}"
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
-    if status == _TIMED_OUT and failed.peer < 0:
+    if status == QueueStatus.TIMED_OUT and failed.peer < 0:
         text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
         return members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s)
-    if status == _TIMED_OUT:
-        return timed_out(members, operation, who, elapsed_s)
-    if failed.suspect == OUTSIDE:
-        return outsider_died(members, operation, elapsed_s)
-    if status == _GIVEN_UP:
-        return given_up(members, operation, who, elapsed_s, failed.reason, members.ranks[failed.reporter])
-    if status == _PEER_DIED:
-        return peer_died(members, operation, who, elapsed_s, "has ended, or has destroyed its group")
-    text = (
-        f"{operation} of {members}: what global rank {who} wrote is not the next part of a message. {LOST}; every rank "
-        "must run the same version of parallel_state"
-    )
-    return members.failure(MessageDecodeError, text, operation, suspect_ranks=(who,))
+    return wait_failure(members, operation, status, failed.suspect, elapsed_s, failed.reporter, failed.reason)
 
 
 def failure_text_of(library: Any, transfers: int) -> str:

@@ -512,40 +512,32 @@ class NcclCommunicator(Communicator):
     # Between two ranks.
 
     def send(self, x: Tensor, dst: int) -> None:
-        if x.numel():
-            self._transfer("send", x.contiguous(), dst)
+        self._transfer("send", [x], dst)
 
     def recv(self, out: Tensor, src: int) -> None:
-        if out.numel():
-            self._transfer("recv", out, src)
+        self._transfer("recv", [out], src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        tensors = [each.contiguous() if operation == "send" else each for each in tensors if each.numel()]
         if operation != "broadcast_":
-            self._transfer_list(operation, tensors, peer)
+            self._transfer(operation, tensors, peer)
             return
+        tensors = [each for each in tensors if each.numel()]
         self._check(*tensors)
         if tensors:
             with self._launch("broadcast") as add:
                 for each in tensors:
                     add(self.library.ncclBroadcast, each.data_ptr(), each.data_ptr(), each.nbytes, BYTE, peer)
 
-    def _transfer(self, operation: str, x: Tensor, peer: int) -> None:
-        self._check(x)
-        self._check_awake()
-        self._put(self._link(peer), operation, x, self.streams.current())
-
-    def _transfer_list(self, operation: str, tensors: list[Tensor], peer: int) -> None:
+    def _transfer(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
+        tensors = [each.contiguous() if operation == "send" else each for each in tensors if each.numel()]
         self._check(*tensors)
-        self._check_awake()
         if tensors:
-            link, stream = self._link(peer), self.streams.current()
-            with self._watching(operation, stream):
-                link.put_list(operation, tensors, stream)
+            self._check_awake()
+            self._put(self._link(peer), operation, tensors, self.streams.current())
 
-    def _put(self, link: Link, operation: str, x: Tensor, stream: int) -> None:
+    def _put(self, link: Link, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
         with self._watching(operation, stream):
-            link.put(operation, x, stream)
+            link.put(operation, tensors, stream)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
         """Starts a send. NCCL has no tags: transfers between two ranks arrive in the order of their calls."""

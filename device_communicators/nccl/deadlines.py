@@ -33,6 +33,16 @@ FindFailure = Callable[[str, float], "CommunicationError | None"]
 """Takes the oldest pending operation and its start time."""
 
 
+def not_done(context: GroupContext, operation: str, started: float, where: str = "") -> CollectiveTimeoutError:
+    """Returns the error for a call that missed its deadline."""
+    text = (
+        f"{operation} of {context} was not done{where} within {context.timeout_s:g} s. This group is unusable now; "
+        "check the ranks that are missing from this call (their logs, NCCL_DEBUG=INFO, `py-spy dump`), or raise the "
+        "timeout"
+    )
+    return context.failure(CollectiveTimeoutError, text, operation, started=started)
+
+
 class _StreamCalls:
     """The oldest and the last pending call on one stream."""
 
@@ -176,18 +186,9 @@ class Watch:
         failure = self._find_failure(operation, since)
         if failure is not None:
             return failure
-        elapsed_s = time.monotonic() - since
-        if operation == "nccl" or elapsed_s < context.timeout_s:
+        if operation == "nccl" or time.monotonic() - since < context.timeout_s:
             return None
-        return context.failure(
-            CollectiveTimeoutError,
-            f"{operation} of {context} was not done on the device within {context.timeout_s:g} s. This group is "
-            "unusable now; check the ranks that are missing from this call (their logs, `py-spy dump`), or raise the "
-            "timeout",
-            operation,
-            elapsed_s=elapsed_s,
-            timeout_s=context.timeout_s,
-        )
+        return not_done(context, operation, since, " on the device")
 
     def _oldest(self, may_query: bool) -> PendingCall | None:
         pending: list[PendingCall | None] = list(self._in_nccl.values())

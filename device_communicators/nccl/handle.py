@@ -41,7 +41,7 @@ from device_communicators.cuda.nccl_library import (
     version_text,
 )
 from device_communicators.cuda.streams import enter
-from device_communicators.nccl.deadlines import GOODBYE_S
+from device_communicators.nccl.deadlines import GOODBYE_S, not_done
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died
 from device_communicators.routing.waiting import WatchedByThread
@@ -74,15 +74,7 @@ class Deadline:
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
         if elapsed_s > self.context.timeout_s:
-            raise self.context.failure(
-                CollectiveTimeoutError,
-                f"{self.operation} of {self.context} was not done within {self.context.timeout_s:g} s. This group is "
-                "unusable now; check the ranks that are missing from this call (their logs, NCCL_DEBUG=INFO), or raise "
-                "the timeout",
-                self.operation,
-                elapsed_s=elapsed_s,
-                timeout_s=self.context.timeout_s,
-            )
+            raise not_done(self.context, self.operation, self.started)
         time.sleep(min(_STEP_S, 0.1 * elapsed_s + 1e-5))
 
 

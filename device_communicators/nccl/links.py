@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ _SET_UP_TAG = 3
 """Tag namespace of link set-up. Sends within a host have the same one, but those groups have no GPU."""
 _CHECK_S = 0.5
 
-Transfer = Callable[["Link", str, Tensor, int], None]
-"""Enqueues a transfer on a stream: link, `send` or `recv`, tensor, stream."""
+Transfer = Callable[["Link", str, Sequence[Tensor], int], None]
+"""Enqueues transfers on a stream: link, `send` or `recv`, tensors, stream."""
 
 
 class Link:
@@ -50,28 +51,17 @@ class Link:
         """Returns True once the communicators exist and no queued transfer is left."""
         return self._done.is_set() and self.failure is None
 
-    def put(self, operation: str, x: Tensor, stream: int) -> None:
-        """Transfers contiguous `x` to or from the peer."""
-        handle = self.handles[operation]
-        with handle.lock:
-            result = self._functions[operation](x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream)
-            if result:
-                handle.check(operation, result)
-
-    def put_list(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
+    def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
         """Transfers contiguous tensors to or from the peer in one launch. The peer must pass as many tensors."""
-        handle = self.handles[operation]
-        with handle.lock, handle.group(operation):
+        handle, function = self.handles[operation], self._functions[operation]
+        with handle.lock, nullcontext() if len(tensors) == 1 else handle.group(operation):
             for x in tensors:
-                handle.check(
-                    operation,
-                    self._functions[operation](x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream),
-                )
+                handle.check(operation, function(x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream))
 
     def start(self, operation: str, x: Tensor, transfer: Transfer) -> Work:
         """Starts a transfer on this direction's side stream, after the current stream's work so far."""
         begun = self._sides[operation].begin((x,))
-        started = _Started(self, lambda: begun.finish(functools.partial(transfer, self, operation, x)))
+        started = _Started(self, lambda: begun.finish(functools.partial(transfer, self, operation, (x,))))
         with self._lock:
             if not self._done.is_set():
                 self._waiting.append(started)
@@ -95,7 +85,7 @@ class Link:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
             for operation in self.handles:  # `meet` orders them so that both ranks use the same communicator first
-                put = functools.partial(transfer, self, operation, byte)
+                put = functools.partial(transfer, self, operation, (byte,))
                 self._sides[operation].begin((byte,)).finish(put)
             while not self._is_drained():
                 pass

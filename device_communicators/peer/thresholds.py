@@ -34,12 +34,34 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """One row: the largest message in bytes for each algorithm and operation. 0 disables it."""
+class Conditions:
+    """The conditions of a measurement."""
 
     arch: str
     """CUDA's compute capability, as `9.0`."""
     world_size: Count
+    one_gpu_each: bool = False
+    link: str = ""
+    """A result of `link_of`."""
+    driver: str = ""
+    nccl: str = ""
+    torch: str = ""
+
+    def __str__(self) -> str:
+        gpus = "a GPU for each" if self.one_gpu_each else "shared GPUs"
+        return (
+            f"{self.world_size} ranks with {gpus} of architecture {self.arch} over {self.link}, driver {self.driver}, "
+            f"NCCL {self.nccl}, torch {self.torch}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds(Conditions):
+    """One row: the largest message in bytes for each algorithm and operation. 0 disables it.
+
+    The conditions are those of the measurement; most are empty for cited thresholds.
+    """
+
     push: Count
     pull: Count
     two_shot: Count
@@ -54,12 +76,6 @@ class Thresholds:
     """Limit of the fused all_reduce_add_rms_norm kernel, which pushes. Larger ones are an all_reduce and a norm."""
     measured: bool
     source: str
-    # The conditions of the measurement, see `Conditions`; empty for cited thresholds.
-    one_gpu_each: bool = False
-    link: str = ""
-    driver: str = ""
-    nccl: str = ""
-    torch: str = ""
     proven_calls: Count = 0
     """Number of calls with random delays and checked results before the row was written."""
     own_nccl: bool = False
@@ -140,8 +156,8 @@ def cited(arch: str, world_size: int) -> Thresholds | None:
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
             return Thresholds(
-                arch, world_size, 16 << 10, pull, two_shot, all_gather=pull, all_gather_push=16 << 10,
-                reduce_scatter=pull, reduce_scatter_push=16 << 10, fused=min(pull, 1 << 20), measured=False,
+                arch, world_size, push=16 << 10, pull=pull, two_shot=two_shot, all_gather=pull, reduce_scatter=pull,
+                all_gather_push=16 << 10, reduce_scatter_push=16 << 10, fused=min(pull, 1 << 20), measured=False,
                 source="vLLM and MSCCL++",
             )  # fmt: skip
     return None
@@ -167,27 +183,6 @@ def _text(size_bytes: int) -> str:
 logger = logging.getLogger("parallel_state")
 
 HOW = "`python -m parallel_state tune` measures this machine, tests the kernels on it and writes the user's row"
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions of a measurement."""
-
-    arch: str
-    world_size: int
-    one_gpu_each: bool
-    link: str
-    """A result of `link_of`."""
-    driver: str
-    nccl: str
-    torch: str
-
-    def __str__(self) -> str:
-        gpus = "a GPU for each" if self.one_gpu_each else "shared GPUs"
-        return (
-            f"{self.world_size} ranks with {gpus} of architecture {self.arch} over {self.link}, driver {self.driver}, "
-            f"NCCL {self.nccl}, torch {self.torch}"
-        )
 
 
 def link_of(topology: GroupTopology) -> str:

@@ -57,10 +57,6 @@ class PlainProcessGroup(Communicator):
             return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
 
-    def check_pair_group(self, x: Tensor, operation: str) -> None:
-        if x.device.type == "cpu":
-            self.context.check_cpu_group(operation)
-
     def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
         finish_reduction(wide, wide_op, narrow, self.context.size)
 
@@ -70,9 +66,8 @@ class PlainProcessGroup(Communicator):
     def iall_reduce_(self, x: Tensor, reduce_op: str, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
-        options = _options(AllreduceOptions, is_async=is_async)
         wide, wide_op, narrow = reducible(x, reduce_op)
-        options.reduceOp = _REDUCE_OPS[wide_op]
+        options = _options(AllreduceOptions, is_async, reduceOp=_REDUCE_OPS[wide_op])
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
         return ContinuedWork(work, lambda: self._finish(wide, wide_op, narrow))
 
@@ -82,10 +77,9 @@ class PlainProcessGroup(Communicator):
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
-        options = _options(ReduceScatterOptions, is_async=is_async)
         wide_out, wide_op, narrow = reducible(out, reduce_op)
         wide_x, _, _ = reducible(x, reduce_op)
-        options.reduceOp = _REDUCE_OPS[wide_op]
+        options = _options(ReduceScatterOptions, is_async, reduceOp=_REDUCE_OPS[wide_op])
         work = reduce_scatter_base(self._group(x), wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
         return ContinuedWork(watched, lambda: self._finish(wide_out, wide_op, narrow))
@@ -96,7 +90,7 @@ class PlainProcessGroup(Communicator):
     def iall_gather(self, out: Tensor, x: Tensor, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
-        options = _options(AllgatherOptions, is_async=is_async)
+        options = _options(AllgatherOptions, is_async)
         return self._watched(all_gather_base(self._group(x), as_bytes(out), as_bytes(x), options), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
@@ -109,14 +103,12 @@ class PlainProcessGroup(Communicator):
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         if x.numel() == 0:
             return
-        options = _options(GatherOptions)
-        options.rootRank = dst
+        options = _options(GatherOptions, rootRank=dst)
         outs = [] if out is None else [[as_bytes(block) for block in out.unbind(0)]]
         self._watched(self._group(x).gather(outs, [as_bytes(x)], options), x, "gather").wait()
 
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        options = _options(ScatterOptions)
-        options.rootRank = src
+        options = _options(ScatterOptions, rootRank=src)
         blocks = [] if x is None else [[as_bytes(block) for block in x.unbind(0)]]
         self._watched(self._group(out).scatter([as_bytes(out)], blocks, options), out, "scatter").wait()
 
@@ -137,34 +129,32 @@ class PlainProcessGroup(Communicator):
     def ibroadcast_(self, x: Tensor, src: int, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
-        options = _options(BroadcastOptions, is_async=is_async)
-        options.rootRank = src
+        options = _options(BroadcastOptions, is_async, rootRank=src)
         return self._watched(self._group(x).broadcast([as_bytes(x)], options), x, "broadcast")
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        if x.numel() == 0:
-            return DONE
-        self.check_pair_group(x, "send")
-        data = as_bytes(x)
-        begin_sending()
-        work = self._group(x).send([data], dst, tag)
-        return WatchedByThread(work, self.context, "send", dst) if x.is_cpu else work
+        return self._transfer("send", x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        if out.numel() == 0:
+        return self._transfer("recv", out, src, tag)
+
+    def _transfer(self, operation: str, x: Tensor, peer: int, tag: int) -> Work:
+        if x.numel() == 0:
             return DONE
-        self.check_pair_group(out, "recv")
-        data = as_bytes(out)
+        if x.is_cpu:
+            self.context.check_cpu_group(operation)
+        data = as_bytes(x)
         begin_sending()
-        work = self._group(out).recv([data], src, tag)
-        return WatchedByThread(work, self.context, "recv", src) if out.is_cpu else work
+        work = getattr(self._group(x), operation)([data], peer, tag)
+        return WatchedByThread(work, self.context, operation, peer) if x.is_cpu else work
 
     def barrier(self) -> None:
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
-def _options(kind: Callable[[], T], *, is_async: bool = False) -> T:
+def _options(kind: Callable[[], T], is_async: bool = False, **values: Any) -> T:
     """Returns torch's options of a collective. `is_async`: the caller waits for its work later."""
-    options: Any = kind()
-    options.asyncOp = is_async
+    options = kind()
+    for name, value in {"asyncOp": is_async, **values}.items():
+        setattr(options, name, value)
     return options

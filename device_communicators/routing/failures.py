@@ -19,7 +19,6 @@ from device_communicators.base.errors import (
     PeerDiedError,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
-from device_communicators.base.member import LOST
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.routing.communicator import GroupContext
 
@@ -87,15 +86,9 @@ def is_of_transport(error: Exception) -> bool:
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
     """Returns the error to raise if an operation failed because ranks on which the group depends died."""
-    deaths = context.deaths()
-    return context.failure(
-        kind_of_deaths(deaths, CollectiveTimeoutError),
-        f"{operation} of {context} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. {LOST}; "
-        "see that rank's log for the cause",
-        operation,
-        started=started,
-        suspect_ranks=[death.rank for death in deaths],
-    )
+    deaths, advice = context.deaths(), "see that rank's log for the cause"
+    kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
+    return context.lost(kind, operation, describe_deaths(deaths), advice, time.monotonic() - started, suspects)
 
 
 @contextmanager

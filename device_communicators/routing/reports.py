@@ -19,7 +19,7 @@ from device_communicators.base.errors import (
     CommunicationError,
     PeerDiedError,
 )
-from device_communicators.base.member import LOST
+from device_communicators.base.member import LEFT
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.user_call import UserCall
 from device_communicators.liveness import stacks
@@ -146,6 +146,11 @@ def _verdict(
     """
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
+
+    def lost(kind: type[CommunicationError], why: str, advice: str, suspects: Sequence[int]) -> CommunicationError:
+        elapsed_s, facts = failure.elapsed_s or 0.0, {"sequence": own.sequence, "timeout_s": failure.timeout_s}
+        return context.lost(kind, str(failure.operation), why, advice, elapsed_s, suspects, **facts)
+
     # Deaths go first: a rank that has detected a death sends no report.
     found = _watchers_verdict(context, failure, missing)
     if found is not failure:
@@ -155,13 +160,7 @@ def _verdict(
         return _mismatch(context, own, reports, different, failure)
     if context.watcher is not None and (left := context.watcher.left(missing)):
         who = ", ".join(f"global rank {rank}" for rank in left)
-        text = (
-            f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} has left: it "
-            f"destroyed its group, or its program ended. {LOST}; all ranks must make the same calls before they leave"
-        )
-        return context.failure(
-            PeerDiedError, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=left
-        )
+        return lost(PeerDiedError, f"{who} {LEFT}", "all ranks must make the same calls before they leave", left)
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
         # A death of a watched rank would be known. So that rank is alive: its own call failed.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
@@ -169,15 +168,12 @@ def _verdict(
             return gave_up(context, failure)
     who = ", ".join(f"global rank {rank}" for rank in missing)
     has = "has" if len(missing) == 1 else "have"
-    began = f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s"
-    advice = f"{LOST}; look at that rank (its log, `py-spy dump`)"
-    kind: type[CommunicationError] = CollectiveTimeoutError
-    text = f"{who} {has} not reached {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the timeout"
+    advice = "look at that rank (its log, `py-spy dump`)"
     if isinstance(failure, PeerDiedError) and not any(report.timed_out for report in reports.values()):
-        kind = PeerDiedError
-        text = f"a connection broke, and {who} {has} not responded since. {advice}"
-    text = f"{began}: {text}"
-    return context.failure(kind, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=missing)
+        why = f"a connection broke, and {who} {has} not responded since"
+        return lost(PeerDiedError, why, advice, missing)
+    why = f"{who} {has} not reached {own.call} number {own.sequence}, or stopped in it"
+    return lost(CollectiveTimeoutError, why, f"{advice}, or raise the timeout", missing)
 
 
 def _verdict_of_all(

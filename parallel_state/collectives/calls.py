@@ -39,7 +39,7 @@ from device_communicators.calls.user_call import transfer
 from device_communicators.routing.communicator import GroupContext, merge_blocks
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
-from parallel_state.collectives import batches, checks, ops
+from parallel_state.collectives import checks, ops
 from parallel_state.collectives.direct import DIRECT
 
 if TYPE_CHECKING:
@@ -645,7 +645,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_TRANSFER)
     @transfer("batch_isend_irecv")
-    def batch_isend_irecv(self, operations: Sequence[batches.Transfer | dist.P2POp]) -> list[TensorHandle]:
+    def batch_isend_irecv(self, operations: Sequence[checks.Transfer | dist.P2POp]) -> list[TensorHandle]:
         """Starts several transfers together; returns their handles in the order of `operations`.
 
         An operation is `("isend", x, dst)`, or `("irecv", out, src)` with an `out` of any strides, or torch's `P2POp`
@@ -658,9 +658,9 @@ class TensorCalls(GroupFacts):
                 f"operations of batch_isend_irecv on {self.context} must be a list of transfers, but is a "
                 f"{type(operations).__name__}"
             )
-        found = [batches.transfer_of(self.context, each) for each in operations]
+        found = [checks.check_transfer(self.context, each) for each in operations]
         handles: dict[int, TensorHandle] = {}
-        for at in batches.starting_order(self.rank_in_group, found):
+        for at in _starting_order(self.rank_in_group, found):
             name, x, peer = found[at]
             flat, tag = dense(x.detach()), self.context.tag(0)
             if name == "isend":
@@ -780,3 +780,19 @@ class TensorCalls(GroupFacts):
         return _OPS.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
             x, self._token, residual, weight, eps, self._key
         )
+
+
+def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
+    """Returns the order in which rank `own` starts its transfers.
+
+    On the CPU receives start first, because a send may wait for its receiver. A device runs transfers one by one. So
+    all ranks order the pairs of ranks in the same way, and within a pair the lower rank sends first.
+    """
+
+    def place(at: int) -> tuple[int, ...]:
+        name, x, peer = operations[at]
+        if x.is_cpu:
+            return (0, name == "isend")
+        return (1, min(own, peer), max(own, peer), (name == "irecv") == (own < peer))
+
+    return sorted(range(len(operations)), key=place)

@@ -29,6 +29,7 @@ from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 _MOST_ELEMENTS = 1 << 58
 """Exceeds every address space; torch counts bytes in 64 bits."""
+Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
@@ -325,3 +326,29 @@ def check_scale(context: GroupContext, operation: str, scale: object) -> None:
         raise InvalidArgumentError(
             f"scale of {operation} on {context} must be a tensor of one element, torch.float32, but is {found}"
         )
+
+
+def check_transfer(context: GroupContext, operation: Transfer | dist.P2POp) -> Transfer:
+    """Returns the checked transfer, with the peer's rank in the group; raises InvalidArgumentError if it is invalid."""
+    method = "batch_isend_irecv"
+    if isinstance(operation, dist.P2POp):
+        if operation.peer not in context.ranks:
+            raise InvalidArgumentError(
+                f"the peer of a P2POp of {method} on {context} must be a global rank of this group, but is "
+                f"{operation.peer}"
+            )
+        operation = operation.op.__name__, operation.tensor, context.ranks.index(operation.peer)
+    if not isinstance(operation, (tuple, list)) or len(operation) != 3:
+        raise InvalidArgumentError(
+            f"an operation of {method} on {context} must be ('isend', tensor, dst), ('irecv', tensor, src) or "
+            f"a P2POp, but is {operation!r}"
+        )
+    name, x, peer = operation
+    if name not in ("isend", "irecv"):
+        raise InvalidArgumentError(f"an operation of {method} on {context} must be isend or irecv, but is {name!r}")
+    check_tensor(context, method, x)
+    if name == "irecv":
+        check_writable(context, method, x)
+        check_no_gradient(context, method, "receive into a tensor without one", x)
+        return name, x, source(context, method, peer)
+    return name, x, destination(context, method, peer)

@@ -222,7 +222,7 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
 
 
 def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
-    in_place = name.endswith("_")
+    """Returns the kernel on the Autograd key of an op without a gradient. The op may write to `x` or to `out`."""
 
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
         inputs = [x, *(each for each in args if isinstance(each, Tensor))] if isinstance(x, Tensor) else x
@@ -231,22 +231,9 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
         checks.check_no_gradient(find_route(args[-1]).context, name, advice, *inputs)
         with below_autograd():
             result = getattr(_OPS, name).default(x, token, *args)
-        if in_place:
-            for each in inputs:
-                torch.autograd.graph.increment_version(each)
+        for each in inputs if name.endswith("_") else args[:1] if name.endswith("_into") else ():
+            torch.autograd.graph.increment_version(each)
         return result
-
-    return kernel
-
-
-def _into_kernel(name: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key of an op that writes to `out`. For gradients, callers use `copy_`."""
-
-    def kernel(x: Tensor, token: Tensor, out: Tensor, *args: Any) -> None:
-        checks.check_no_gradient(find_route(args[-1]).context, name, "leave out= out", x, out)
-        with below_autograd():
-            getattr(_OPS, name).default(x, token, out, *args)
-        torch.autograd.graph.increment_version(out)
 
     return kernel
 
@@ -342,6 +329,7 @@ def _autograd_add_rms_norm(
 # The ops. `run` counts the bytes of its second argument and picks a communicator by it.
 
 _SUM_OR_AVG = "only sum and avg are differentiable"
+_NO_OUT = "leave out= out"
 _DETACH = "detach the tensor first and send the gradient back yourself"
 QUANTIZE_YOURSELF = "quantize the result of all_reduce_add_rms_norm yourself"
 
@@ -415,21 +403,20 @@ def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Sp
 # Ops that write into `out`, a contiguous tensor with the result's shape and dtype
 
 
-@register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()",
-          autograd=_into_kernel("all_gather_into"))  # fmt: skip
+@register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()", advice=_NO_OUT)
 def all_gather_into(x: Tensor, token: Tensor, out: Tensor, dim: int, group: str) -> None:
     find_route(group).run("all_gather", x, _apart(x, out), dim, out)
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str reduce_op, str group", "()",
-          autograd=_into_kernel("reduce_scatter_into"))  # fmt: skip
+          advice=_NO_OUT)  # fmt: skip
 def reduce_scatter_into(x: Tensor, token: Tensor, out: Tensor, dim: int, reduce_op: str, group: str) -> None:
     args = (_apart(x, out), dim, reduce_op, out)
     find_route(group).run("reduce_scatter", x, *args, reduce_op=reduce_op)
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, SymInt[]? output_splits, SymInt[]? input_splits, str group",
-          "()", autograd=_into_kernel("all_to_all_into"))  # fmt: skip
+          "()", advice=_NO_OUT)  # fmt: skip
 def all_to_all_into(
     x: Tensor, token: Tensor, out: Tensor, output_splits: Splits, input_splits: Splits, group: str
 ) -> None:

@@ -6,11 +6,19 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from device_communicators.base.errors import GroupNotInitializedError
+from device_communicators.base.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
 
 
 class NotInitializedError(GroupNotInitializedError, AssertionError):
     """The requested group does not exist."""
+
+
+class InitializedError(AlreadyInitializedError, AssertionError):
+    """The groups exist already."""
+
+
+class RefusedError(LayoutError, RuntimeError, AssertionError):
+    """Sizes, order or ranks don't fit. Megatron raises RuntimeError or AssertionError."""
 
 
 @contextmanager
@@ -31,3 +39,4 @@ def raised_as(*kinds: type[Exception]) -> Iterator[None]:
 
 
 as_assertion = functools.partial(raised_as, NotInitializedError)
+as_megatrons = functools.partial(raised_as, NotInitializedError, InitializedError, RefusedError)

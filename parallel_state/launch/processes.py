@@ -37,7 +37,7 @@ _CUT_S = 1.0  # for the kernel to kill processes after the leash closes
 _AT_INIT = (
     "parallel_state.launch.worker",
     "parallel_state.groups.world",
-    "parallel_state.messages.transports",
+    "parallel_state.messages.media",
     "device_communicators.cpu.host_memory",
 )
 """Modules that `import parallel_state` doesn't import, but every rank needs at init; preloaded before the fork."""

@@ -18,11 +18,11 @@ from device_communicators.calls.user_call import transfer
 from parallel_state.collectives import checks
 from parallel_state.collectives.calls import GroupFacts
 from parallel_state.messages import tensor_dicts as by_spec
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers, checked_buffers
 from parallel_state.messages.handles import NoReceive, NoSend, ReceiveHandle, SendHandle
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state.messages.wire import AllGatherGroup
 
 _SPEC = "pass spec=TensorDictSpec.of(…) of a first exchange on both sides, or call it outside the compiled function"
 _OBJECTS = "objects travel by the host; call it outside the compiled function, or send tensors or a dict with spec="

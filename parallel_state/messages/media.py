@@ -230,6 +230,7 @@ class LibraryMedium(RouteMedium):
         """`channels`: None if only the hosts' first ranks are connected. Messages to one rank are then transfers."""
         super().__init__(route)
         self.channels = channels
+        self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)  # one of them
         self._open: set[tuple[int, bool]] = set()
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
@@ -252,16 +253,6 @@ class LibraryMedium(RouteMedium):
         if outcome >= STARTED:
             return self._started(outcome - STARTED, dst)
         return outcome == DONE or (outcome == NO_ROOM and wire.of_packed(self._objects.packed(), cut))
-
-    @property
-    def _queues(self) -> Channels:
-        """Returns the queues in shared memory. Only valid if they carry the group's messages to all ranks."""
-        return cast(Channels, self.channels)
-
-    @property
-    def _streams(self) -> MessageStreams:
-        """Returns the connections between the ranks. Only valid for a group on several hosts."""
-        return cast(MessageStreams, self.channels)
 
     def _receiver(self, src: int, call: UserCall | None) -> _Receiver:
         if call is None:
@@ -440,9 +431,7 @@ class LibraryMedium(RouteMedium):
         head_bytes, tensor_bytes = receiver.found_bytes
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
-    def _check(
-        self, receiver: Receiver | StreamReceiver | ToAllReceiver, call: UserCall | None, operation: str
-    ) -> None:
+    def _check(self, receiver: _Receiver, call: UserCall | None, operation: str) -> None:
         """Raises the failure of an earlier receive, if there was one, even if only the library recorded it."""
         try:
             receiver.check(operation)

@@ -32,12 +32,11 @@ from device_communicators.routing.started import Handle
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import wire
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.handles import ReceiveHandle, SendHandle
 from parallel_state.messages.reader import ListReader, Reader, allocate
-from parallel_state.messages.wire import FRAME_BYTES, Header, Outgoing, split_by_device
+from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, Outgoing, split_by_device
 
 if TYPE_CHECKING:  # loaded when a group is made
     from parallel_state.messages.media import Medium
@@ -94,21 +93,9 @@ class Messenger:
 
     # Point to point.
 
-    def encode(
-        self,
-        obj: Any,
-        must_be: type | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Outgoing:
-        """Returns the message for `obj`; if `obj` can't be encoded, the message for the error."""
-        return wire.encode(
-            obj,
-            allow_pickle=self.allow_pickle,
-            must_be=must_be,
-            all_gather_group=all_gather_group,
-            all_gather_tensors=all_gather_tensors,
-        )
+    def encode(self, *args: Any) -> Outgoing:
+        """Returns the message for an object; if it can't be encoded, the message for the error. See `wire.encode`."""
+        return wire.encode(*args, allow_pickle=self.allow_pickle)
 
     def post(
         self,

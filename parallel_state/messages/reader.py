@@ -17,11 +17,10 @@ from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
 from device_communicators.routing.route import Route
 from parallel_state.messages import buffers, wire
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import TensorMetadata
-from parallel_state.messages.wire import NOTHING, Header
+from parallel_state.messages.wire import NOTHING, AllGatherGroup, Header
 
 
 class Owner(Protocol):

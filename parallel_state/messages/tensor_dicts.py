@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,6 @@ from device_communicators.calls.memory import dtype_refusal
 from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, began_at, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.collectives.calls import GroupFacts
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.codec.types import TensorMetadata
 from parallel_state.messages.messenger import Messenger
@@ -34,6 +34,7 @@ from parallel_state.messages.wire import (
     LEFT,
     LENT_BYTES,
     POOLED_BYTES,
+    AllGatherGroup,
     can_be_cut,
     device_for,
     digest_of,
@@ -330,21 +331,15 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the registered op, or the messenger's method directly if the op would add nothing. `began`: see `_call`."""
-    if _is_plain(pieces):
-        _call(method, group, pieces, spec, peer, began)
-    else:
+    """Calls the registered op, or the messenger's method directly if the op would add nothing.
+
+    `began`: start of a call that C++ attempted before; 0.0 if it didn't.
+    """
+    if not _is_plain(pieces):
         op(pieces, group._token, spec.digest, peer, group._key)
-
-
-def _call(method: str, group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int, began: float) -> None:
-    """Calls the messenger's method. `began`: start of a call that C++ attempted before; 0.0 if it didn't."""
-    call = getattr(group.route.messenger, method)
-    if not began:
-        call(pieces, spec.digest, peer)
         return
-    with began_at(began):
-        call(pieces, spec.digest, peer)
+    with began_at(began) if began else nullcontext():
+        getattr(group.route.messenger, method)(pieces, spec.digest, peer)
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ from device_communicators.base.errors import (
 from device_communicators.base.torch_internals import mark_constant
 from device_communicators.calls.memory import dense
 from device_communicators.routing.communicator import GroupContext
-from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
 if TYPE_CHECKING:
@@ -70,6 +70,15 @@ STARTED = 4
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
 """Stands for a missing object."""
+
+
+class AllGatherGroup(Protocol):
+    """A group whose ranks all hold the same tensors: each receives only one slice of a tensor and gathers the rest."""
+
+    world_size: int
+    rank_in_group: int
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
 
 
 class Header(NamedTuple):
@@ -146,16 +155,16 @@ class Outgoing:
 
 def encode(
     obj: Any,
-    *,
-    allow_pickle: bool,
     must_be: type | None = None,
     all_gather_group: AllGatherGroup | None = None,
     all_gather_tensors: Mapping[str, bool] | None = None,
+    *,
+    allow_pickle: bool,
 ) -> Outgoing:
     """Returns the message for `obj`. If `obj` can't be encoded, returns the message of that error; never raises."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
-        packed = None if part is None else codec.pack(obj, part)
+        packed = None if part is None else codec_values.pack(obj, part)
         if packed is not None and part is not None:
             return of_packed(packed, part)
     whole: set[int] = set()
@@ -381,16 +390,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
             f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}; "
             "for other types use the call that takes any object, such as send_object or broadcast_object"
         )
-    encoded = codec.encode(obj, allow_pickle=allow_pickle)
-    if not encoded.tensors:  # the codec has checked the size then
-        return encoded
-    size, limit = len(encoded.metadata) + len(encoded.tensors), settings.MAX_METADATA_BYTES.get()
-    if size > limit:
-        raise InvalidArgumentError(
-            f"an object's metadata must have at most {limit} bytes, but has {size}; put bulk data "
-            f"into tensors, or raise {settings.MAX_METADATA_BYTES.name} on every rank"
-        )
-    return encoded
+    return codec.encode(obj, allow_pickle=allow_pickle)
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:

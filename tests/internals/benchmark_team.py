@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from parallel_state.tools.bench.worker import Timing, timed
+from harness.timing import timed
+
+from parallel_state.tools.bench.worker import Timing
 
 
 def make(name: str, settings: dict[str, Any]) -> EmptyTeam:

@@ -21,14 +21,14 @@ from harness.against import report as report_against
 from harness.messages import COPY, SPEC_VIEWS, VIEWS, WITH_SPEC
 from harness.page import SYMMETRIC, Findings
 from harness.picture import Panel, draw
-from harness.rounds import Strangers, measure_all
+from harness.rounds import Plan, Row, Strangers, measure_all
 from harness.teams import python_path
 from harness.through_torch import CARRIED, LAYERS, OP, OP_AND_LAYERS
 
 from parallel_state.tools.bench import command, progress, report
 from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.progress import Progress
-from parallel_state.tools.bench.rounds import Plan, Row, measure, samples_us
+from parallel_state.tools.bench.rounds import measure, samples_us
 from parallel_state.tools.bench.worker import TeamError, Timing, WrongAnswer
 
 PLAN = Plan(rounds=5, round_s=0.001)
@@ -74,7 +74,7 @@ def test_moments_give_a_sample_for_each_call() -> None:
 
 @pytest.mark.parametrize("answers", [["off by one"], [None, "off by one"]], ids=["before", "after"])
 def test_a_wrong_answer_has_no_figures(answers: list[str | None], capsys: pytest.CaptureFixture[str]) -> None:
-    row = measure([FakeTeam(["right", "wrong"], {"wrong": answers})], {"bytes": 1024}, PLAN)
+    row = Row(**vars(measure([FakeTeam(["right", "wrong"], {"wrong": answers})], {"bytes": 1024}, PLAN)))
     assert set(row.us) == {"right"}
     assert row.wrong == {"wrong": "off by one"}
     command_line.print_rows("title", [row], lambda row: "column", [("wrong", "right")])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from harness.messages import SPEC_VIEWS, VIEWS, WITH_SPEC
+from harness.rounds import Plan
 from harness.teams import Team, started
 
 from parallel_state.tools.bench.names import OWN
-from parallel_state.tools.bench.rounds import Plan, measure
+from parallel_state.tools.bench.rounds import measure
 from tests.programs import Program, script
 
 pytestmark = pytest.mark.slow

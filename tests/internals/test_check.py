@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from device_communicators.base.errors import LaunchError
-from parallel_state.tools.check import command, local, page, rules, system
+from parallel_state.tools.check import command, page, rules, session, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (
+    EXIT_CODES,
+    SEVERITIES,
     Facts,
     GpuFact,
     GpuPath,
@@ -23,8 +25,8 @@ from parallel_state.tools.check.facts import (
     Link,
     Measured,
     Traffic,
+    worst,
 )
-from parallel_state.tools.check.findings import EXIT_CODES, SEVERITIES, worst
 from parallel_state.tools.check.links import schedule
 from parallel_state.tools.check.session import Options, Report, Session
 
@@ -236,7 +238,7 @@ def test_ranks_that_could_not_be_launched_are_told_of(
     def fails(*arguments: object, **options: object) -> None:
         raise LaunchError("local ranks [1] ended with exit code 7 before they were ready\nwhere rank 1 was: …", rank=1)
 
-    monkeypatch.setattr(local, "launch", fails)
+    monkeypatch.setattr(session, "launch", fails)
     assert command.main(["--tp", "2", "--quick", "--json"]) == EXIT_CODES["error"]
     (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["code"] == "launch-failed"]
     assert found["found"] == "local ranks [1] ended with exit code 7 before they were ready" and found["fix"]
@@ -503,7 +505,7 @@ def _codes_in(*paths: Path) -> set[str]:
 
 
 def test_each_rule_is_found_by_facts_or_by_the_session_and_documented() -> None:
-    by_session = {code for code, rule in rules.RULES.items() if rule.where is rules.by_session}
+    by_session = {code for code, rule in rules.RULES.items() if not rule.found}
     others = [path for path in (ROOT / "parallel_state/tools/check").glob("*.py") if path.name != "rules.py"]
     assert by_session <= _codes_in(*others)
     assert set(rules.RULES) - by_session <= _codes_in(Path(__file__)), "rules that no test here finds"

@@ -20,8 +20,9 @@ from device_communicators.peer.thresholds import Conditions, Thresholds, conditi
 
 VERSIONS = {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0"}
 HERE = Conditions("9.0", 8, True, "NV18", **VERSIONS)
+BOUNDS = ("push", "pull", "two_shot", "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 ROW = Thresholds(
-    "9.0", 8, *[1024] * 8, measured=True, source="a test",
+    "9.0", 8, **dict.fromkeys(BOUNDS, 1024), measured=True, source="a test",
     one_gpu_each=True, link="NV18", proven_calls=100_000, own_nccl=True, **VERSIONS,
 )  # fmt: skip
 CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), Timeout(5.0))

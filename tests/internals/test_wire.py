@@ -362,7 +362,7 @@ def test_the_limit_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.MAX_METADATA_BYTES.name, str(limit - 1))
     check_refused(frame, f"has {limit} bytes, more than {limit - 1}")
     refused = wire.encode(two_tensors(), allow_pickle=False)
-    assert isinstance(refused.error, InvalidArgumentError)
+    assert isinstance(refused.error, MessageEncodeError)
     with pytest.raises(RemoteError, match=f"at most {limit - 1} bytes"):  # a text may exceed the limit
         read(refused.frame)
 

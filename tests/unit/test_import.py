@@ -164,7 +164,7 @@ NOT_BROUGHT = (
     "parallel_state.startup.rendezvous",
     "parallel_state.startup.job_store",
     "device_communicators.control.store",
-    "parallel_state.messages.transports",
+    "parallel_state.messages.media",
     "parallel_state.launch.store",
     "parallel_state.launch.worker",
     "parallel_state.launch.processes",

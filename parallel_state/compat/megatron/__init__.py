@@ -13,30 +13,35 @@ getters of `parallel_state` return. `NOTES` and `MISSING` list the differences f
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import logging
+import sys
 from typing import Any
 
+from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
 from parallel_state.compat.megatron import (
     buffers,
     division,
     getters,
-    installation,
     lookup,
-    process_group_collections,
     process_groups,
     ranks,
 )
 from parallel_state.compat.tables import absent, collect, reasons
 
+logger = logging.getLogger("parallel_state")
+
+_CORE, _NAME = "megatron.core", "megatron.core.parallel_state"
 _NAMES = {
     **dict.fromkeys((division, getters, buffers), "*"),
     process_groups: (
-        "create_group create_hierarchical_groups create_hybrid_dp_cp_groups get_nccl_options overwrite_nccl_comm_cfgs"
+        "coordinators_of create_group create_hierarchical_groups create_hybrid_dp_cp_groups get_nccl_options "
+        "overwrite_nccl_comm_cfgs process_group_collection"
     ),
     ranks: (
         "RankGenerator default_embedding_ranks default_position_embedding_ranks generate_masked_orthogonal_rank_groups"
     ),
-    process_group_collections: "coordinators_of process_group_collection",
-    installation: "install",
 }
 globals().update(collect(_NAMES))
 _set_global_memory_buffer = buffers.set_global_memory_buffer
@@ -48,6 +53,31 @@ def __getattr__(name: str) -> Any:
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
     raise absent(__name__, name, MISSING)
+
+
+def install() -> None:
+    """Replaces `megatron.core.parallel_state` by this module for later imports of this process. Twice is fine.
+
+    Raises UnsupportedError without megatron-core, AlreadyInitializedError if Megatron's own module is imported already:
+    the modules that imported it hold its functions.
+    """
+    ours = sys.modules[__name__]
+    if sys.modules.get(_NAME) not in (None, ours):
+        raise AlreadyInitializedError(
+            f"{_NAME} is imported already; call install() before the first import of Megatron"
+        )
+    if _NAME not in sys.modules:
+        if not _has_core():
+            raise UnsupportedError("megatron-core isn't installed; run: pip install megatron-core")
+        sys.modules[_NAME] = ours
+        logger.info("replaced %s by %s", _NAME, ours.__name__)
+
+
+def _has_core() -> bool:
+    """Returns True if megatron-core can be imported. Finds it without the import of `megatron.core`, which is large."""
+    spec = importlib.util.find_spec("megatron")
+    paths = [] if spec is None else list(spec.submodule_search_locations or [])
+    return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None
 
 
 NOTES = reasons({

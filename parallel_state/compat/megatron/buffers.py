@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallel_state import state
-from parallel_state.compat.megatron.errors import InitializedError, NotInitializedError
+from parallel_state.compat.errors import InitializedError, NotInitializedError
 from parallel_state.compat.megatron.lookup import BUFFERS, group_of, or_raise
 
 

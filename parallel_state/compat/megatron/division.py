@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from device_communicators.base.torch_internals import set_timeout
 from parallel_state import state
+from parallel_state.compat.errors import InitializedError, NotInitializedError, RefusedError, as_megatrons
 from parallel_state.compat.megatron import process_groups
 from parallel_state.compat.megatron.buffers import set_global_memory_buffer
-from parallel_state.compat.megatron.errors import InitializedError, NotInitializedError, RefusedError, as_megatrons
 from parallel_state.compat.megatron.lookup import (
     CHOSEN,
     HIERARCHICAL,

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_state import state
-from parallel_state.compat.megatron.errors import NotInitializedError, RefusedError
+from parallel_state.compat.errors import NotInitializedError, RefusedError
 from parallel_state.compat.megatron.lookup import (
     CHOSEN,
     HIERARCHICAL,

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_state import state
-from parallel_state.compat.megatron.errors import NotInitializedError, as_megatrons
+from parallel_state.compat.errors import NotInitializedError, as_megatrons
 
 CHOSEN: dict[str, Any] = {}
 """Values of setters, by the name of the getter."""

@@ -1,10 +1,12 @@
-"""Process groups from rank lists, as Megatron's `create_group` makes them, and their NCCL options."""
+"""Process groups from rank lists, as Megatron's `create_group` makes them, their NCCL options, and collections."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,10 @@ from device_communicators.base import settings
 from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.base.torch_internals import is_registered
 from device_communicators.c10d import creation
+from parallel_state import state
 from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks
+from parallel_state.groups.coordinator import GroupCoordinator
+from parallel_state.groups.parallel_groups import ParallelGroups
 from parallel_state.process_groups.options import GroupOptions
 
 logger = logging.getLogger("parallel_state")
@@ -112,11 +117,17 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
 
 KINDS = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp_cp", "mp": "model", "tp_cp": "tp_cp", "tp_dp": "tp_dp",
-    "tp_dp_cp": "tp_dp_cp", "embd": "embedding", "pos_embd": "position_embedding", "ep": "ep", "ep_tp": "etp",
-    "tp_ep_mp": "tp_ep", "tp_ep_pp": "tp_ep_pp", "ep_dp": "edp", "intra_dp_cp": "intra_dp_cp",
-    "intra_ep_dp": "intra_edp", "inter_ep_dp": "inter_dist_opt", "intra_dist_opt_instance": "intra_dist_opt",
+    "tp_dp_cp": "tp_dp_cp", "embd": "embedding", "pos_embd": "position_embedding", "ep": "ep", "tp_ep_pp": "tp_ep_pp",
+    "intra_dp_cp": "intra_dp_cp",
+    # Only in the file of NCCL options:
+    "ep_tp": "etp", "tp_ep_mp": "tp_ep", "ep_dp": "edp", "intra_ep_dp": "intra_edp", "inter_ep_dp": "inter_dist_opt",
+    "intra_dist_opt_instance": "intra_dist_opt",
+    # Only in a ProcessGroupCollection:
+    "expt_tp": "etp", "tp_ep": "tp_ep", "tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_cp",
+    "expt_dp": "edp", "expt_dp_gtp_remat": "edp", "intra_expt_dp": "intra_edp", "intra_dist_opt": "intra_dist_opt",
+    "gtp_remat": "dp_replicate", "expt_gtp_remat": "dp_replicate",
 }  # fmt: skip
-"""Megatron's name of a group in its file of NCCL options -> our kind."""
+"""Megatron's name of a group, in its file of NCCL options or in a ProcessGroupCollection -> our kind."""
 _NCCLS = ("cga_cluster_size", "min_ctas", "max_ctas")
 _FIELDS = {"is_high_priority_stream": "high_priority_stream", **{name: name for name in _NCCLS}}
 
@@ -150,3 +161,34 @@ def overwrite_nccl_comm_cfgs(
 ) -> None:
     """Sets one option of one group in `nccl_comm_cfgs`, in place."""
     nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
+
+
+def process_group_collection(groups: ParallelGroups | None = None) -> Any:
+    """Returns Megatron's ProcessGroupCollection of `groups` (default: the current ones). Every rank calls it.
+
+    It has the fields of the installed megatron-core; fields without a group are None. Missing groups are made. After
+    `install()`, Megatron's own `ProcessGroupCollection.use_mpu_process_groups()` does the same for the groups of
+    `initialize_model_parallel`.
+    """
+    kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
+    groups = groups or state.get_parallel_groups()
+    known = {field.name for field in fields(kind_of_collection)}
+    kinds = {name: kind for name, kind in KINDS.items() if name in known}
+    if "intra_dp_cp" in groups.layout.parts:
+        kinds["inter_dist_opt"] = "inter_dist_opt"
+    found = {name: groups.try_get(kind) for name, kind in kinds.items()}
+    return kind_of_collection(**{name: None if each is None else each.device_group for name, each in found.items()})
+
+
+def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
+    """Returns a GroupCoordinator for each named field of a ProcessGroupCollection, by field: `tp`, `dp_cp`, ….
+
+    Every rank of the groups calls it with the same fields in the same order. Fields without a group on this rank are
+    left out. The coordinators borrow the process groups: `destroy()` ends only what a coordinator made itself.
+    """
+    found = {name: getattr(collection, name, None) for name in names}
+    return {
+        name: GroupCoordinator.from_process_group(group, name=KINDS.get(name, name))
+        for name, group in found.items()
+        if group is not None
+    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import log2, prod
 
 from device_communicators.base.errors import InvalidArgumentError
-from parallel_state.compat.megatron.errors import RefusedError
+from parallel_state.compat.errors import RefusedError
 from parallel_state.layout.ranks import Grid
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,6 @@ from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import TensorMetadata, is_registered, register_type
 from parallel_state.messages.codec.values import MAX_DEPTH, to_msgpack
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import Packed
 
 __all__ = ["MAX_DEPTH", "Encoded", "Message", "TensorMetadata", "encode", "is_registered", "read", "register_type"]
 
@@ -66,10 +63,10 @@ def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
         raise MessageEncodeError(refused.text()) from refused.__cause__
     except (RecursionError, ValueError, OverflowError) as error:
         raise MessageEncodeError(f"the object can't be encoded: {error}") from error
-    limit = settings.MAX_METADATA_BYTES.get()
-    if len(encoded.metadata) > limit:
+    limit, size = settings.MAX_METADATA_BYTES.get(), len(encoded.metadata) + len(encoded.tensors)  # a flag for each
+    if size > limit:
         raise MessageEncodeError(
-            f"the object without its tensors must be at most {limit} bytes, but is {len(encoded.metadata)}; "
+            f"the object without its tensors must be at most {limit} bytes, but is {size}; "
             f"send large data as tensors, or set {settings.MAX_METADATA_BYTES.name} on every rank"
         )
     return encoded
@@ -82,11 +79,6 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
         return Encoded(_PLAIN + body, [])
     table = to_msgpack(codec_types.tensor_rows(encoder.tensors))
     return Encoded(_HEADER.pack(FORMAT_VERSION, len(table)) + table + body, encoder.tensors)
-
-
-def pack(obj: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Encodes an object in C++. Returns None if it contains types that only `encode` supports."""
-    return codec_values.pack(obj, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class Message:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from device_communicators.base import settings
 from device_communicators.base.errors import MessageDecodeError
 from device_communicators.calls.user_call import DTYPE_NUMBERS
 from parallel_state.messages.codec import types as codec_types
@@ -96,9 +97,9 @@ def _key_check() -> Callable[[bytes], bool]:
     return lambda data: bool(library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1))
 
 
-def pack(value: object, limit: int, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
+def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
     """Encodes a value of plain types in C++. Returns None for other types, and if there is no library."""
-    return None if _library.objects is None else _library.objects.pack(value, limit, cut)
+    return None if _library.objects is None else _library.objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class RefusedError(Exception):

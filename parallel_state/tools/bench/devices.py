@@ -58,12 +58,6 @@ class Clock:
         if self._on_gpu:
             torch.cuda.synchronize()
 
-    def release(self) -> None:
-        """Waits until the device is idle, then frees its cached memory."""
-        self.finish()
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-
     def seconds(self, run: Callable[[], object]) -> float:
         """Returns the time from the first to the last work that `run` gives to the device."""
         if not self._on_gpu:
@@ -76,16 +70,6 @@ class Clock:
         last.record()
         last.synchronize()
         return first.elapsed_time(last) / 1e3
-
-    def host_seconds(self, call: Callable[[], object], calls: int) -> list[float]:
-        """Returns each call's time on the host, without waiting for the device."""
-        found = []
-        for _ in range(calls):
-            started = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - started)
-        self.finish()
-        return found
 
 
 class Captured:

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 from parallel_state.tools.bench.worker import TeamError, Timing, last_line
 
-NOTICED = 0.1
-"""A case counts as disturbed if other processes used more cores than this."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -27,8 +24,6 @@ class Plan:
     most_calls: int = 2000
     case_s: float = 8.0
     """Slow cases get fewer rounds, but at least 3."""
-    repeat_s: float = 0.0
-    """Time for repeating disturbed cases."""
 
 
 @dataclass
@@ -39,14 +34,6 @@ class Row:
     wrong: dict[str, str] = field(default_factory=dict)
     """Candidate -> its problem; such a candidate has no samples."""
     calls: dict[str, int] = field(default_factory=dict)
-    strangers_cores: float | None = None
-    """Cores that other processes used during the case; None: unknown."""
-    repeats: int = 0
-    """Repetitions after disturbances; the least disturbed one is kept."""
-
-    @property
-    def disturbed(self) -> bool:
-        return (self.strangers_cores or 0.0) > NOTICED
 
 
 class _Candidate(NamedTuple):

@@ -7,8 +7,6 @@ run(name, calls) -> Timing       makes some untimed calls, then `calls` timed on
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -44,13 +42,3 @@ class WrongAnswer(str):
         problem = cls(text)
         problem.elements = elements
         return problem
-
-
-def timed(call: Callable[[], object], calls: int) -> Timing:
-    """Runs and times `calls` calls without arguments, after a tenth as many untimed ones."""
-    for _ in range(max(1, calls // 10)):
-        call()
-    started = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return Timing(elapsed_s=time.perf_counter() - started)

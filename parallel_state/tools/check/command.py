@@ -47,17 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = {axis.name: getattr(chosen, axis.name) for axis in AXES if axis.size_parameter}
     sizes = {name: size for name, size in given.items() if size is not None}
     _export_place(parser, chosen)
-    if _is_on_one_host():  # otherwise the path may exist only on rank 0's host
-        require_writable(parser, chosen.json, chosen.html)
-    from parallel_state.tools.check import local  # imported here: both need torch, `--help` doesn't
-    from parallel_state.tools.check.session import Options, Session
+    place = _detect()
+    if place is not None and place.world_size == (place.local_world_size or place.world_size):
+        require_writable(parser, chosen.json, chosen.html)  # on several hosts the path may exist only on rank 0's
+    from parallel_state.tools.check import session  # imported here: it needs torch, `--help` doesn't
 
-    options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
-    if _is_started_by_launcher():
+    options = session.Options(sizes, chosen.order, chosen.quick, chosen.timeout)
+    if place is None or place.source != "single":
         if chosen.ranks is not None:
             parser.error("--ranks can't be used under a launcher, which sets the number of ranks")
         _exit_after(chosen.timeout + _GRACE_S)
-        outcome = Session(options, began).run()
+        outcome = session.Session(options, began).run()
         _show(parser, chosen, outcome)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os._exit(outcome.exit_code)  # a thread may still be blocked and would delay the exit
         return outcome.exit_code
     try:
-        ranks = chosen.ranks or local.ranks_for(sizes, chosen.order)
+        ranks = chosen.ranks or session.ranks_for(sizes, chosen.order)
     except LayoutError as error:
         parser.error(str(error))
-    if ranks > local.MOST_RANKS:
-        parser.error(f"--ranks must be from 1 to {local.MOST_RANKS}, but is {ranks}")
-    outcome = local.run_locally(ranks, options)
+    if ranks > session.MOST_RANKS:
+        parser.error(f"--ranks must be from 1 to {session.MOST_RANKS}, but is {ranks}")
+    outcome = session.run_locally(ranks, options)
     _show(parser, chosen, outcome)
     return outcome.exit_code
 
@@ -105,25 +105,18 @@ def _export_place(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -
     os.environ.update(zip(names, map(str, (*given[:3], host.strip("[]"), port)), strict=True))
 
 
-def _is_started_by_launcher() -> bool:
+def _detect() -> environment.ProcessEnvironment | None:
+    """Returns the launcher's environment, or None if variables are missing or wrong, which the check reports."""
     try:
-        return environment.detect(rendezvous=False).source != "single"
+        return environment.detect(rendezvous=False)
     except SettingError:
-        return True  # some variables are missing; the check reports it
-
-
-def _is_on_one_host() -> bool:
-    try:
-        place = environment.detect(rendezvous=False)
-    except SettingError:
-        return False
-    return place.world_size == (place.local_world_size or place.world_size)
+        return None
 
 
 def _exit_after(limit_s: float) -> None:
     """Exits this process if it still hangs after `limit_s`. The leader's report has named this rank by then."""
 
-    from parallel_state.tools.check.findings import ERROR, EXIT_CODES
+    from parallel_state.tools.check.facts import ERROR, EXIT_CODES
 
     def end() -> None:
         time.sleep(limit_s)

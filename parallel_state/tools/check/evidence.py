@@ -14,8 +14,7 @@ from device_communicators.base.errors import LayoutError, SettingError
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup.environment import expand_counts, expand_hostlist
-from parallel_state.tools.check.facts import Facts, GroupTraffic, Interface, Link, Measured, Traffic
-from parallel_state.tools.check.findings import named
+from parallel_state.tools.check.facts import Facts, GroupTraffic, Interface, Link, Measured, Traffic, named
 
 K = TypeVar("K")
 T = TypeVar("T")

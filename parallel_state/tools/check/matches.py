@@ -12,8 +12,7 @@ from typing import Any
 
 from device_communicators.base.cores import spans
 from parallel_state.tools.check.evidence import Evidence, grouped, ranks_of
-from parallel_state.tools.check.facts import Facts
-from parallel_state.tools.check.findings import named, rate
+from parallel_state.tools.check.facts import Facts, named, rate
 
 Group = Sequence[Facts]
 Words = Mapping[str, Any]

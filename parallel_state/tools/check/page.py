@@ -12,8 +12,7 @@ from typing import NamedTuple
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
 from parallel_state.tools.check.evidence import core_times, groups_of_kind
-from parallel_state.tools.check.facts import Facts, Link
-from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
+from parallel_state.tools.check.facts import ERROR, INFO, WARNING, Facts, Finding, Link, rate
 from parallel_state.tools.check.session import Report
 from parallel_state.tools.output import columns, html_page
 

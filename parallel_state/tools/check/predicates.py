@@ -24,8 +24,7 @@ from parallel_state.tools.check.evidence import (
     outliers,
     ranks_of,
 )
-from parallel_state.tools.check.facts import Facts, Interface, Limits, Place
-from parallel_state.tools.check.findings import INFO, WARNING, named, rate
+from parallel_state.tools.check.facts import INFO, WARNING, Facts, Interface, Limits, Place, named, rate
 from parallel_state.tools.check.matches import Group, Match, Predicate, Words, differing
 
 # Launcher and ranks.

@@ -7,14 +7,14 @@ line are in `predicates`. Rules only read the evidence: they make no system call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from device_communicators.base.errors import LayoutError
 from parallel_state.tools.check import predicates as find
 from parallel_state.tools.check.evidence import Evidence, ranks_of
-from parallel_state.tools.check.findings import ERROR, INFO, SEVERITIES, WARNING, Finding
+from parallel_state.tools.check.facts import ERROR, INFO, SEVERITIES, WARNING, Finding
 from parallel_state.tools.check.matches import (
     Match,
     Predicate,
@@ -38,9 +38,9 @@ class Rule(NamedTuple):
     fix: str
 
 
-def by_session(evidence: Evidence) -> Iterator[Match]:
-    """Matches nothing: the session itself detects the problem."""
-    yield from ()
+def by_session(about: str, why: str, fix: str) -> Rule:
+    """Returns the row of an error that the session itself detects: it matches nothing."""
+    return Rule(ERROR, about, lambda _: (), "", why, fix)
 
 
 RULES: dict[str, Rule] = {
@@ -114,17 +114,14 @@ RULES: dict[str, Rule] = {
         "initialize_model_parallel() would raise the same error.",
         "Change the sizes or the number of ranks; `python -m parallel_state plan --world-size N …` suggests sizes "
         "that fit."),
-    "launch-failed": Rule(ERROR, "local ranks can't be started",
-        by_session, "",
+    "launch-failed": by_session("local ranks can't be started",
         "No job with several local processes can run here.",
         "Fix what the error reports, then run the check again."),
     # MASTER_ADDR and MASTER_PORT.
-    "port-taken": Rule(ERROR, "another program holds MASTER_PORT",
-        by_session, "",
+    "port-taken": by_session("another program holds MASTER_PORT",
         "Rank 0 can't serve the store there, and other ranks may connect to that program.",
         "Choose another MASTER_PORT, the same on every rank, or stop the program that listens there."),
-    "port-unusable": Rule(ERROR, "rank 0 can't listen on MASTER_PORT",
-        by_session, "",
+    "port-unusable": by_session("rank 0 can't listen on MASTER_PORT",
         "No rank can connect to rank 0's store.",
         "Choose a port from 1024 to 65535."),
     "master-unresolved": Rule(ERROR, "MASTER_ADDR doesn't resolve",
@@ -132,24 +129,19 @@ RULES: dict[str, Rule] = {
         "{problem}",
         "The ranks can't find rank 0.",
         "Set MASTER_ADDR to an address that every host can resolve, or fix DNS or /etc/hosts."),
-    "master-refused": Rule(ERROR, "nobody listens at MASTER_ADDR:MASTER_PORT",
-        by_session, "",
+    "master-refused": by_session("nobody listens at MASTER_ADDR:MASTER_PORT",
         "The ranks would wait until the start-up deadline.",
         "Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT are the same on every rank."),
-    "master-silent": Rule(ERROR, "packets to MASTER_ADDR get no answer",
-        by_session, "",
+    "master-silent": by_session("packets to MASTER_ADDR get no answer",
         "A firewall drops them, or the address is in a network that this host isn't connected to.",
         "Open the port between the hosts, or set MASTER_ADDR to rank 0's address in the network that all hosts share."),
-    "master-unreachable": Rule(ERROR, "MASTER_ADDR can't be reached",
-        by_session, "",
+    "master-unreachable": by_session("MASTER_ADDR can't be reached",
         "This host has no route to that address, or its rules forbid the connection.",
         "Set MASTER_ADDR to rank 0's address in the network that all hosts share; check `ip route get ADDRESS`."),
-    "master-stranger": Rule(ERROR, "another program listens at MASTER_ADDR:MASTER_PORT",
-        by_session, "",
+    "master-stranger": by_session("another program listens at MASTER_ADDR:MASTER_PORT",
         "The ranks would try to use it as their store until the start-up deadline.",
         "Choose another MASTER_PORT, the same on every rank, or stop the program that listens there (`ss -ltnp`)."),
-    "master-elsewhere": Rule(ERROR, "MASTER_ADDR isn't an address of rank 0's host",
-        by_session, "",
+    "master-elsewhere": by_session("MASTER_ADDR isn't an address of rank 0's host",
         "The other ranks would not find the store, which rank 0 serves on its own host.",
         "Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0."),
     "master-loopback": Rule(ERROR, "MASTER_ADDR is a loopback address, and ranks are on several hosts",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -18,11 +19,13 @@ import msgspec
 import torch.distributed as dist
 
 from device_communicators.base import settings
+from device_communicators.base.errors import LayoutError, ParallelStateError
+from parallel_state.launch.launcher import launch
+from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup.watch import in_thread
 from parallel_state.tools.check import links, system, traffic
 from parallel_state.tools.check.evidence import Evidence
-from parallel_state.tools.check.facts import Facts, Link, Measured, Traffic
-from parallel_state.tools.check.findings import ERROR, EXIT_CODES, Finding, worst
+from parallel_state.tools.check.facts import ERROR, EXIT_CODES, Facts, Finding, Link, Measured, Traffic, worst
 from parallel_state.tools.check.meeting import NotMetError, Plan, open_meeting
 from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
@@ -32,6 +35,9 @@ _PASSES = 2
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
 """Reserved for the report and its acknowledgement."""
+MOST_RANKS = 64
+_START_S = 15.0
+"""Added to the launch timeout for local ranks to start and exit."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -105,19 +111,19 @@ class Session:
         try:
             self.meeting = open_meeting(place, max(self._until(0.5), time.monotonic() + 3.0))
         except NotMetError as error:
-            return self._alone(finding(error.kind, str(error), [place.rank], [self.facts.network.hostname]))
+            return self.alone(finding(error.kind, str(error), [place.rank], [self.facts.network.hostname]))
         except (OSError, RuntimeError) as error:
             text = f"the store at {place.master_addr}:{place.master_port} failed: {str(error).splitlines()[0]}"
-            return self._alone(finding("master-stranger", text, [place.rank], [self.facts.network.hostname]))
+            return self.alone(finding("master-stranger", text, [place.rank], [self.facts.network.hostname]))
         try:
             self.meeting.arrive(self.facts)
             return self._lead() if self.meeting.leads else self._follow()
         except (dist.DistError, OSError) as error:
             problem = str(error).splitlines()[0]
             text = f"the store at {place.master_addr}:{place.master_port} stopped answering: {problem}"
-            return self._alone(finding("rank-lost", text, [0] if not place.agent_store else []))
+            return self.alone(finding("rank-lost", text, [0] if not place.agent_store else []))
 
-    def _alone(self, *found: Finding) -> Outcome:
+    def alone(self, *found: Finding) -> Outcome:
         evidence = Evidence(
             [self.facts], self.facts.place.world_size, self.options.sizes, self.options.order, met=False
         )
@@ -168,7 +174,7 @@ class Session:
             self.began = max(self.began, time.monotonic() + left_s - self.options.timeout_s)
         plan = meeting.take("plan", Plan, max(self._until(0.6), time.monotonic() + 2.0))
         if plan is None:
-            return self._alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
+            return self.alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
         if meeting.arrival > len(plan.arrivals):  # this rank arrived too late; the report names it
             return self._receive_exit_code()
         meeting.put(f"measured/{meeting.arrival}", self._measure(plan))
@@ -180,7 +186,7 @@ class Session:
     def _receive_exit_code(self) -> Outcome:
         exit_code = self.meeting.take("end", int, self.deadline)
         if exit_code is None:
-            return self._alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
+            return self.alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
         with contextlib.suppress(dist.DistError):  # the serving rank may exit once all have the exit code
             self.meeting.meet("heard", 1, 0, time.monotonic())
         return Outcome(exit_code)
@@ -225,7 +231,7 @@ class Session:
         return future.result()
 
     def report(self, evidence: Evidence, found: list[Finding]) -> Report:
-        found = sorted_by_severity(_once(found))
+        found = sorted_by_severity(list({(each.code, each.found): each for each in found}.values()))
         severity = worst(found)
         return Report(
             SCHEMA,
@@ -249,5 +255,41 @@ def _most_common(arrivals: list[Facts]) -> int:
     return max(sizes, key=lambda size: (sizes[size], size))
 
 
-def _once(found: list[Finding]) -> list[Finding]:
-    return list({(each.code, each.found): each for each in found}.values())
+# Local ranks that the check starts itself
+
+
+def ranks_for(sizes: dict[str, int], order: str | None) -> int:
+    """Returns the smallest number of ranks that the sizes fit; without sizes one per GPU, else 2 to 4 by the cores."""
+    if not sizes:
+        gpus = len(system.gpus().visible)
+        return gpus if gpus > 1 else max(2, min(4, len(os.sched_getaffinity(0))))
+    problem: LayoutError | None = None
+    for ranks in range(1, MOST_RANKS + 1):
+        try:
+            resolve_layout(ranks, sizes, *filter(None, (order,)))
+            return ranks
+        except LayoutError as error:
+            problem = problem or error
+    raise problem or LayoutError("no number of ranks fits the sizes")
+
+
+def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
+    """Runs one local rank. Returns exit code, whether the ranks met, and the report as JSON (empty without one)."""
+    outcome = Session(options).run()
+    return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
+
+
+def run_locally(ranks: int, options: Options) -> Outcome:
+    began = time.monotonic()
+    try:
+        ends = launch(
+            run_local_rank, ranks, args=(options,), timeout=2 * options.timeout_s + _START_S, name="check"
+        )  # fmt: skip
+    except ParallelStateError as error:
+        session = Session(options, began, system.collect(time.monotonic() + 3.0))
+        place, host = session.facts.place, session.facts.network.hostname
+        place.world_size = place.local_world_size = ranks
+        text = re.split(r"\nwhere (?:it|rank \d+) was:", str(error))[0].strip()
+        return session.alone(finding("launch-failed", text, hosts=[host]))
+    exit_code, met, content = next((end for end in ends if end[2]), ends[0])
+    return Outcome(exit_code, msgspec.json.decode(content, type=Report) if content else None, met)
