@@ -76,7 +76,7 @@ def first_core() -> None:
 
 
 def another_user() -> None:
-    for name in ("local", "session"):  # that user may not read this tree
+    for name in ("command", "local", "session"):  # that user may not read this tree
         importlib.import_module(f"parallel_state.tools.check.{name}")
 
     os.setuid(65_534)
