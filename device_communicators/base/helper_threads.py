@@ -57,6 +57,7 @@ class _Helpers:
         self._ends = 0
 
     def run(self, job: Callable[[], object]) -> None:
+        """Runs `job`, which must not raise, in a thread of the pool."""
         try:
             _, jobs = self._idle.pop()
         except IndexError:
@@ -75,6 +76,7 @@ class _Helpers:
             self._idle.append((threading.current_thread(), jobs))
 
     def end_idle(self) -> None:
+        """Ends the idle threads of the pool. Groups that used some call it when they are closed."""
         self._ends += 1
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was first
@@ -84,16 +86,7 @@ class _Helpers:
 
 
 _HELPERS = _Helpers()
-
-
-def run_in_thread(job: Callable[[], object]) -> None:
-    """Runs `job`, which must not raise, in a thread of the pool."""
-    _HELPERS.run(job)
-
-
-def end_idle_threads() -> None:
-    """Ends the idle threads of the pool. Groups that used some call it when they are closed."""
-    _HELPERS.end_idle()
+run_in_thread, end_idle_threads = _HELPERS.run, _HELPERS.end_idle
 
 
 class Call:

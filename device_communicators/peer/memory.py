@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import torch
 
 from device_communicators.base.errors import CommunicationError, SettingError
+from device_communicators.base.helper_threads import Call
 from device_communicators.cuda.streams import enter
 from device_communicators.machine.group_topology import exchange_facts, uuid_of
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import ByThread, until
+from device_communicators.routing.failures import died
 
 _RENDEZVOUS_S = 60.0
 """Timeout of torch's rendezvous. If one rank fails in it, the others have no other way to detect that."""
@@ -87,39 +88,24 @@ class SymmetricSharing:
                     f"the GPUs of ranks {one} and {other} are both cuda:{number} in their processes, so torch takes "
                     "them for one GPU; make all GPUs visible to every rank and use torch.cuda.set_device"
                 )
-        rendezvous = _Rendezvous(self._context, self.tensor)
-        rendezvous.wait()
-        self.handle = rendezvous.handle
+        operation, started = "the rendezvous of symmetric memory", time.monotonic()
+        call = Call(self._meet)
+        if not call.wait(started + min(_RENDEZVOUS_S, self._context.timeout_s / 2), self._context.deaths):
+            if self._context.deaths():
+                raise died(self._context, operation, started)
+            raise TimeoutError(f"{operation} was not done within the group's timeout")
+        self.handle = call.result()
         return [int(address) for address in self.handle.buffer_ptrs]
+
+    def _meet(self) -> Any:
+        """Runs torch's rendezvous. It waits for the store's timeout if a rank failed, or was in fewer rendezvous."""
+        from torch.distributed import _symmetric_memory
+
+        enter(self._context.device)
+        return _symmetric_memory.rendezvous(self.tensor, self._context.cpu_group)
 
     def close(self) -> None:
         self.handle = self.tensor = None
-
-
-class _Rendezvous(ByThread):
-    """torch's rendezvous with a deadline. It runs in a thread, which is abandoned at the deadline.
-
-    torch itself waits for the store's timeout if a rank failed, or took part in a different number of rendezvous.
-    """
-
-    def __init__(self, context: GroupContext, tensor: torch.Tensor) -> None:
-        super().__init__(context, "the rendezvous of symmetric memory")
-        self._tensor = tensor
-        self.handle: Any = None
-
-    def _run(self) -> None:
-        from torch.distributed import _symmetric_memory
-
-        enter(self._tensor.device)
-        self.handle = _symmetric_memory.rendezvous(self._tensor, self._context.cpu_group)
-
-    def wait(self) -> None:
-        self.begin()
-        deadline = time.monotonic() + min(_RENDEZVOUS_S, self._context.timeout_s / 2)
-        until(lambda seconds: self._done.wait(seconds) or time.monotonic() > deadline, self._context, self._operation)
-        if not self.is_completed():
-            raise TimeoutError(f"{self._operation} was not done within the group's timeout")
-        super().wait()
 
 
 class IpcSharing:

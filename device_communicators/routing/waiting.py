@@ -90,30 +90,26 @@ class Watched:
         return self._work.is_completed()
 
 
-class ByThread:
-    """Work that a thread does, from `begin` or the first `wait` on. A caller may stop waiting for it.
+class WatchedByThread:
+    """A transfer or a reduce_scatter over gloo, for which a thread waits: the wait can't be cut into slices.
 
-    `peer`: the other rank, if the work is a transfer.
+    The thread runs from the first `wait` on. A caller may stop waiting for it. `peer`: the other rank of a transfer.
     """
 
-    def __init__(self, context: GroupContext, operation: str, peer: int | None = None) -> None:
+    def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
+        self._work = work
         self._peer = peer
         self._context = context
         self._operation = operation
+        self._limit: timedelta | None = None
         self._lock = threading.Lock()
         self._begun = False
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def _run(self) -> None:
-        raise NotImplementedError
-
-    def begin(self) -> None:
-        if self._take():
-            run_in_thread(self._run_to_end)
-
     def run_in_this_thread(self) -> None:
-        """Does the work in this thread, without a deadline. An error is raised later, by `wait`."""
+        """Waits in this thread, without a deadline. An error is raised later, by `wait`."""
+        self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
         if self._take():
             self._run_to_end()
         self._done.wait()
@@ -124,7 +120,8 @@ class ByThread:
             return not begun
 
     def wait(self) -> None:
-        self.begin()
+        if self._take():
+            run_in_thread(self._run_to_end)
         try:
             until(self._done.wait, self._context, self._operation)
         except RuntimeError as late:
@@ -144,36 +141,14 @@ class ByThread:
     def _run_to_end(self) -> None:
         try:
             with torch.inference_mode():  # the caller's tensors, which it writes, may be inference tensors
-                self._run()
+                limit = self._limit
+                if limit is None and self._peer is not None:  # else gloo uses the timeout of its connecting
+                    limit = timedelta(seconds=self._context.timeout_s)
+                self._work.wait(*(() if limit is None else (limit,)))
         except BaseException as error:  # for `wait`, in the caller's thread
             self._error = error
         finally:
             self._done.set()
-
-
-class WatchedByThread(ByThread):
-    """A transfer or a reduce_scatter over gloo, for which a thread waits: the wait can't be cut into slices."""
-
-    def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
-        super().__init__(context, operation, peer)
-        self._work = work
-        self._limit: timedelta | None = None
-
-    def run_in_this_thread(self) -> None:
-        self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
-        super().run_in_this_thread()
-
-    def _run(self) -> None:
-        limit = limit_of(self._context) if self._limit is None and self._peer is not None else self._limit
-        if limit is None:
-            self._work.wait()
-        else:
-            self._work.wait(limit)  # type: ignore[call-arg]
-
-
-def limit_of(context: GroupContext) -> timedelta:
-    """Returns the timeout to pass to gloo for a transfer. Without one, gloo uses the timeout of its connecting."""
-    return timedelta(seconds=context.timeout_s)
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:

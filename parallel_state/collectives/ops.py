@@ -30,19 +30,24 @@ from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.torch_internals import (
     FakeTensorMode,
     FunctionalTensorMode,
+    SingleLevelFunction,
+    apply_in_level,
     below_autograd,
     disable_current_modes,
+    in_transform,
+    is_view,
     leave_to_interpreter,
     mark_static_address,
     order_in_graph,
     schema_of,
+    with_gradients,
 )
 from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import DEFERRED_KEYS, with_values
 from device_communicators.calls.reductions import FP8
 from device_communicators.routing.registry import find_route
 from parallel_state.collectives import checks
-from parallel_state.collectives.transforms import OpFunction, batch_kernel
+from parallel_state.collectives.transforms import batch_kernel
 
 _LIBRARY = Library("parallel_state", "DEF")
 _TWINS = Library("parallel_state_python", "DEF")
@@ -172,11 +177,23 @@ def _in_fake_mode(
     return mode.__torch_dispatch__(op, types, tuple(fakes), kwargs or {})
 
 
-class _Differentiable(OpFunction):
+class _Differentiable(SingleLevelFunction):
+    """The ops' autograd function. torch.func calls it once per nested transform."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return apply_in_level(super().apply, args) if in_transform() else super().apply(*args)
+
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
+        """Calls the op without this level's gradient. torch has disabled gradients."""
         ctx.formula, ctx.args = formula, args
-        return OpFunction.below(op, x, *args)
+        with below_autograd():
+            if in_transform():
+                return with_gradients(op, (x, *args))
+            result = op(x, *args)
+        # torch forbids in-place changes of a view; `data` isn't one. Only this tensor uses the transport's memory.
+        return result.data if type(result) is Tensor and is_view(result) else result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -22,29 +22,6 @@ Rule = Callable[..., tuple[Any, Any]]
 """Called with an op, the batch dim of each argument, and the arguments; returns `(result, batch dim of the result)`."""
 
 
-class OpFunction(torch_internals.SingleLevelFunction):
-    """Base class of the ops' autograd functions. torch.func calls each once per nested transform."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if not torch_internals.in_transform():
-            return super().apply(*args)
-        return torch_internals.apply_in_level(super().apply, args)
-
-    @staticmethod
-    def below(op: Callable[..., Any], *args: Any) -> Any:
-        """Calls the op without this level's gradient. For use in `forward`, where torch has disabled gradients."""
-        with torch_internals.below_autograd():
-            if torch_internals.in_transform():
-                return torch_internals.with_gradients(op, args)
-            result = op(*args)
-        # torch forbids in-place changes of a view; `data` isn't one. Only this tensor uses the transport's memory.
-        return result.data if type(result) is Tensor and torch_internals.is_view(result) else result
-
-
-# Rules
-
-
 def _elementwise(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
     return op(x.movedim(dims[0], 0), *args), 0
 

@@ -27,7 +27,7 @@ from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import is_fake
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
-from parallel_state.collectives.ops import Splits, ordering_token
+from parallel_state.collectives.ops import Splits, differentiable, ordering_token
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
@@ -175,7 +175,7 @@ class _PlainGroup(TensorCalls):
     def _exchange_rows(self, x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
         if self._is_single_rank():
             return x
-        return _AllToAllRows.apply(x, outputs, inputs, self)
+        return differentiable(self.exchange, lambda grad, outs, ins: self.exchange(grad, ins, outs), x, outputs, inputs)
 
     def exchange(self, x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
         out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
@@ -192,17 +192,6 @@ class _PlainGroup(TensorCalls):
                 elapsed_s=time.monotonic() - started,
             ) from error
         return out
-
-
-class _AllToAllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, outputs: Splits, inputs: Splits, plain: _PlainGroup) -> Tensor:
-        ctx.outputs, ctx.inputs, ctx.plain = outputs, inputs, plain
-        return plain.exchange(x, outputs, inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.plain.exchange(grads[0], ctx.inputs, ctx.outputs), None, None, None
 
 
 def all_to_all(
