@@ -6,7 +6,6 @@ tests/internals/test_check.py tests rules about facts that no machine here has (
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import itertools
 import os
@@ -76,8 +75,10 @@ def first_core() -> None:
 
 
 def another_user() -> None:
+    from importlib import import_module  # the function's text alone is run
+
     for name in ("command", "local", "session"):  # that user may not read this tree
-        importlib.import_module(f"parallel_state.tools.check.{name}")
+        import_module(f"parallel_state.tools.check.{name}")
 
     os.setuid(65_534)
 
