@@ -174,10 +174,10 @@ class Window:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
         if not is_dense(x):
             x = dense(x)
-        number = DTYPE_NUMBERS.get(x.dtype, -1)
+        number, started = DTYPE_NUMBERS.get(x.dtype, -1), time.monotonic()
         status = self._putting(self._address, index(dst), index(offset), x.numel(), number, x.data_ptr())
         if status:
-            self._fail(status, "put", dst)
+            self._fail(status, "put", dst, started)
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
@@ -201,9 +201,10 @@ class Window:
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
         """Adds one to the signals from this rank that rank `dst` can take. Returns at once."""
+        started = time.monotonic()
         status = self._signalling(self._address, index(dst))
         if status:
-            self._fail(status, "signal", dst)
+            self._fail(status, "signal", dst, started)
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
@@ -226,7 +227,7 @@ class Window:
         errors of a barrier.
         """
         self._barrier()
-        status, started = self._group.library.ps_window_end(self._address), time.monotonic()
+        started, status = time.monotonic(), self._group.library.ps_window_end(self._address)
         if status:
             self._fail(status, "deregister", self._group.rank, started)
 
