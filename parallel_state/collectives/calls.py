@@ -43,7 +43,6 @@ from parallel_state.collectives import checks, ops
 from parallel_state.collectives.direct import DIRECT
 
 if TYPE_CHECKING:
-    from device_communicators.cpu.native_group import NativeGroup
     from device_communicators.cpu.window import Window
 
 _OPS = torch.ops.parallel_state
@@ -73,8 +72,8 @@ class GroupFacts:
     _destroyed: bool
     _messenger: Any
     """A `Messenger`."""
-    _alone: NativeGroup | None = None
-    """Of a group of one rank, for its windows."""
+    _alone: Any = None
+    """A `NativeGroup` of a group of one rank, for its windows."""
 
     def _is_single_rank(self) -> bool:
         """Returns True for a group of one rank, which sends nothing. Raises GroupDestroyedError if it was destroyed."""
