@@ -30,7 +30,7 @@ from tests.extent import LONG
 from tests.failure.changing import Member
 from tests.failure.over_torch import torch_world
 from tests.hosts import HostRanks
-from tests.internals.host_faults import transfer_socket
+from tests.internals.host_faults import as_too_many_to_mesh, transfer_socket
 
 OnHosts = Callable[[Sequence[int]], HostRanks]
 PLACEMENTS = [(0, 1), (0, 0, 1, 1), (0, 1, 0), (0, 1, 2)]
@@ -94,6 +94,25 @@ def test_only_memory_of_this_host_is_mapped(on_hosts: OnHosts) -> None:
             is_here = rank // 2 == other // 2
             kind, text = ("ok", f"tensor([{other}., {other}.])") if is_here else ("UnsupportedError", "use put")
             assert each.kind == kind and text in each.text, (rank, other, each)
+
+
+def _leads_only() -> tuple[list[Outcome], bool]:
+    with as_too_many_to_mesh(), world(4):
+        group = ps.get_world_group()
+        window, near = group.window([1]), group.rank_in_group ^ 1
+        far = (group.rank_in_group + 2) % 4
+        calls = (lambda: window.put(torch.ones(1), far), lambda: window.signal(far), lambda: window.wait_signal(far))
+        found = [attempt(call) for call in calls]
+        window.put(torch.ones(1), near)
+        window.signal(near)
+        window.wait_signal(near)
+        window.deregister()
+        return found, window.tensor.item() == 1.0
+
+
+def test_hosts_whose_first_ranks_alone_are_connected(on_hosts: OnHosts) -> None:
+    for found, is_right in on_hosts((0, 0, 1, 1)).run(_leads_only, timeout_s=DEADLINE_S):
+        assert is_right and all(each.kind == "UnsupportedError" and "first ranks" in each.text for each in found), found
 
 
 def _idle(folder: str) -> bool:
