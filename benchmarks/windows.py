@@ -1,12 +1,13 @@
-"""Times windows between two ranks of a host, beside send and recv, and a plain copy.
+"""Times windows between two ranks of a host, beside send and recv, and a plain copy; and between two hosts.
 
-    python benchmarks/windows.py                         a minute; --json FILE has all samples
+    python benchmarks/windows.py                         two minutes; --json FILE has all samples
     python benchmarks/windows.py --rounds 10
+    python benchmarks/windows.py --hosts                 between two hosts, which are namespaces here: needs root
 
 `8 KiB there and back` is put, signal and wait_signal against send and recv: half of a ping-pong. `16 MiB` is a put,
 against the C library's memcpy from and to the same memory, which the other rank doesn't use meanwhile. The answers are
 checked first. The candidates take turns; a row has the medians of the rounds, and their ratio. Copies count the CPU
-time of the thread, which other programs on the machine change less.
+time of the thread, which other programs on the machine change less. Between hosts both sizes go there and back.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ import torch
 
 import parallel_state as ps
 from parallel_state.tools.bench.report import circumstances
+from tests.hosts import Hosts, problem
 
 SMALL, LARGE = 8 << 10, 16 << 20
 CALLS = 200
+SIGNALLED, SENT = "put, signal, wait", "send, recv"
+LARGE_SIGNALLED, LARGE_SENT = f"{SIGNALLED} of 16 MiB", f"{SENT} of 16 MiB"
 
 
 def _timed_us(call: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -39,49 +43,55 @@ def _timed_us(call: Callable[[], object], calls: int, clock: Callable[[], float]
     return (clock() - started) / calls * 1e6
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+def measure(rounds: int, is_far: bool) -> dict[str, list[float]]:
     rank = ps.get_tp_group().rank_in_group
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
     group, peer = ps.get_tp_group(), 1 - rank
     window = group.window([LARGE], torch.uint8)
     small, large = (torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (SMALL, LARGE))
 
-    def one_sided() -> None:
+    def one_sided(x: torch.Tensor = small) -> None:
         for turn in (0, 1):
             if turn == rank:
-                window.put(small, peer)
+                window.put(x, peer)
                 window.signal(peer)
             else:
                 window.wait_signal(peer)
 
-    def two_sided() -> torch.Tensor:
-        received = small
+    def two_sided(x: torch.Tensor = small) -> torch.Tensor:
+        received = x
         for turn in (0, 1):
             if turn == rank:
-                group.send(small, peer)
+                group.send(x, peer)
             else:
-                received = group.recv([SMALL], torch.uint8, peer)
+                received = group.recv(x.shape, torch.uint8, peer)
         return received
 
-    one_sided()
-    expected = two_sided()
-    if not torch.equal(window.tensor[:SMALL], expected):
-        raise ValueError("put and send differ")
-    group.barrier()
-    there = window.map_remote_tensor(peer)
-    if rank == 0:
-        window.put(large, peer)
-        if not torch.equal(there, large):
-            raise ValueError("a large put is wrong")
-    group.barrier()
-    found: dict[str, list[float]] = {"put, signal, wait": [], "send, recv": [], "put": [], "memcpy": []}
+    for x in (small, large):
+        one_sided(x)
+        expected = two_sided(x)
+        if not torch.equal(window.tensor[: len(x)], expected):
+            raise ValueError("put and send differ")
+        group.barrier()
+    there = window.tensor if is_far else window.map_remote_tensor(peer)
+    found: dict[str, list[float]] = {
+        SIGNALLED: [],
+        SENT: [],
+        LARGE_SIGNALLED: [],
+        LARGE_SENT: [],
+        "put": [],
+        "memcpy": [],
+    }
     for _ in range(rounds):
-        for name, call in (("put, signal, wait", one_sided), ("send, recv", two_sided)):
+        for name, call in ((SIGNALLED, one_sided), (SENT, two_sided)):
             group.barrier()
             _timed_us(call, 20)
             found[name].append(_timed_us(call, CALLS) / 2)
+        for name, once in ((LARGE_SIGNALLED, one_sided), (LARGE_SENT, two_sided)) if is_far else ():
+            group.barrier()
+            found[name].append(_timed_us(lambda once=once: once(large), 3) / 2)  # type: ignore[misc]
         group.barrier()
-        if rank == 0:
+        if rank == 0 and not is_far:
             copy = lambda: ctypes.memmove(there.data_ptr(), large.data_ptr(), LARGE)  # noqa: E731
             for _ in range(3):
                 found["put"].append(_timed_us(lambda: window.put(large, peer), 1, time.thread_time))
@@ -95,13 +105,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--hosts", action="store_true", help="between two hosts")
     options = parser.parse_args()
-    found = ps.launch(measure, nproc=2, tensor_model_parallel_size=2, args=(options.rounds,))[0]
+    if options.hosts:
+        reason = problem()
+        if reason is not None:
+            sys.exit(f"no hosts can be made here: {reason}")
+        with Hosts(2) as hosts, hosts.ranks((0, 1)) as ranks:
+            found = ranks.run(measure, options.rounds, True, tp=2, timeout_s=3600.0)[0]
+    else:
+        found = ps.launch(measure, nproc=2, tensor_model_parallel_size=2, args=(options.rounds, False))[0]
     rows = {}
-    for title, ours, other, most in (
-        ("8 KiB there and back", "put, signal, wait", "send, recv", 1.0),
-        ("16 MiB", "put", "memcpy", 1.05),
-    ):
+    second = (
+        ("16 MiB there and back", LARGE_SIGNALLED, LARGE_SENT, 1.0)
+        if options.hosts
+        else ("16 MiB", "put", "memcpy", 1.05)
+    )
+    for title, ours, other, most in (("8 KiB there and back", SIGNALLED, SENT, 1.0), second):
         us = {name: statistics.median(found[name]) for name in (ours, other)}
         ratio = us[ours] / us[other]
         rows[title] = {**us, "ratio": ratio}

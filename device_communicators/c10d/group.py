@@ -205,6 +205,8 @@ class Group:
         found = window_failure(collectives, status, method, rank, elapsed_s, timeout_s)
         if status == TIMED_OUT:  # the group stays usable
             return as_torch_error(found)
+        if isinstance(found, TransferError):
+            return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:

@@ -48,7 +48,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 19
+_VERSION = 20
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the words of `Told` in csrc/call.h."""
@@ -122,7 +122,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_window_open": (c_int, (c_void_p, c_void_p)),
     "ps_window_memory": (c_int, (c_void_p, c_int, POINTER(c_void_p))),
     "ps_window_refusal": (None, (POINTER(c_int64), c_char_p, c_size_t)),
-    "ps_window_end": (None, (c_void_p,)),
+    "ps_window_end": (c_int, (c_void_p,)),
     "ps_window_delete": (None, (c_void_p,)),
     "ps_reduce": (c_int, (c_char_p, POINTER(c_void_p), c_int, POINTER(c_void_p), c_int, c_size_t, c_int, c_int)),
     "ps_queue_control_bytes": (c_size_t, (c_int,)),

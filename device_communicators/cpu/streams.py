@@ -35,6 +35,7 @@ def connect_streams(
         raise
     finally:
         collectives.library.ps_liveness_delete(losses)
+    collectives.library.ps_transfers_serve(address, collectives.number, 0)  # windows find them
     if watcher is not None:
         watcher.connections[made] = members.ranks
     return address, made

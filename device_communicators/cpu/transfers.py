@@ -77,12 +77,12 @@ class Failed(NamedTuple):
 Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
-def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0) -> Failure:
+def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
     """Returns the error for a failed transfer. If the connection broke, it is a TransferError with the system's `text`.
 
     `needs_bytes`: shared memory that a ring takes at its first message; 0 if transfers use no ring.
     """
-    operation, status, elapsed_s = failed.operation, failed.status, failed.elapsed_us / 1e6
+    operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
     if failed.sent_dtype >= 0:
         expected, sent = (

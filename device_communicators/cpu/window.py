@@ -1,4 +1,4 @@
-"""Windows: memory of each rank that the other ranks of its host read and write without its help.
+"""Windows: memory of each rank that the other ranks write, and those of its host also read, without its help.
 
 `csrc/one_sided.h` describes how. torch's door to the same windows is `c10d/csrc/window.h`.
 """
@@ -24,14 +24,26 @@ from device_communicators.base.errors import (
     UnsupportedError,
 )
 from device_communicators.base.host_calls import host_call
+from device_communicators.base.member import GroupMember
 from device_communicators.calls.memory import dense, is_dense
 from device_communicators.calls.user_call import DTYPE_NUMBERS
-from device_communicators.cpu.native_group import LEFT, OUTSIDE, NativeGroup, given_up, outsider_died, peer_died
+from device_communicators.calls.work import TransferError
+from device_communicators.cpu import native
+from device_communicators.cpu.native_group import (
+    LEFT,
+    OUTSIDE,
+    Members,
+    NativeGroup,
+    given_up,
+    outsider_died,
+    peer_died,
+)
+from device_communicators.cpu.transfers import Failed, failure_of
 
 TIMED_OUT = 1
-_CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _WRONG_ARGUMENT = 4, 5, 6, 9, 12
+_CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _BROKEN, _WRONG_ARGUMENT = 4, 5, 6, 9, 10, 12
 """`Status` in csrc/group.h."""
-_PART_WORDS, _MOST_DIMS = 16, 9
+_PART_WORDS, _MOST_DIMS = 17, 9
 """`WindowPart` in csrc/one_sided.h."""
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _LONGEST_S = 1e9
@@ -50,7 +62,7 @@ def window_failure(
         group.library.raise_interruption()
     if status == _CLOSED:
         return members.destroyed()
-    words, said = (c_int64 * 3)(), ctypes.create_string_buffer(512)
+    words, said = (c_int64 * (3 + len(Failed._fields)))(), ctypes.create_string_buffer(512)
     group.library.ps_window_refusal(words, said, len(said))
     if status in (_WRONG_ARGUMENT, _UNSUPPORTED):
         kind = InvalidArgumentError if status == _WRONG_ARGUMENT else UnsupportedError
@@ -66,13 +78,25 @@ def window_failure(
         return members.failure(
             CollectiveTimeoutError, text, method, suspect_ranks=(who,), elapsed_s=elapsed_s, timeout_s=timeout_s
         )
-    suspect, reporter, reason = words
+    suspect, reporter, reason, *transfer = words
+    if status == _BROKEN:
+        return failure_of(members, Failed(*transfer), said.value.decode(errors="replace"), operation=method)
     if suspect == OUTSIDE:
         return outsider_died(members, method, elapsed_s)
     who = members.ranks[suspect] if suspect >= 0 else -1
     if reporter >= 0:
         return given_up(members, method, who, elapsed_s, reason, members.ranks[reporter])
     return peer_died(members, method, who, elapsed_s, LEFT if group.has_left(suspect) else "has ended")
+
+
+def group_of_one(context: GroupMember) -> NativeGroup:
+    """Returns the compiled group of a rank that is its only one. Raises UnsupportedError without the library."""
+    try:
+        library = native.load()
+    except native.NativeUnavailableError as error:
+        raise UnsupportedError(f"{context}: a window needs the library's CPU collectives: {error}") from error
+    number = library.ps_group_new(None, 0, 0, 1, 0, 0, context.timeout_s)
+    return NativeGroup(library, number, Members(context.name, context.ranks, context.rank, context.timeout))
 
 
 @functools.cache
@@ -95,14 +119,14 @@ class _Opened:
 
 
 class Window:
-    """A tensor of each rank that the other ranks of the group read and write: `GroupCoordinator.window` makes it.
+    """A tensor of each rank that the other ranks of the group write: `GroupCoordinator.window` makes it.
 
     Ranks are those in the group; a rank may name itself. Nothing here needs the other rank to call anything, apart from
-    `deregister`. Ranks on different hosts share no memory: a call that names one raises UnsupportedError.
+    `deregister`. The ranks of a host share the memory. To ranks on other hosts puts and signals go over connections.
 
-    Memory order: once `put` has returned, whatever a rank reads of that memory has the new bytes. A rank whose
-    `wait_signal` has returned sees all that the other rank wrote before that signal. Reading memory while a rank writes
-    it gives a mix of old and new bytes.
+    Memory order: a rank whose `wait_signal` has returned sees all that the other rank put to it before that signal.
+    Within a host it sees all that the other rank wrote anywhere, and once `put` has returned, whatever a rank reads of
+    that memory has the new bytes. Reading memory while a rank writes it gives a mix of old and new bytes.
 
     A call raises PeerDiedError if a rank of the group died, which fails the group, InvalidArgumentError after
     `deregister`, and GroupDestroyedError after the group was destroyed. Any thread may call.
@@ -124,7 +148,7 @@ class Window:
         if number < 0:
             raise InvalidArgumentError(f"a window of {self} can't be of {dtype}: use a dtype of the same width")
         shape = tuple(size) if len(size) <= _MOST_DIMS else (count,)
-        part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, len(shape), *shape)
+        part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, 0, len(shape), *shape)
         address = library.ps_window_new(group.number, part, None)
         if address is None:
             raise group.members.destroyed()
@@ -140,30 +164,33 @@ class Window:
 
     @host_call(_ADVICE)
     def put(self, x: Tensor, dst: int, offset: int = 0) -> None:
-        """Copies `x` to the memory of rank `dst`, from its element `offset` on. When it returns, the bytes are there.
+        """Copies `x` to the memory of rank `dst`, from its element `offset` on. Then `x` may be changed.
 
-        `x` is a CPU tensor of the window's dtype and any shape. Raises InvalidArgumentError if it doesn't fit.
+        `x` is a CPU tensor of the window's dtype and any shape. When it returns, the bytes are there within a host, and
+        on their way between hosts. Raises InvalidArgumentError if it doesn't fit, CollectiveTimeoutError if another
+        host doesn't take it within the group's timeout.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
         if not is_dense(x):
             x = dense(x)
-        number = DTYPE_NUMBERS.get(x.dtype, -1)
+        number, started = DTYPE_NUMBERS.get(x.dtype, -1), time.monotonic()
         status = self._putting(self._address, index(dst), index(offset), x.numel(), number, x.data_ptr())
         if status:
-            self._fail(status, "put", dst)
+            self._fail(status, "put", dst, started)
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
         """Returns the memory of `rank` as a tensor: no copy, so writing to it writes there.
 
-        It stays mapped while the tensor exists; after `deregister`, that rank may use it for something else.
+        It stays mapped while the tensor exists; after `deregister`, that rank may use it for something else. Raises
+        UnsupportedError for a rank that shares no memory with this one, as on another host.
         """
         found = c_void_p()
         status = self._group.library.ps_window_memory(self._address, index(rank), ctypes.byref(found))
         if status:
             self._fail(status, "map_remote_tensor", rank)
-        _, _, size_bytes, _, number, _, dims, *sizes = self._parts[rank].tolist()
+        _, _, size_bytes, _, number, _, _, dims, *sizes = self._parts[rank].tolist()
         dtype, shape = _DTYPES[number], sizes[:dims]
         if size_bytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -174,9 +201,10 @@ class Window:
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
         """Adds one to the signals from this rank that rank `dst` can take. Returns at once."""
+        started = time.monotonic()
         status = self._signalling(self._address, index(dst))
         if status:
-            self._fail(status, "signal", dst)
+            self._fail(status, "signal", dst, started)
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
@@ -193,19 +221,22 @@ class Window:
 
     @host_call(_ADVICE)
     def deregister(self) -> None:
-        """Ends the window once all ranks have called this, as every rank must. The memory can be used again then.
+        """Ends the window once all ranks have called this, as every rank must, and what they put has come.
 
-        Without it the memory stays allocated until the group is destroyed. Raises the errors of a barrier.
+        The memory can be used again then; without this it stays allocated until the group is destroyed. Raises the
+        errors of a barrier.
         """
         self._barrier()
-        self._group.library.ps_window_end(self._address)
+        started, status = time.monotonic(), self._group.library.ps_window_end(self._address)
+        if status:
+            self._fail(status, "deregister", self._group.rank, started)
 
     def _fail(
         self, status: int, method: str, rank: int, started: float | None = None, limit_s: float = 0.0
     ) -> NoReturn:
         started = started or time.monotonic()
         error = window_failure(self._group, status, method, rank, time.monotonic() - started, limit_s)
-        if status == TIMED_OUT or not isinstance(error, CommunicationError):
+        if status == TIMED_OUT or not isinstance(error, CommunicationError | TransferError):
             raise error
         failure = self._failure_of(error, method, started)
         raise failure from None if failure is error else error

@@ -72,6 +72,8 @@ class GroupFacts:
     _destroyed: bool
     _messenger: Any
     """A `Messenger`."""
+    _alone: Any = None
+    """A `NativeGroup` of a group of one rank, for its windows."""
 
     def _is_single_rank(self) -> bool:
         """Returns True for a group of one rank, which sends nothing. Raises GroupDestroyedError if it was destroyed."""
@@ -570,24 +572,23 @@ class TensorCalls(GroupFacts):
 
     @host_call("make the window before, outside the compiled function")
     def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
-        """Makes a window: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks read and write.
+        """Makes a `Window`: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks write.
 
-        Every rank of the group must call it; sizes and dtypes may differ. Default dtype: torch's. Its calls reach the
-        ranks of the same host; see `Window`. Raises UnsupportedError, on all ranks, in a group of one rank, without
-        shared memory, and if one rank's memory for symmetric tensors (PARALLEL_STATE_SYMMETRIC_BYTES) is used up. Else
-        raises the errors of a collective.
+        Every rank of the group must call it; sizes and dtypes may differ. Default dtype: torch's. Raises
+        UnsupportedError, on all ranks, without the compiled library, and if one rank's memory for symmetric tensors
+        (PARALLEL_STATE_SYMMETRIC_BYTES) is used up. Else raises the errors of a collective.
         """
-        from device_communicators.cpu.window import Window  # imports the compiled library
+        from device_communicators.cpu.window import Window, group_of_one  # imports the compiled library
 
         checks.check_shape(self.context, "window", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         checks.check_dtype(self.context, "window", dtype)
         self.route.check_usable("window")
-        collectives = self.context.collectives
-        if collectives is None or self.world_size == 1:
-            raise UnsupportedError(
-                f"{self.context}: a window needs at least two ranks and shared memory; see explain()"
-            )
+        collectives = self.context.collectives or self._alone
+        if collectives is None and self.world_size == 1:
+            collectives = self._alone = group_of_one(self.context)
+        if collectives is None:
+            raise UnsupportedError(f"{self.context}: a window needs the library's CPU collectives; see explain()")
 
         def exchange(part: Tensor) -> Tensor:
             with self.route.called_as("window"):

@@ -449,6 +449,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         if self.route.is_parents:
             self.route.check_usable()  # raises
         self._destroyed = True
+        if self._alone is not None:
+            self._alone.close()
         memory = self.context.host_memory
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)

@@ -21,6 +21,7 @@ from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.contract.test_c10d import torch_world
 from tests.extent import LONG
+from tests.failure.worlds import ROUTES, settings_of
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -150,29 +151,73 @@ def test_wrong_calls_are_refused_and_change_nothing(pools: Pools) -> None:
         assert f"global rank {1 - rank} has not signalled" in found[12].text
 
 
-def _without_shared_memory() -> list[Outcome]:
-    with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
-        found = [attempt(ps.get_world_group().window, [2])]
-        assert ps.get_world_group().all_reduce(torch.ones(1)).item() == 2.0
+def _without_symmetric_memory() -> Outcome:
     with environment(PARALLEL_STATE_SYMMETRIC_BYTES="0"), world(2):
-        found.append(attempt(ps.get_world_group().window, [2]))
+        found = attempt(ps.get_world_group().window, [2])
         assert ps.get_world_group().all_reduce(torch.ones(1)).item() == 2.0
     return found
 
 
-def test_without_memory_in_common_it_is_refused_on_all(pools: Pools) -> None:
+def test_without_symmetric_memory_it_is_refused_on_all(pools: Pools) -> None:
+    for found in pools(2).run(_without_symmetric_memory, timeout_s=DEADLINE_S):
+        assert found.kind == "UnsupportedError" and "PARALLEL_STATE_SYMMETRIC_BYTES" in found.text, found
+
+
+def _without_shared_memory() -> list[str]:
+    """Each rank is then a host of its own."""
+    with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
+        group = ps.get_world_group()
+        rank, peer = group.rank_in_group, 1 - group.rank_in_group
+        window = group.window([2], torch.int64)
+        window.put(torch.tensor([5 + rank]), peer, 1)
+        window.signal(peer)
+        window.wait_signal(peer)
+        assert window.tensor.tolist() == [0, 5 + peer]
+        found = [attempt(window.map_remote_tensor, peer).kind]
+        window.deregister()
+        found += [attempt(window.put, torch.tensor([1]), peer).kind, attempt(window.wait_signal, peer).kind]
+    return [*found, attempt(window.signal, peer).kind]
+
+
+def test_without_shared_memory_it_goes_over_connections(pools: Pools) -> None:
     for found in pools(2).run(_without_shared_memory, timeout_s=DEADLINE_S):
-        assert [each.kind for each in found] == ["UnsupportedError"] * 2
-        assert all("PARALLEL_STATE_SYMMETRIC_BYTES" in each.text for each in found), found
+        assert found == ["UnsupportedError", *["InvalidArgumentError"] * 3]
 
 
-def _interrupted() -> tuple[str, int]:
+def _alone() -> list[str]:
+    with world(2, 1):
+        one = ps.get_pp_group()
+        assert one.world_size == 1
+        window, other = one.window([4], torch.int64), one.window([1])
+        address = window.tensor.data_ptr()
+        window.put(torch.tensor([7, 8]), 0, 2)
+        window.signal(0)
+        window.wait_signal(0)
+        assert window.tensor.tolist() == [0, 0, 7, 8]
+        assert window.map_remote_tensor(0).data_ptr() == address
+        found = [attempt(window.put, torch.tensor([1]), 1).kind, attempt(window.wait_signal, 0, 0.01).kind]
+        window.deregister()
+        found.append(attempt(window.signal, 0).kind)
+    return [*found, attempt(other.signal, 0).kind]
+
+
+def test_a_group_of_one_has_windows(pools: Pools) -> None:
+    for found in pools(2).run(_alone, timeout_s=DEADLINE_S):
+        assert found == [
+            "InvalidArgumentError",
+            "CollectiveTimeoutError",
+            "InvalidArgumentError",
+            "GroupDestroyedError",
+        ]
+
+
+def _interrupted(route: str) -> tuple[str, int]:
     """A handler of signals ends a wait, and takes no signal."""
 
     def handler(*_: Any) -> None:
         raise InterruptedError("a handler")
 
-    with world(2):
+    with environment(**settings_of(route)), world(2):
         group = ps.get_world_group()
         window = group.window([1], torch.int64)
         kind = ""
@@ -193,8 +238,9 @@ def _interrupted() -> tuple[str, int]:
         return kind, int(window.tensor.item())
 
 
-def test_a_signal_handler_ends_a_wait(pools: Pools) -> None:
-    assert pools(2).run(_interrupted, timeout_s=DEADLINE_S) == [("InterruptedError", 5), ("", 0)]
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_signal_handler_ends_a_wait(pools: Pools, route: str) -> None:
+    assert pools(2).run(_interrupted, route, timeout_s=DEADLINE_S) == [("InterruptedError", 5), ("", 0)]
 
 
 # Memory order.
@@ -362,15 +408,6 @@ def test_wrong_calls_of_torchs_windows(pools: Pools) -> None:
         assert kinds[:9] == wrong + torchs, found
         assert kinds[9:] == ["NotImplementedError", *["CollectiveTimeoutError"] * 2, "DistBackendError"], found
         assert "channels" in found[9].text and "has not signalled" in found[10].text
-
-
-def _alone() -> Outcome:
-    with world(1):
-        return attempt(ps.get_world_group().window, [2])
-
-
-def test_one_rank_has_no_window(pools: Pools) -> None:
-    assert pools(1).run(_alone, timeout_s=DEADLINE_S)[0].kind == "UnsupportedError"
 
 
 def _views_outlive() -> float:

@@ -56,12 +56,15 @@ def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
     ps.init_distributed_environment()
     group = ps.get_world_group()
     time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    window, far = group.window([1 << 20]), (group.rank + group.world_size // 2) % group.world_size
     outcomes = [attempt(group.all_reduce, torch.ones(10)) for _ in range(3)]
     if group.rank == who:
         _shell(command)
     calls = {
         "all_reduce": lambda: group.all_reduce(torch.ones(10)),
-        "recv": lambda: group.recv((3,), torch.float32, (group.rank + group.world_size // 2) % group.world_size),
+        "recv": lambda: group.recv((3,), torch.float32, far),
+        "wait_signal": lambda: window.wait_signal(far),
+        "put": lambda: window.put(torch.ones(1 << 20), far),
         "broadcast_object": lambda: group.broadcast_object({"a": 1}, group.world_size - 1),
     }
     started = time.monotonic()
@@ -92,9 +95,10 @@ def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int
     some(
         [
             (TWO_EACH, "all_reduce"), (ONE_EACH, "recv"), (TWO_EACH, "broadcast_object"),
-            (ONE_EACH, "all_reduce"), (TWO_EACH, "recv"), (ONE_EACH, "broadcast_object"),
+            (TWO_EACH, "wait_signal"), (ONE_EACH, "all_reduce"), (TWO_EACH, "recv"), (ONE_EACH, "broadcast_object"),
+            (ONE_EACH, "put"),
         ],
-        3,
+        4,
     ),
     ids=str,
 )  # fmt: skip

@@ -12,10 +12,10 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from device_communicators.c10d import creation
-from tests.contract.attempts import Outcome, attempt
+from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_c10d import torch_world
 from tests.failure.ranks import KILLED, Ranks
-from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, kill_me, later, world_over
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, kill_me, later, settings_of, world_over
 
 WITHIN_S = 1.0
 TORCHS: Any = c10d  # its windows are in torch 2.15
@@ -39,15 +39,15 @@ def _waits(rank: int, wait: Callable[[], Any], call: Callable[[], Any], folder: 
     return attempt(wait), time.monotonic(), attempt(call)
 
 
-def _killed(folder: str) -> tuple[Outcome, float, Outcome]:
-    with world_over("shared memory", None, LONG_TIMEOUT_S) as group:
+def _killed(folder: str, route: str) -> tuple[Outcome, float, Outcome]:
+    with world_over(route, None, LONG_TIMEOUT_S) as group:
         window = group.window([4])
         src = 3 if group.rank != 1 else 0  # rank 1 waits for a rank that lives
         return _waits(group.rank, lambda: window.wait_signal(src), lambda: window.put(torch.ones(1), 3), folder)
 
 
-def _killed_over_torch(folder: str, is_async: bool) -> tuple[Outcome, float, Outcome]:
-    with torch_world(timeout_s=LONG_TIMEOUT_S) as (rank, _):
+def _killed_over_torch(folder: str, route: str, is_async: bool) -> tuple[Outcome, float, Outcome]:
+    with environment(**settings_of(route)), torch_world(timeout_s=LONG_TIMEOUT_S) as (rank, _):
         window = TORCHS._new_window(torch.zeros(4))
         src = 3 if rank != 1 else 0
         return _waits(
@@ -67,20 +67,45 @@ def _assert_told(ranks: Ranks, results: dict[int, tuple[Outcome, float, Outcome]
         assert later_call.kind in ("PeerDiedError", "GroupFailedError"), (rank, later_call)
 
 
-def test_a_wait_ends_at_a_death(ranks: Ranks, tmp_path: Path) -> None:
-    _assert_told(ranks, ranks.survivors(_killed, str(tmp_path), timeout_s=DEADLINE_S), tmp_path)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_wait_ends_at_a_death(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    _assert_told(ranks, ranks.survivors(_killed, str(tmp_path), route, timeout_s=DEADLINE_S), tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(TORCHS, "_new_window"), reason="needs torch >= 2.15")
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_wait_of_torchs_window_ends_at_a_death(ranks: Ranks, tmp_path: Path, is_async: bool) -> None:
-    found = ranks.survivors(_killed_over_torch, str(tmp_path), is_async, timeout_s=DEADLINE_S)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_wait_of_torchs_window_ends_at_a_death(ranks: Ranks, tmp_path: Path, route: str, is_async: bool) -> None:
+    found = ranks.survivors(_killed_over_torch, str(tmp_path), route, is_async, timeout_s=DEADLINE_S)
     _assert_told(ranks, found, tmp_path)
 
 
-def _left() -> Outcome | None:
+def _puts_into_the_dead() -> Outcome:
+    """Rank 1 dies in the middle of rank 0's puts, which are larger than what the kernel keeps."""
+    with world_over("connections", None, LONG_TIMEOUT_S) as group:
+        window = group.window([64 << 20], torch.uint8)
+        x = torch.ones(64 << 20, dtype=torch.uint8)
+        group.barrier()
+        if group.rank == 1:
+            later(0.2, kill_me)
+            time.sleep(DEADLINE_S)
+        if group.rank > 1:
+            return attempt(window.wait_signal, 0)
+        until = time.monotonic() + DEADLINE_S
+        while (outcome := attempt(window.put, x, 1)).kind == "ok" and time.monotonic() < until:
+            pass
+        return outcome
+
+
+def test_a_put_to_a_rank_that_dies_ends(ranks: Ranks) -> None:
+    for rank, outcome in ranks.survivors(_puts_into_the_dead, timeout_s=DEADLINE_S).items():
+        assert outcome.kind == "PeerDiedError" and outcome.suspect_ranks == (1,), (rank, outcome)
+        assert outcome.seconds <= WITHIN_S + 0.5, f"it began at most 0.2 s before the death: {outcome}"
+
+
+def _left(route: str) -> Outcome | None:
     """Rank 0 destroys its group, which ends only waits for it."""
-    with world_over("shared memory", None, LONG_TIMEOUT_S) as group:
+    with world_over(route, None, LONG_TIMEOUT_S) as group:
         window = group.window([4])
         window.signal(1)
         if group.rank == 1:
@@ -92,9 +117,14 @@ def _left() -> Outcome | None:
     return None
 
 
-def test_a_wait_for_a_rank_that_left_ends(ranks: Ranks) -> None:
-    found = ranks.run(_left)
-    assert found[1].kind == "PeerDiedError" and found[1].suspect_ranks == (0,) and "left" in found[1].text, found
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_wait_for_a_rank_that_left_ends(ranks: Ranks, route: str) -> None:
+    found = ranks.run(_left, route)
+    assert found[1].suspect_ranks == (0,) and found[0] is found[2] is found[3] is None, found
+    if route == "connections":  # as a receive: the connection has ended, and the rank is alive
+        assert found[1].kind == "CommunicationError" and "Connection closed" in found[1].text, found
+    else:
+        assert found[1].kind == "PeerDiedError" and "left" in found[1].text, found
     assert found[1].seconds < WITHIN_S
 
 

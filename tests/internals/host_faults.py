@@ -32,6 +32,12 @@ def connections_of(group: GroupCoordinator) -> dict[int, list[Any]]:
     return {rank: list(each) for rank, each in collectives.connections.sockets.items()}
 
 
+def transfer_socket(group: GroupCoordinator, rank: int) -> socket.socket:
+    """Returns this rank's connection for transfers with a rank of another host."""
+    carrier: Any = group.route.communicators[0]
+    return carrier._connections.sockets[rank][0]  # type: ignore[no-any-return]
+
+
 def _moved(connection: socket.socket) -> tuple[int, int]:
     """Returns the bytes received and sent. Retransmitted bytes count twice."""
     with contextlib.suppress(OSError):

@@ -37,7 +37,7 @@ struct Library {
   int (*window_signal)(void*, int dst);
   int (*window_wait)(void*, int src, double timeout_s);
   int (*window_memory)(void*, int rank, void** found);
-  void (*window_end)(void*);
+  int (*window_end)(void*);
   void (*window_delete)(void*);
 
   void (*transfers_delete)(void*);

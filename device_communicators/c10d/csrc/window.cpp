@@ -150,10 +150,13 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
 
 void Window::tensor_deregister() {
   check("tensor_deregister");
+  const auto started = Clock::now();
   c10d::BarrierOptions options;
   options.asyncOp = false;
   backend_->barrier(options);
-  backend_->library_->window_end(opened_.get());
+  int status = 0;
+  backend_->callbacks_.without_interpreter([&] { status = backend_->library_->window_end(opened_.get()); });
+  done(status, "tensor_deregister", backend_->rank_, started);
   opened_.reset();
   tensor_.reset();
 }
@@ -186,7 +189,11 @@ at::Tensor Window::map_remote_tensor(std::int64_t rank) {
 
 Window::Started Window::signal(std::int64_t peer, bool, const c10d::SignalOptions& options) {
   check("signal", options);
-  done(backend_->library_->window_signal(opened_.get(), static_cast<int>(peer)), "signal", peer, Clock::now());
+  const auto started = Clock::now();
+  int status = 0;
+  backend_->callbacks_.without_interpreter(
+      [&] { status = backend_->library_->window_signal(opened_.get(), static_cast<int>(peer)); });
+  done(status, "signal", peer, started);
   return c10::make_intrusive<Done>(backend_->rank_);
 }
 

@@ -1,6 +1,7 @@
 #include "one_sided.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -26,28 +27,48 @@ SharedWindow::SharedWindow(std::uint64_t group, std::shared_ptr<Handle> handle, 
     : group_(group),
       handle_(std::move(handle)),
       rank_(handle_->rank()),
+      streams_(std::dynamic_pointer_cast<Streams>(handle_->transfers())),
       parts_(static_cast<std::size_t>(handle_->size())) {
   WindowPart& own = parts_[static_cast<std::size_t>(rank_)];
   own = part;
   own.signals = own.memory = -1;
   Windows* const mapped = handle_->windows_of(rank_);
-  if (mapped == nullptr) return;
   const auto bytes = static_cast<std::size_t>(own.bytes);
-  const std::uint64_t given = data == nullptr ? Windows::kOutside : mapped->offset_of(data, bytes);
-  own.is_copy = data != nullptr && given == Windows::kOutside ? 1 : 0;
-  if (given == Windows::kOutside && (memory_ = handle_->arena()->allocate(bytes)) == nullptr) return;
+  is_given_ = mapped != nullptr && data != nullptr && mapped->offset_of(data, bytes) != Windows::kOutside;
+  own.is_copy = data != nullptr && !is_given_ ? 1 : 0;
   const std::size_t line_bytes = parts_.size() * sizeof(Counter);
-  if ((signals_ = handle_->arena()->allocate(line_bytes)) == nullptr) return;
+  memory_ = is_given_ ? std::shared_ptr<char>(handle_, static_cast<char*>(const_cast<void*>(data))) : allocate(bytes);
+  if (memory_ == nullptr || (signals_ = allocate(line_bytes)) == nullptr) return;
   for (std::size_t rank = 0; rank < parts_.size(); ++rank) {
-    (new (static_cast<Counter*>(signals_) + rank) Counter)->own();
+    (new (signals_.get() + rank * sizeof(Counter)) Counter)->own();
   }
   if (own.is_copy != 0) {
-    copy(memory_, data, bytes);
-  } else if (memory_ != nullptr) {
-    std::memset(memory_, 0, bytes);
+    copy(memory_.get(), data, bytes);
+  } else if (!is_given_) {
+    std::memset(memory_.get(), 0, bytes);
   }
-  own.memory = static_cast<std::int64_t>(memory_ == nullptr ? given : mapped->offset_of(memory_, bytes));
-  own.signals = static_cast<std::int64_t>(mapped->offset_of(signals_, line_bytes));
+  const auto offset_of = [mapped](const std::shared_ptr<char>& block, std::size_t size) {
+    return static_cast<std::int64_t>(mapped == nullptr ? 0 : mapped->offset_of(block.get(), size));
+  };
+  own.memory = offset_of(memory_, bytes);
+  own.signals = offset_of(signals_, line_bytes);
+  if (streams_ != nullptr) own.number = streams_->open_window(memory_, static_cast<std::uint64_t>(bytes));
+}
+
+SharedWindow::~SharedWindow() {
+  if (streams_ != nullptr && number_of(rank_) != 0 && peers_.empty()) streams_->close_window(number_of(rank_));
+}
+
+// In the arena, where it stays until `end`; of a rank alone on its host, in memory of its own. Null without memory.
+std::shared_ptr<char> SharedWindow::allocate(std::size_t bytes) {
+  if (Arena* const arena = handle_->arena()) {
+    void* const block = arena->allocate(bytes);
+    return block == nullptr ? nullptr : std::shared_ptr<char>(handle_, static_cast<char*>(block));
+  }
+  const HostsGroup* const hosts = handle_->hosts();
+  if ((hosts == nullptr ? parts_.size() : hosts->local_ranks().size()) > 1) return nullptr;
+  void* const block = std::aligned_alloc(kPage, (bytes / kPage + 1) * kPage);
+  return block == nullptr ? nullptr : std::shared_ptr<char>(static_cast<char*>(block), std::free);
 }
 
 Status SharedWindow::open(const WindowPart* parts, Refusal* refusal) {
@@ -62,26 +83,62 @@ Status SharedWindow::open(const WindowPart* parts, Refusal* refusal) {
   for (std::size_t rank = 0; rank < parts_.size(); ++rank) {
     peers_.push_back(std::make_unique<Peer>());
     Windows* const mapped = handle_->windows_of(static_cast<int>(rank));
-    if (mapped == nullptr) continue;
+    const bool is_own = static_cast<int>(rank) == rank_;
+    if (mapped == nullptr && !is_own) continue;
     Peer& peer = *peers_.back();
     const WindowPart& part = parts_[rank];
-    peer.memory = mapped->at(static_cast<std::uint64_t>(part.memory), static_cast<std::size_t>(part.bytes));
-    char* const line = mapped->at(static_cast<std::uint64_t>(part.signals), parts_.size() * sizeof(Counter));
+    char* line = signals_.get();
+    peer.memory = memory_.get();
+    if (!is_own) {
+      peer.memory = mapped->at(static_cast<std::uint64_t>(part.memory), static_cast<std::size_t>(part.bytes));
+      line = mapped->at(static_cast<std::uint64_t>(part.signals), parts_.size() * sizeof(Counter));
+    }
     if (peer.memory == nullptr || line == nullptr) return Status::kUnmapped;
-    peer.to = static_cast<Counter*>(signals_) + rank;
+    peer.to = reinterpret_cast<Counter*>(signals_.get()) + rank;
     peer.from = reinterpret_cast<Counter*>(line) + rank_;
   }
   return Status::kDone;
 }
 
-void SharedWindow::end() {
-  if (ended_.exchange(true)) return;
-  for (void* const block : {memory_, signals_}) {
-    if (block != nullptr) handle_->arena()->release(block);
+Status SharedWindow::end(Refusal* refusal) {
+  if (ended_.exchange(true)) return Status::kDone;
+  if (streams_ != nullptr) {
+    std::vector<std::uint32_t> apart;
+    for (int rank = 0; rank < handle_->size(); ++rank) {
+      apart.push_back(peer(rank).memory == nullptr ? number_of(rank) : 0);
+    }
+    const int how = streams_->await_puts(number_of(rank_), apart, handle_->timeout_s());
+    if (how != kEndedTransfer) return ended(how, "deregister", -1, refusal);
+    streams_->close_window(number_of(rank_));
   }
+  Arena* const arena = handle_->arena();
+  if (arena == nullptr) return Status::kDone;
+  if (!is_given_) arena->release(memory_.get());
+  arena->release(signals_.get());
+  return Status::kDone;
 }
 
-Status SharedWindow::check(int rank, const char* call, Refusal* refusal) const {
+Status SharedWindow::lost(int rank, Refusal* refusal) const {
+  refusal->loss = handle_->loss(rank);
+  return refusal->loss.rank >= 0 || refusal->loss.reporter >= 0 ? Status::kPeerDied : Status::kDone;
+}
+
+Status SharedWindow::ended(int how, const char* call, int rank, Refusal* refusal) const {
+  if (how == kEndedTransfer) return Status::kDone;
+  if (how == kLateTransfer) return Status::kTimedOut;
+  if (how == kInterruptedTransfer) return Status::kInterrupted;
+  if (how == kInsideWait) {
+    refusal->text =
+        std::string(call) + ": a handler of signals can't call it while it interrupts a transfer between hosts";
+    return Status::kWrongArgument;
+  }
+  if (rank >= 0 && handle_->has_left(rank)) return refusal->loss = Loss(rank), Status::kPeerDied;
+  streams_->failure(&refusal->failure);
+  refusal->text = streams_->failure_text();
+  return refusal->failure.status == TransferFailure::kClosed ? Status::kClosed : Status::kBroken;
+}
+
+Status SharedWindow::check(int rank, const char* call, bool maps, Refusal* refusal) const {
   const auto number = [](auto value) { return std::to_string(value); };
   if (ended_.load(std::memory_order_acquire)) {
     refusal->text = std::string(call) + ": the window was deregistered";
@@ -93,17 +150,17 @@ Status SharedWindow::check(int rank, const char* call, Refusal* refusal) const {
     return Status::kWrongArgument;
   }
   if (find(group_) != handle_) return Status::kClosed;
-  if (peer(rank).memory != nullptr) return Status::kDone;
+  if (peer(rank).memory != nullptr || (streams_ != nullptr && !maps)) return Status::kDone;
   refusal->text = std::string(call) + ": rank " + number(rank) + " shares no memory with rank " + number(rank_) +
-                  ", so neither can use the other's window; use send and recv between hosts";
+                  (maps ? ", so it can't be mapped; use put" : ", and only the first ranks of the hosts are connected");
   return Status::kUnsupported;
 }
 
 Status SharedWindow::put(int dst, std::int64_t first, std::int64_t elements, int dtype, const void* data,
                          Refusal* refusal) {
-  const Status status = check(dst, "put", refusal);
+  Status status = check(dst, "put", false, refusal);
   if (status != Status::kDone) return status;
-  const WindowPart& part = parts_[static_cast<std::size_t>(dst)];
+  const WindowPart& part = part_of(dst);
   if (dtype != part.dtype) {
     refusal->text = "put: the tensor must have the dtype of the window of rank " + std::to_string(dst);
     return Status::kWrongArgument;
@@ -114,30 +171,36 @@ Status SharedWindow::put(int dst, std::int64_t first, std::int64_t elements, int
                     std::to_string(part.elements);
     return Status::kWrongArgument;
   }
-  refusal->loss = handle_->loss(dst);
-  if (refusal->loss.rank >= 0 || refusal->loss.reporter >= 0) return Status::kPeerDied;
-  if (elements == 0) return Status::kDone;
+  if ((status = lost(dst, refusal)) != Status::kDone || elements == 0) return status;
   const std::int64_t width = part.bytes / part.elements;
-  copy(peer(dst).memory + first * width, data, static_cast<std::size_t>(elements * width));
+  const auto offset = static_cast<std::size_t>(first * width), bytes = static_cast<std::size_t>(elements * width);
+  if (peer(dst).memory == nullptr) {
+    return ended(streams_->put(dst, number_of(dst), offset, data, bytes, handle_->timeout_s()), "put", dst, refusal);
+  }
+  copy(peer(dst).memory + offset, data, bytes);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return Status::kDone;
 }
 
 Status SharedWindow::signal(int dst, Refusal* refusal) {
-  const Status status = check(dst, "signal", refusal);
-  if (status != Status::kDone) return status;
-  refusal->loss = handle_->loss(dst);
-  if (refusal->loss.rank >= 0 || refusal->loss.reporter >= 0) return Status::kPeerDied;
+  Status status = check(dst, "signal", false, refusal);
+  if (status != Status::kDone || (status = lost(dst, refusal)) != Status::kDone) return status;
   Peer& to = peer(dst);
+  if (to.memory == nullptr) {
+    return ended(streams_->put(dst, number_of(dst), 0, nullptr, 0, handle_->timeout_s()), "signal", dst, refusal);
+  }
   const std::lock_guard<std::mutex> lock(to.mutex);
   to.to->publish(++to.sent, 0);
   return Status::kDone;
 }
 
 Status SharedWindow::wait_signal(int src, double timeout_s, Refusal* refusal) {
-  const Status status = check(src, "wait_signal", refusal);
+  const Status status = check(src, "wait_signal", false, refusal);
   if (status != Status::kDone) return status;
   Peer& from = peer(src);
+  if (from.memory == nullptr) {
+    return ended(streams_->take_signal(src, number_of(rank_), timeout_s), "wait_signal", src, refusal);
+  }
   const Alive alive(*handle_);
   Deadline deadline;
   deadline.set(timeout_s);
@@ -158,7 +221,7 @@ Status SharedWindow::wait_signal(int src, double timeout_s, Refusal* refusal) {
 }
 
 Status SharedWindow::memory_of(int rank, void** found, Refusal* refusal) {
-  const Status status = check(rank, "map_remote_tensor", refusal);
+  const Status status = check(rank, "map_remote_tensor", true, refusal);
   if (status == Status::kDone) *found = peer(rank).memory;
   return status;
 }

@@ -61,15 +61,17 @@ int ps_window_memory(void* window, int rank, void** found) {
   return static_cast<int>(shared(window)->memory_of(rank, found, &refusal));
 }
 
-// Of this thread's last call: the suspect, the rank that reported it, and its status; then the text.
+// Of this thread's last call: the suspect, the rank that reported it, and its status, and the words of its
+// TransferFailure; then the text.
 void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
   words[0] = refusal.loss.rank;
   words[1] = refusal.loss.reporter;
   words[2] = refusal.loss.status;
+  std::memcpy(words + 3, &refusal.failure, sizeof refusal.failure);
   text[refusal.text.copy(text, capacity - 1)] = '\0';
 }
 
-void ps_window_end(void* window) { shared(window)->end(); }
+int ps_window_end(void* window) { return static_cast<int>(shared(window)->end(&refusal)); }
 void ps_window_delete(void* window) { delete static_cast<std::shared_ptr<SharedWindow>*>(window); }
 
 // window, dst, first element, elements, dtype, data.
@@ -86,7 +88,10 @@ void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
 // window, dst.
 void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 2) return nullptr;
-  return calling.make_integer(ps_window_signal(pointer_of(given[0]), static_cast<int>(number_of(given[1]))));
+  const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
+  const int dst = static_cast<int>(number_of(given[1]));
+  if (window->maps(dst)) return calling.make_integer(static_cast<int>(window->signal(dst, &refusal)));
+  return unlocked([&] { return window->signal(dst, &refusal); });
 }
 
 // window, src, timeout in us.

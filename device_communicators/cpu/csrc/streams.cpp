@@ -17,11 +17,12 @@
 namespace parallel_state {
 namespace {
 
-constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC";
+constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC", kPut[] = "PSMW";
 constexpr std::uint64_t kMessageBytes = 256;       // the memory that a kept message takes beside its body
 constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 64;
+constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
 constexpr char kEnded[] = "a call of this rank in this group failed";
 
@@ -110,6 +111,7 @@ class Streams::Stream {
   bool begin_asked(const Form& form);
   void begin_reading(const Form& form);
   bool note_answer(const Form& form);
+  bool begin_put(const Frame& frame);
   bool match(const Held& receive, const Form& form);
   void ask(const Held& receive, const Form& form);
   void answer(const Form& form) { post(frame_of(kAnswer, form), nullptr, false); }
@@ -141,14 +143,16 @@ class Streams::Stream {
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
-  bool in_head_ = false;  // the body's part is the head of an object or dict
-  bool asks_ = false;     // the taker of `reading_` looks at it, and nothing is read
-  Pieces missing_;        // of a body, on this connection
-  Held reading_;          // whose body is being read, or
-  Early early_;
+  bool in_head_ = false;       // the body's part is the head of an object or dict
+  bool asks_ = false;          // the taker of `reading_` looks at it, and nothing is read
+  Pieces missing_;             // of a body, on this connection
+  Held reading_;               // whose body is being read, or
+  Early early_;                // or
+  std::shared_ptr<char> put_;  // the window's memory
 };
 
 bool Streams::Stream::wants() const {
+  if (!all_.windows_.empty()) return true;
   const std::lock_guard<std::mutex> lock(all_.mutex_);
   return all_.matcher_.wants(rank) || (early_ != nullptr && early_->receiver != nullptr);
 }
@@ -183,6 +187,10 @@ Streams::Frame Streams::Stream::frame_of(const char* magic, const Form& form) co
 
 void Streams::Stream::start(const Held& transfer) {
   const TransferCall& call = transfer->call;
+  if (call.window != 0) {
+    const Form form{static_cast<std::int32_t>(call.window), call.dtype, call.bytes, call.offset};
+    return post(frame_of(kPut, form), transfer, true);
+  }
   const bool room = has_room(call.bytes);
   if (!room || is_answered(form_of(call))) {
     transfer->parts = 2;
@@ -199,7 +207,7 @@ void Streams::Stream::post(const Frame& frame, const Held& transfer, bool has_bo
     const TransferCall& call = transfer->call;
     const std::vector<Piece> tensor{{call.address, call.bytes}};
     const std::vector<Piece>& pieces = call.outgoing == nullptr ? tensor : call.outgoing->tensors;
-    const std::uint64_t bytes = frame.bytes - frame.head_bytes;
+    const std::uint64_t bytes = frame.bytes - form_of(call).head_bytes;
     std::uint64_t own = bytes;
     if (is_striped(bytes)) {
       const std::uint64_t step = own = stripe_bytes(bytes);
@@ -348,6 +356,7 @@ void Streams::Stream::end_message_if_whole() {
     return all_.ask_taker(reading_, rank, done);
   }
   if (const Held receive = std::exchange(reading_, nullptr)) return all_.finish(receive, rank, done);
+  if (std::exchange(put_, nullptr) != nullptr) return;
   const Early message = std::exchange(early_, nullptr);
   Held receiver;
   {
@@ -443,6 +452,7 @@ bool Streams::Stream::refuse() {
 // False where the connection or the group can't be used further.
 bool Streams::Stream::take_frame(const Frame& frame) {
   const auto is = [&frame](const char* magic) { return std::memcmp(frame.magic, magic, sizeof frame.magic) == 0; };
+  if (is(kPut)) return begin_put(frame);
   const Form form{static_cast<std::int32_t>(frame.tag), frame.dtype, frame.bytes, frame.head_bytes};
   const bool is_form = frame.head_bytes <= (frame.dtype == kMessageDtype ? frame.bytes : 0);
   if (!is_form || (!is(kAtOnce) && !is(kAnnounced) && !is(kAskedFor) && !is(kAnswer))) {
@@ -464,6 +474,22 @@ bool Streams::Stream::take_frame(const Frame& frame) {
   if (receive != nullptr) ask(receive, form);
   if (announced_ > kMostAnnounced) return refuse();
   return done->failure.status == 0;
+}
+
+bool Streams::Stream::begin_put(const Frame& frame) {
+  const auto found = all_.windows_.find(frame.tag);
+  if (found == all_.windows_.end()) return refuse();
+  Window& window = found->second;
+  const std::uint64_t bytes = frame.bytes, offset = frame.head_bytes;
+  if (bytes > window.bytes || offset > window.bytes - bytes) return refuse();
+  received_bytes_ = frame.received;
+  if (bytes == 0) {
+    ++window.signals[static_cast<std::size_t>(rank)].come;
+    return all_.match_signals(window, rank, done), true;
+  }
+  put_ = window.memory;
+  missing_.clear();
+  return expect({{put_.get() + offset, bytes}}, bytes), true;
 }
 
 bool Streams::Stream::begin_body(const Form& form) {
@@ -595,6 +621,7 @@ void Streams::Stream::stop(const char* why) {
   in_body_ = in_head_ = asks_ = false;
   reading_ = nullptr;
   early_ = nullptr;
+  put_ = nullptr;
   shutdown(descriptor_, SHUT_WR);
 }
 
@@ -646,17 +673,107 @@ Streams::Outcome Streams::receive_now(int src, int dtype, std::uint64_t bytes, d
 }
 
 Streams::Outcome Streams::run(const TransferCall& call, double timeout_s) {
+  return carry(call, timeout_s) == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
+}
+
+int Streams::carry(const TransferCall& call, double timeout_s) {
   try {
     const std::int64_t number = start(call, true);
-    if (number == kDoneTransfer) return Outcome::kDone;
-    if (number < 0) return Outcome::kLeft;
+    if (number == kDoneTransfer) return kEndedTransfer;
+    if (number < 0) return number == kInsideTransfer ? kInsideWait : kFailedTransfer;
     const int how = wait(static_cast<Number>(number), timeout_s, true);
     if (how == kInterruptedTransfer) break_off(static_cast<Number>(number));
-    return how == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
+    return how;
   } catch (const std::bad_alloc&) {
     abandon();  // the caller's memory is not used after this
-    return Outcome::kLeft;
+    return kFailedTransfer;
   }
+}
+
+// Windows.
+
+std::uint32_t Streams::open_window(std::shared_ptr<char> memory, std::uint64_t bytes) {
+  std::uint32_t number;
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    number = ++last_window_;
+    windows_[number] = {std::move(memory), bytes, std::vector<Signals>(static_cast<std::size_t>(size_))};
+    has_windows_ = true;
+  }
+  keep_moving(shared_from_this());
+  return number;
+}
+
+void Streams::close_window(std::uint32_t number) {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  windows_.erase(number);
+  has_windows_ = !windows_.empty();
+}
+
+int Streams::put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes,
+                 double timeout_s) {
+  TransferCall call{dst, 1, 0, kWindowDtype, const_cast<void*>(data), bytes, 0, &kNobody, nullptr};
+  call.window = window;
+  call.offset = offset;
+  return carry(call, timeout_s);
+}
+
+// Gives the signals that have come to those who wait for them.
+void Streams::match_signals(Window& window, int src, Done* done) {
+  Signals& signals = window.signals[static_cast<std::size_t>(src)];
+  while (signals.come > 0 && !signals.awaited.empty()) {
+    const Held first = std::move(signals.awaited.front());
+    signals.awaited.pop_front();
+    if (!first->is_open()) continue;  // it failed
+    --signals.come;
+    finish(first, src, done);
+  }
+}
+
+int Streams::take_signal(int src, std::uint32_t window, double timeout_s) {
+  TransferCall call{src, 0, 0, kWindowDtype, nullptr, 0, 0, &kNobody, nullptr};
+  call.window = window;
+  const std::int64_t number = start(call, true);
+  if (number == kDoneTransfer) return kEndedTransfer;
+  if (number < 0) return number == kInsideTransfer ? kInsideWait : kFailedTransfer;
+  const int how = wait(static_cast<Number>(number), timeout_s, false);
+  if (how != kLateTransfer && how != kInterruptedTransfer) return how;
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    const bool is_back = take_back(static_cast<Number>(number));
+    const auto found = windows_.find(window);
+    if (found != windows_.end()) {
+      auto& [come, awaited] = found->second.signals[static_cast<std::size_t>(src)];
+      const auto has_ended = [](const Held& each) { return !each->is_open(); };
+      awaited.erase(std::remove_if(awaited.begin(), awaited.end(), has_ended), awaited.end());
+      if (!is_back && how == kInterruptedTransfer) ++come;  // the signal came in the end: another wait takes it
+    }
+    if (is_back || how == kInterruptedTransfer) return how;
+  }
+  return wait(static_cast<Number>(number), 0, false);  // it came, or failed
+}
+
+// A message of no bytes to each rank, which comes after what was put before.
+int Streams::await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s) {
+  const std::int64_t until_ns = after(timeout_s);
+  std::vector<Number> started;
+  for (std::size_t rank = 0; rank < windows.size(); ++rank) {
+    if (windows[rank] == 0) continue;
+    for (const int sends : {1, 0}) {
+      const auto tag = static_cast<int>(kAwaitsPuts | (sends != 0 ? windows[rank] : own));
+      const std::int64_t number =
+          start({static_cast<int>(rank), sends, tag, kWindowDtype, nullptr, 0, 0, &kNobody, nullptr}, false);
+      if (number < 0) return number == kInsideTransfer ? kInsideWait : kFailedTransfer;
+      if (number != kDoneTransfer) started.push_back(static_cast<Number>(number));
+    }
+  }
+  for (const Number number : started) {
+    const double left_s = static_cast<double>(until_ns - now_ns()) / 1e9;
+    const int how = wait(number, std::max(left_s, 0.0), true);
+    if (how == kInterruptedTransfer) break_off(number);
+    if (how != kEndedTransfer) return how;
+  }
+  return kEndedTransfer;
 }
 
 void Streams::begin(const Held& transfer, const Early& early) {
@@ -686,6 +803,12 @@ void Streams::begin(const Held& transfer, const Early& early) {
         Stream& stream = *streams_[static_cast<std::size_t>(early->source)];
         stream.done = &done;
         stream.deliver(transfer, early);
+      } else if (call.window != 0) {
+        const auto window = windows_.find(call.window);
+        if (window != windows_.end()) {
+          window->second.signals[static_cast<std::size_t>(call.peer)].awaited.push_back(transfer);
+          match_signals(window->second, call.peer, &done);
+        }
       }
     } catch (const std::bad_alloc&) {
       done.failure.status = TransferFailure::kNoMemory;
@@ -798,7 +921,7 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
     announce(done);
     if (transfer->asks) return Moved::kSome;
     if (!transfer->is_open()) {
-      if (left_ == 0 && has_left()) keep_moving(shared_from_this());  // an answer has no room yet
+      if (left_ == 0 && has_unsent()) keep_moving(shared_from_this());  // an answer has no room yet
       return Moved::kSome;
     }
     const std::int64_t now = now_ns();
@@ -861,7 +984,7 @@ bool Streams::read_last(const Transfer&, int, int) {
 
 bool Streams::has_left() {
   if (is_foreign()) return false;
-  return left_ > 0 || (has_unsent_ && !has_failed());
+  return left_ > 0 || ((has_unsent_ || has_windows_) && !has_failed());
 }
 
 void Streams::stop() {
@@ -875,8 +998,11 @@ void Streams::stop() {
 }
 
 bool Streams::leave() {
+  std::map<std::uint32_t, Window> windows;  // ends without the lock: it may hold the group
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);
+    windows.swap(windows_);
+    has_windows_ = false;
     for (const auto& stream : streams_) {
       if (stream != nullptr) stream->close();
     }

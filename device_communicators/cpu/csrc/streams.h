@@ -19,6 +19,11 @@
 // its receive. Its sender is done once the answer is there, so that it fails, too, if the two differ; the sender of a
 // smaller one once the kernel has it.
 //
+// Windows are memory of this rank that ranks of other hosts write to. A put is a frame and its body, a signal a frame
+// alone; whoever reads the connection writes the body to its place, and counts the signal. So a rank that has taken a
+// signal sees what its sender put to this rank before. While a window is open, the progress thread reads all
+// connections. What isn't inside of an open window is refused, and fails the group.
+//
 // Descriptors are the caller's, who closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
 
@@ -60,6 +65,18 @@ class Streams final : public Transfers {
   bool carries_messages() const override { return true; }
   bool is_polled() const override { return true; }
 
+  // Opens a window of memory that is kept until it is closed; returns its number, which the other ranks need.
+  std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
+  void close_window(std::uint32_t number);
+  // Each of these waits, and returns how its wait ended. `put` signals if there are no bytes. Its wait ends once the
+  // kernel has them.
+  int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, double timeout_s);
+  // A signal of `src`. At its timeout nothing fails; at 0 it only looks.
+  int take_signal(int src, std::uint32_t window, double timeout_s);
+  // Until the ranks, by whose numbers of it the window is named, have called this, too, and all has come that they put
+  // before. 0: a rank without a connection.
+  int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
+
   // For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.
   void facts(int rank, std::uint64_t* out);
 
@@ -72,9 +89,19 @@ class Streams final : public Transfers {
   bool leave() override;
   void sleep_on(Sleep* sleep) override;
   void go_on(const Held& receive, const std::vector<Piece>& pieces, Done* done) override;
+  bool has_unsent() override { return has_unsent_ && !has_failed(); }
 
  private:
   class Stream;
+  struct Signals {  // of one rank
+    std::uint64_t come = 0;
+    std::deque<Held> awaited;
+  };
+  struct Window {
+    std::shared_ptr<char> memory;
+    std::uint64_t bytes;
+    std::vector<Signals> signals;  // by rank
+  };
   struct Frame {
     char magic[4];
     std::uint32_t tag;
@@ -82,7 +109,7 @@ class Streams final : public Transfers {
     std::uint32_t unused;
     std::uint64_t received;    // bytes that the sender of this frame has received so far
     std::uint64_t bytes;       // of the body; of an answer: of the receive
-    std::uint64_t head_bytes;  // of these, the head of an object or dict
+    std::uint64_t head_bytes;  // of these, the head of an object or dict; of a put, its offset
   };
   static_assert(sizeof(Frame) == 40);
 
@@ -100,6 +127,8 @@ class Streams final : public Transfers {
   };
 
   Outcome run(const TransferCall& call, double timeout_s);
+  int carry(const TransferCall& call, double timeout_s);
+  void match_signals(Window& window, int src, Done* done);
   bool step(Done* done);
   bool sleep(std::int64_t until_ns);
   void wake();
@@ -117,6 +146,9 @@ class Streams final : public Transfers {
   std::mutex streams_mutex_;                        // taken before mutex_
   bool fails_ = false;  // a failure was noted, and no stream may be read further. By streams_mutex_
   std::vector<std::unique_ptr<Stream>> streams_;  // by rank; null without a connection. By streams_mutex_
+  std::map<std::uint32_t, Window> windows_;       // this and the next: by streams_mutex_
+  std::uint32_t last_window_ = 0;
+  std::atomic<bool> has_windows_{false};
 };
 
 }  // namespace parallel_state

@@ -45,8 +45,12 @@ struct TransferCall {
   // In place of `address`: see transfers.h. The bytes of a send are those of the whole message, of a receive unknown.
   const OutgoingMessage* outgoing = nullptr;
   IncomingMessage* incoming = nullptr;
+  // In place of `tag`, over connections: see Streams. A send writes to a window of the peer, from `offset` on, or
+  // signals there if it has no bytes. A receive takes a signal of the peer from a window of this rank.
+  std::uint32_t window = 0;  // 0: none
+  std::uint64_t offset = 0;
 };
-constexpr int kMessageDtype = 1 << 20;  // no dtype has this number
+constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;  // no dtype has these numbers
 
 // What starting returns, beside the number of a transfer: it is done; it was refused, see the failure; this thread is
 // in the middle of what it would wait for, as in a signal's handler.

@@ -106,6 +106,7 @@ std::int64_t Transfers::start(const TransferCall& call, bool waits) {
     if (call.sends != 0) {
       sends_[peer]->waiting.push_back(transfer);
       ++sends_[peer]->count;
+    } else if (call.window != 0) {
     } else if (auto held = matcher_.post(peer, static_cast<std::uint32_t>(call.tag), transfer)) {
       early = std::move(*held);
       if (!early->is_whole) {  // who reads it gives it to the receive
@@ -116,7 +117,7 @@ std::int64_t Transfers::start(const TransferCall& call, bool waits) {
   }
   begin(transfer, early);
   if (transfer->state.load(std::memory_order_acquire) == Transfer::kSettled && !has_failed()) {
-    if (left_ == 0 && has_left()) keep_moving(shared_from_this());  // an answer has no room yet
+    if (left_ == 0 && has_unsent()) keep_moving(shared_from_this());
     return kDoneTransfer;
   }
   if (!waits) keep_moving(shared_from_this());
@@ -148,6 +149,16 @@ Transfers::Held Transfers::first_with(int peer) {
     return entry.second->call.peer == peer && entry.second->is_open();
   });
   return found == open_.end() ? nullptr : found->second;
+}
+
+bool Transfers::take_back(Number number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = open_.find(number);
+  if (found == open_.end() || !found->second->is_open()) return false;
+  found->second->state.store(Transfer::kSettled, std::memory_order_release);
+  open_.erase(found);
+  --left_;
+  return true;
 }
 
 // Takes a whole message that came early.
@@ -401,7 +412,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
   struct Waking {
     Transfers& all;
     ~Waking() {
-      if (all.left_ > 0 && all.is_asleep()) wake_progress();
+      if (all.is_asleep() && all.has_left()) wake_progress();
     }
   } const waking{*this};
   const Presence waiting{waiters_};  // ends before `waking`
@@ -583,7 +594,7 @@ bool Transfers::drain(double timeout_s) {
     const auto is_empty = [this] { return open_.empty(); };
     if (!finished_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_empty)) return false;
   }
-  while (has_left() && !has_failed() && now_ns() < until_ns) {  // answers, which peers wait for
+  while (has_unsent() && !has_failed() && now_ns() < until_ns) {  // answers, which peers wait for
     if (!move_all()) std::this_thread::sleep_for(std::chrono::nanoseconds(kShortestNapNs));
   }
   return true;

@@ -206,6 +206,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Adds what tells that something can be moved.
   virtual void sleep_on(Sleep* sleep) = 0;
   virtual void end_sleep() {}
+  // Whether something must be moved that no open transfer stands for.
+  virtual bool has_unsent() { return false; }
   // Whether the progress thread may use the medium's memory: see `wake_up`.
   bool is_asleep() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -224,6 +226,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Notes that a message's form isn't the one that its receive has.
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
   Held first_with(int peer);  // the oldest open transfer
+  // Forgets a transfer of which nothing has moved. False if it has ended.
+  bool take_back(Number number);
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
   void fail(TransferFailure failure, const Held& first, std::string_view text = {});
