@@ -77,7 +77,7 @@ def first_core() -> None:
 def another_user() -> None:
     from importlib import import_module  # the function's text alone is run
 
-    for name in ("command", "local", "session"):  # that user may not read this tree
+    for name in ("command", "session"):  # that user may not read this tree
         import_module(f"parallel_state.tools.check.{name}")
 
     os.setuid(65_534)
