@@ -123,17 +123,6 @@ int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_ra
   return 0;
 }
 
-// Counts the system calls that sent, and that received, something over connections.
-void ps_group_transfers(std::uint64_t group, std::uint64_t* out) {
-  const std::shared_ptr<Handle> handle = find(group);
-  out[0] = out[1] = 0;
-  if (handle == nullptr || handle->hosts() == nullptr) return;
-  for (const auto& link : handle->hosts()->connections().links()) {
-    out[0] += link->sends;
-    out[1] += link->receives;
-  }
-}
-
 void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t bytes, int descriptor,
                      std::size_t file_offset) {
   if (const std::shared_ptr<Handle> handle = find(group)) {
