@@ -215,7 +215,7 @@ class Channels:
         except OSError as error:
             raise self.members.failure(
                 CommunicationError,
-                f"{self.members} finds no {SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
+                f"{self.members} can't allocate {SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
                 f"{error.strerror}; make /dev/shm larger, allow more address space (ulimit -v), or set "
                 "PARALLEL_STATE_SHARED_MEMORY=off",
                 None,

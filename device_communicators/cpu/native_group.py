@@ -225,14 +225,14 @@ class NativeGroup:
             _, _, sent, expected = misfit
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
-                f"{operation} of {members}: global rank {suspect} sends {sent} bytes, more than {expected}. {LOST}; "
-                "send less at once",
+                f"{operation} of {members} failed: global rank {suspect} sends {sent} bytes, but at most {expected} "
+                f"are possible. {LOST}; send less at once",
             )  # fmt: skip
         if status == _FAILED:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
-                f"an earlier call of {members} refused a message of global rank {suspect}. {LOST}; destroy it and "
-                "initialise again",
+                f"an earlier call of {members} received an invalid message from global rank {suspect}. {LOST}; destroy "
+                "it and initialise again",
             )  # fmt: skip
         if status == _INTERRUPTED:
             return _failure(
@@ -421,7 +421,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
     """Returns the error for the death of a rank outside the group on which it depends. The route adds the rank."""
-    why = "a rank outside the group, but in its failure domain, has ended"
+    why = "a rank outside this group has ended, and its death fails this group too (see failure_domain)"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 
 

@@ -99,12 +99,12 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
         return members.destroyed()
     if status == QueueStatus.INTERRUPTED:
         text = (
-            f"a transfer of {members} was interrupted by a signal, so that this rank may have left a message half "
-            f"read or written. {LOST}; destroy it and make it anew"
+            f"a transfer of {members} was interrupted by a signal, so this rank may have read or written only half of "
+            f"a message. {LOST}; destroy it and initialise again"
         )
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == _NO_MEMORY:
-        text = f"{operation} of {members} finds no memory for a message: {_what_is_short(needs_bytes)}. {LOST}"
+        text = f"{operation} of {members} failed for lack of memory: {_what_is_short(needs_bytes)}. {LOST}"
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == QueueStatus.TIMED_OUT and failed.peer < 0:
         text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
