@@ -50,7 +50,6 @@ class Timeout:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Sets the timeout in the body of a `with`, and restores it afterwards."""
         before = self._own_s
         self.set(seconds)
         try:
@@ -59,7 +58,6 @@ class Timeout:
             self.set(before)
 
     def end(self) -> None:
-        """Forgets the functions given to `follow`, when the group is destroyed."""
         self._followers.clear()
 
 

@@ -258,7 +258,6 @@ def call_of_arguments(
 
 
 def _shape_compared(operation: str, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Returns the dims of a tensor's shape that must be equal on all ranks."""
     if operation == "all_to_all":
         return shape[1:]
     if operation == "all_gatherv":

@@ -75,7 +75,6 @@ class QueueMemory:
             os.close(descriptor)
 
     def unmap(self) -> None:
-        """Unmaps the queues' memory. Call it when no thread uses a queue."""
         address, self.control_address = self.control_address, 0
         windows, self.windows = self.windows, None
         if address:
@@ -159,11 +158,9 @@ class Channels:
         return address
 
     def message_sender(self, dst: int) -> Sender:
-        """Returns this rank's writing end of the queue of messages to `dst`."""
         return self.sender(dst, MESSAGES)
 
     def message_receiver(self, src: int) -> Receiver:
-        """Returns this rank's reading end of the queue of messages from `src`."""
         return self.receiver(src, MESSAGES)
 
     # The queues.

@@ -36,11 +36,9 @@ class MessageStreams:
         self._receivers: dict[int, StreamReceiver] = {}
 
     def message_sender(self, dst: int) -> StreamSender:
-        """Returns the sending end of the connection to `dst`."""
         return self._senders.get(dst) or self._senders.setdefault(dst, StreamSender(self.transfers, dst, self._tag))
 
     def message_receiver(self, src: int) -> StreamReceiver:
-        """Returns the receiving end of the connection from `src`."""
         found = self._receivers.get(src)
         return found or self._receivers.setdefault(src, StreamReceiver(self.transfers, src, self._tag))
 
@@ -54,11 +52,9 @@ class StreamSender:
         self._tag = tag
 
     def isend(self, message: Message) -> Work:
-        """Starts to send a message, and keeps it alive until it is sent."""
         return self._transfers.isend_message(message, self._dst, self._tag)
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Sends a message, and waits until its tensors may be changed."""
         self.isend(message).wait()
 
     def started(self, number: int) -> Work:
@@ -67,8 +63,6 @@ class StreamSender:
 
 
 class _StreamEnd:
-    """A receiver of messages over connections, with the sizes of the last message."""
-
     lock: AbstractContextManager[None] = nullcontext()
 
     def __init__(self) -> None:
@@ -76,7 +70,6 @@ class _StreamEnd:
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Returns the sizes in bytes of the last message's head and of its tensors."""
         _, total_bytes, head_bytes, *_ = self._report
         return head_bytes, total_bytes - head_bytes
 
@@ -120,7 +113,6 @@ class ToAllSender:
         self._group, self._past, self._call = group, past, call
 
     def send(self, message: Message, operation: str = "") -> None:
-        """Sends the message, and returns once its tensors may be changed."""
         begin_sending()
         started, (pieces, _, more_heads) = time.monotonic(), message.pieces
         words = self._call.words

@@ -327,7 +327,6 @@ class NativeGroup:
         return {name: (words[2 * i], words[2 * i + 1]) for i, name in enumerate(_COUNTED) if words[2 * i]}
 
     def next_operation(self, key: str) -> int:
-        """Returns the next number of the group's operations, for one that goes through Python."""
         return int(self.library.ps_served_next(key.encode()))
 
     def operations(self, key: str) -> list[Operation]:
@@ -353,7 +352,6 @@ class NativeGroup:
         return found
 
     def has_transfers(self, key: str) -> bool:
-        """Returns True if a thread is in a send or receive that bypasses Python."""
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:

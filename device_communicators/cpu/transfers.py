@@ -136,8 +136,6 @@ def _what_is_short(needs_bytes: int) -> str:
 
 
 class _Functions:
-    """The C++ functions that each transfer calls (csrc/transfers_api.cpp)."""
-
     def __init__(self, library: NativeLibrary) -> None:
         self.start = library.method("ps_transfers_starting")
         self.run = library.method("ps_transfers_running")
@@ -203,7 +201,6 @@ class Transfers:
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
-        """Receives into a contiguous CPU tensor, and waits until it is filled. Raises as `irecv_`."""
         self._run(0, out, src, tag)
 
     def _check(self, sends: int, tag: int) -> None:
@@ -320,7 +317,6 @@ class Transfers:
         raise self._failed()
 
     def _failed(self) -> Failure:
-        """Returns the error of the first failed transfer. It makes all other transfers fail."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             self._library.ps_transfers_failure(self.address, words)
@@ -328,7 +324,6 @@ class Transfers:
         return self._failure
 
     def failure_text(self) -> str:
-        """Returns the system's text for a broken connection; "" if none broke."""
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
@@ -357,8 +352,6 @@ class Transfers:
 
 
 class _Transfer:
-    """A started send or receive. It has the methods of torch's Work."""
-
     def __init__(self, transfers: Transfers, number: int, sends: int, peer: int) -> None:
         self._transfers = transfers
         self._number = number

@@ -207,7 +207,6 @@ class Watcher:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Returns the PIDs of the other ranks of this host, by global rank."""
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
@@ -473,7 +472,6 @@ class Watcher:
         return CommunicationError, f"{plain(error)}. See the log of the first rank that failed", []
 
     def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
-        """Returns the cause and the suspected ranks if an exchange failed although no rank died."""
         others = [rank for rank in verdict.ranks if rank != self._rank]
         named = f"ranks {format_ranks(others)}"
         if verdict.kind == "ended" and others:

@@ -328,7 +328,6 @@ class SetUpRecord(ctypes.Structure):
 
 
 def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> SetUpRecord:
-    """Returns this rank's `SetUpRecord`. With `makes_id` it has a unique id, for which NCCL opens a socket here."""
     unique_id = UniqueId()
     if makes_id:
         result = library.ncclGetUniqueId(ctypes.byref(unique_id))

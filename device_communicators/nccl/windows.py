@@ -260,7 +260,6 @@ class Windows:
         self._warned = True
 
     def _order(self, used_streams: list[int], is_new: bool) -> None:
-        """Makes the current stream wait for the earlier uses of reused memory."""
         current = self._streams.current()
         if not is_new:
             for stream in {*used_streams, *self._allocated_on} - {current}:

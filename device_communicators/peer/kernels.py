@@ -274,8 +274,6 @@ _REGISTERS = 4  # CUfunction_attribute
 
 
 class LaunchConfig(ctypes.Structure):
-    """The C struct CUlaunchConfig."""
-
     _fields_: ClassVar = [
         *((name, c_uint) for name in (
             "blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z", "shared_bytes")),

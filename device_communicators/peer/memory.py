@@ -262,7 +262,6 @@ def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) 
 
 
 def _one_line(error: Exception) -> str:
-    """Returns the first non-empty line of the error, at most 300 characters."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     with contextlib.suppress(AttributeError):
         text = text or type(error).__qualname__

@@ -133,6 +133,5 @@ def measure(on: bool) -> None:
 
 
 def switch_native_meter(context: GroupContext) -> None:
-    """Switches the meter of the C++ library on or off, as that of Python is. One switch serves all groups."""
     if context.collectives is not None:
         context.collectives.library.ps_measure_calls(int(METERS.is_on))

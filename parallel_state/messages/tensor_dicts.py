@@ -158,7 +158,6 @@ class _KnownForm(NamedTuple):
         return True
 
     def allocate(self, messenger: Messenger) -> dict[str, Any]:
-        """Returns a dict of this form with new tensors to receive into."""
         made = self.values.copy()
         for key, shape, dtype, is_large in self.tensors:
             made[key] = messenger.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype, device=CPU)
@@ -318,7 +317,6 @@ def recv(
 
 
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
-    """Returns the tensors to send, without gradient."""
     return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
 
 
@@ -353,7 +351,6 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 
 def _is_eager() -> bool:
-    """Returns True if nothing traces or transforms this call."""
     return not (torch.compiler.is_compiling() or dispatch_modes() or in_transform())
 
 
@@ -378,7 +375,6 @@ def _slices(
 def _to_fill(
     group: GroupFacts, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
 ) -> dict[str, Any]:
-    """Returns a dict of tensors to receive into: new ones, or the caller's."""
     if out is not None:
         return _given_buffers(group, spec, out)
     if past is not None:

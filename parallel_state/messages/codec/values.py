@@ -290,8 +290,6 @@ _Packer = Callable[[Encoder, Any, int], object]
 
 
 class _Packers(dict[type, _Packer]):
-    """A function per type, by which an encoder packs values of exactly this type."""
-
     def __missing__(self, cls: type) -> _Packer:
         if codec_types.is_registered(cls):
             packer: _Packer = Encoder.registered
