@@ -36,7 +36,7 @@ _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scat
 
 
 class CpuCommunicator(Communicator):
-    """Connects the ranks of a group by one shared segment, or by a segment per host and connections between hosts.
+    """Runs calls on CPU tensors in C++: through shared memory on a host, and connections between hosts.
 
     A started collective is already complete when its call returns.
     """

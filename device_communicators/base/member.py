@@ -36,7 +36,7 @@ class Timeout:
         return self._own_s + Timeout.extra_s
 
     def set(self, seconds: float) -> None:
-        """Sets the timeout, to which `extended_deadline` adds."""
+        """Sets the timeout in seconds, without what `extended_deadline` adds."""
         self._own_s = seconds
         self.publish()
 

@@ -163,7 +163,7 @@ def register_named(group: Any, name: Any) -> None:
 
 
 def unregister_named(group: Any) -> None:
-    """Undoes `register_named`. Raises RuntimeError for a group without a name."""
+    """Undoes `register_named`. Raises RuntimeError for a group that has no name."""
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 

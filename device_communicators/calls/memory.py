@@ -51,7 +51,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Returns `x` if it `is_dense`, else a copy that is."""
+    """Returns `x` if `is_dense(x)`, else a contiguous copy with computed values."""
     if x.dtype in _BITS:
         return x.view(torch.uint8).contiguous().view(x.dtype)
     return x.contiguous() if holds_values(x) else x.clone(memory_format=torch.contiguous_format)

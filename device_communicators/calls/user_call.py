@@ -384,5 +384,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """Records that this thread's operation has not sent anything yet."""
+    """Records that this thread's operation has sent nothing yet: a failure doesn't fail the group."""
     _THREAD.has_sent = False

@@ -178,7 +178,7 @@ class PastPython:
 
 
 class PlainObjects:
-    """Encodes objects in C++, holding the GIL."""
+    """Encodes objects in C++. Its calls hold the GIL, unlike ctypes' usual ones."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]

@@ -32,7 +32,7 @@ P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 
 @dataclass(frozen=True)
 class Link:
-    """An active NVLink of a GPU."""
+    """One NVLink of a GPU that is up."""
 
     number: int
     kind: str

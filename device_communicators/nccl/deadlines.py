@@ -102,7 +102,7 @@ class Watch:
         self._thread.start()
 
     def begin(self, operation: str) -> None:
-        """Starts the deadline of this thread's call into NCCL."""
+        """Starts the deadline for the call into NCCL that this thread makes next."""
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:

@@ -121,7 +121,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in a `split` without getting a communicator."""
+        """Takes part in a `split` of other ranks, without getting a communicator."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:

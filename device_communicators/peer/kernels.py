@@ -366,7 +366,7 @@ class PeerKernels:
 
 
 class _Driver:
-    """The functions of libcuda. Each failure raises KernelError."""
+    """Functions of the CUDA driver, libcuda. Each raises KernelError if it fails."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)

@@ -158,13 +158,13 @@ def _index(device: torch.device) -> int:
 
 
 def _zero(tensor: torch.Tensor) -> None:
-    """Zeroes memory and waits for the device, before peers can map it."""
+    """Zeroes memory, and waits until that is done, before peers can map it."""
     tensor.zero_()
     torch.cuda.synchronize(tensor.device)
 
 
 class PeerMemory:
-    """The regions of a group. `addresses[r]` is the address of rank r's region in this process."""
+    """One region of memory per rank. `addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
@@ -177,7 +177,7 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """Releases all regions. This rank's work with them must be finished. Twice is fine."""
+        """Releases all regions. This rank's work with them must be finished. May be called twice."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
@@ -197,7 +197,7 @@ def hold(what: object) -> None:
 
 
 def release(what: object) -> None:
-    """Ends a `hold`."""
+    """Lets an object given to `hold` be freed."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 

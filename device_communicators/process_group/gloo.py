@@ -31,7 +31,7 @@ _TURNS: dict[str, threading.Lock] = {}
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Supports every CPU tensor. A started collective is complete when the start returns."""
+    """Runs calls on CPU tensors over gloo. A started collective is complete when the start returns."""
 
     name = "process_group"
     tells_sending = True

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class PlainProcessGroup(Communicator):
-    """The group's pair of torch process groups."""
+    """Runs calls over the group's two torch process groups: one for its device, one for the CPU."""
 
     def refusal(self, request: Request) -> str | None:
         if request.operation in REDUCING and request.dtype is not None:

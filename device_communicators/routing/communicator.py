@@ -416,7 +416,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
+        """Waits until every rank of the group has called it."""
 
 
 def new_gathered(x: Tensor, dim: int, size: int) -> Tensor:

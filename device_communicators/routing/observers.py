@@ -26,7 +26,7 @@ logger = logging.getLogger("parallel_state")
 
 @dataclass(frozen=True)
 class OperationEvent:
-    """A completed operation of a group on this rank."""
+    """What a hook of `on_operation` receives: a completed operation of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class OperationEvent:
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """The first failure of a group on this rank."""
+    """What a hook of `on_failure` receives: the first failure of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]

@@ -55,7 +55,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True once no transfer reads the tensors."""
+        """Returns True once the tensors are no longer read, because the send is complete or has failed."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -157,7 +157,7 @@ class NoReceive(ReceiveHandle):
     """The handle of a dict that isn't received, in a group of one rank: `wait()` returns None."""
 
     def __init__(self) -> None:
-        """Doesn't register the handle among the group's receives."""
+        """Creates the handle without a receive."""
 
     def is_completed(self) -> bool:
         return True

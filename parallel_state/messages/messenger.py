@@ -372,7 +372,7 @@ class Messenger:
                 handle.take_in()
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Fills the tensors with rank `src`'s. Raises as recv_list."""
+        """Receives rank `src`'s tensors into `tensors`; on `src`, sends them. Raises as recv_list."""
         call = message_call(BROADCAST_BY_SPEC, src)
         with self.route.alone(call):
             self._broadcast_list(tensors, form, src, call)

@@ -53,7 +53,7 @@ _RECV_LIST_ = torch.ops.parallel_state.recv_list_.default
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the dict."""
+    """The key, shape, dtype and device type of one tensor of a dict."""
 
     key: str
     shape: tuple[int, ...]

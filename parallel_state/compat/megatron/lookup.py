@@ -55,7 +55,7 @@ def _assigned(kind: str) -> Any:
 
 
 def forget() -> None:
-    """Resets this module: setters' values, assigned variables, and groups that the state doesn't have."""
+    """Resets all values of setters, assigned variables, and groups that only this module knows."""
     for name in VARIABLES:
         vars(sys.modules[__package__]).pop(name, None)
     for kept in (CHOSEN, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):

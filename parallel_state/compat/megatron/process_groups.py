@@ -133,11 +133,14 @@ _FIELDS = {"is_high_priority_stream": "high_priority_stream", **{name: name for 
 
 
 class UnsupportedNetError(InvalidArgumentError, RuntimeError):
-    """`net_name` is not a network of NCCL."""
+    """The option `net_name` names a network that NCCL doesn't have."""
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts one group's options of Megatron's file. Raises RuntimeError for an unknown net, as Megatron does."""
+    """Converts one group's options in Megatron's YAML file.
+
+    Raises RuntimeError for an unknown net, as Megatron does.
+    """
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})

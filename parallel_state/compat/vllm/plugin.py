@@ -21,7 +21,7 @@ _asking = threading.local()
 
 
 class StandBackError(Exception):
-    """vLLM must run unchanged, for the reason in the text."""
+    """Raised if vLLM must run without this library. The text is the reason."""
 
 
 def find_platform() -> str | None:

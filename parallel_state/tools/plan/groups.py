@@ -38,7 +38,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of group, such as `tp`, in one layout."""
+    """All groups of one name, such as `tp`, in a layout."""
 
     axis: Axis
     count: int
@@ -108,7 +108,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """An axis that a kind of group spans; `stride` is in ranks."""
+    """One of the axes that a kind of group spans. `stride`: distance of neighbours, in ranks."""
 
     axis: str
     size: int
@@ -205,7 +205,7 @@ def _shorten(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure of NCCL's memory on one GPU."""
+    """Memory that NCCL takes on one GPU, as someone published it."""
 
     what: str
     megabytes: float
@@ -221,7 +221,7 @@ BASIS = "cited, not measured here"
 
 @dataclass(frozen=True)
 class Communicators:
-    """The sets of ranks that contain one rank, each with one process group and one communicator."""
+    """The communicators of one rank: one for each set of ranks that contains it."""
 
     made: tuple[tuple[str, ...], ...]
     """Per set, the kinds that share it: those that initialize_model_parallel creates, and the world."""
