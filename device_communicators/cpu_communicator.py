@@ -176,7 +176,7 @@ class CpuCommunicator(Communicator):
         if self._streams is not None:
             return self._streams
         if self._channels is None:
-            raise UnsupportedError(f"{self.context}: {self.name} has no transfers")
+            raise UnsupportedError(f"{self.name} doesn't support sends and receives on {self.context}")
         return self._channels.transfers
 
     def _tag(self, tag: int) -> int:
@@ -184,7 +184,7 @@ class CpuCommunicator(Communicator):
         if self._streams is not None:
             return tag
         if tag != self.context.tag(0):
-            raise UnsupportedError(f"{self.context}: {self.name} has no transfers of tag {tag}")
+            raise UnsupportedError(f"{self.name} doesn't support sends and receives with tag {tag} on {self.context}")
         return 0
 
     def abandon(self) -> None:

@@ -239,7 +239,7 @@ class Communicator(ABC):
 
         Every rank of the group calls it. Returns None on all ranks if they must use ordinary memory.
         """
-        raise UnsupportedError(f"{self.context}: {self.name} has no memory for tensors")
+        raise UnsupportedError(f"{self.name} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
         """Returns a context for a blocking collective, which raises UsageError if another thread's conflicts."""
@@ -539,7 +539,7 @@ def _contiguous(x: Tensor) -> Iterator[Tensor]:
 
 def _lacking(operation: str) -> Any:
     def raise_lack(self: Communicator, *_: object) -> NoReturn:
-        raise UnsupportedError(f"{self.context}: {self.name} has no {operation}")
+        raise UnsupportedError(f"{self.name} doesn't support {operation} on {self.context}")
 
     return raise_lack
 

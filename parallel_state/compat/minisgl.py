@@ -47,7 +47,7 @@ class CoordinatorImpl:
         return self._coordinator().all_gather(x, 0) if x.is_cpu else self._fallback.all_gather(x)
 
     def close(self) -> None:
-        """Destroys the group. mini-sglang still owns torch's default group. Every rank calls it; repeated calls do nothing."""
+        """Destroys the group, but not torch's default group. Every rank calls it; repeated calls do nothing."""
         if self._group is not None:
             self._group.destroy()
 

@@ -166,7 +166,7 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups and resets the values of setters. Every rank calls it; repeated calls do nothing. The world stays."""
+    """Destroys the groups and resets the values of setters. Every rank calls it, even repeatedly. The world stays."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):

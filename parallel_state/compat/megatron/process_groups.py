@@ -137,10 +137,7 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts one group's options in Megatron's YAML file.
-
-    Raises RuntimeError for an unknown net, as Megatron does.
-    """
+    """Converts one group's options in Megatron's YAML file. Raises RuntimeError for an unknown net, like Megatron."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})

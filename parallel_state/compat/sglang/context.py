@@ -74,7 +74,9 @@ class ParallelContext:
         if name in DERIVED:
             return DERIVED[name](self)
         if name in NAMES:
-            raise GroupNotInitializedError(f"get_parallel().{name} is not set: its group has not been made")
+            raise GroupNotInitializedError(
+                f"get_parallel().{name} is not set: there is no such group; call initialize_model_parallel() first"
+            )
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
