@@ -370,7 +370,7 @@ def leave_to_interpreter(function: Callable[..., Any]) -> None:
 
 
 def mark_constant(function: Any) -> None:
-    """Marks a function of constants as constant for dynamo, as torch.compiler.assume_constant_result does."""
+    """Tells dynamo that the function's result depends on constants only, like torch.compiler.assume_constant_result."""
     function._dynamo_marked_constant = True
 
 
@@ -456,7 +456,7 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Makes an op functional. The op writes a token of the graph, which starts as a copy of the call's token.
+    """Traces an op so that its order is kept: makes it write a token of the graph, a copy of the call's token.
 
     If ops wrote the caller's token, the graph would mutate an input. An exported program may not mutate a constant. And
     a partitioner without in-graph mutation takes the token after the backward for an output of the forward.

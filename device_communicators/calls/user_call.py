@@ -338,7 +338,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Makes `elapsed_s` of errors in a block count from `began_s` (monotonic), or earlier if a `timed` method runs."""
+    """Makes `elapsed_s` of errors in a block count from `began_s` (monotonic), unless a `timed` method began before."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -347,7 +347,7 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns the monotonic time at which this thread's `timed` method began; 0.0 if none runs."""
+    """Returns when this thread's method with `timed` began, on the monotonic clock; 0.0 if it is in none."""
     return _THREAD.began_s
 
 

@@ -131,7 +131,7 @@ class ToAllReceiver(_StreamEnd):
         self._group, self._src, self._call = group, src, call
 
     def check(self, operation: str = "") -> None:
-        """Does nothing: `receive` raises the group's failure."""
+        """Does nothing, because `receive` raises the group's failure."""
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
         """Receives the message. Returns its object, as `PastPython.receive_value`. Raises as `NativeGroup.call`."""

@@ -430,7 +430,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Closes the watcher and the groups made by `alone`. Later `acquire` calls raise. May be called twice."""
+        """Closes the watcher, and the groups that `alone` made. Later `acquire` calls raise. May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises

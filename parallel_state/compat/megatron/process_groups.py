@@ -31,9 +31,9 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns the default backend of new groups: this library's on the CPU, or None for the default group's.
+    """Returns the backend of new groups: on the CPU, this library's. None means the backend of the default group.
 
-    None also if PARALLEL_STATE_CPU_BACKEND is set to another backend, or if the backend can't be compiled.
+    It is also None if PARALLEL_STATE_CPU_BACKEND is set to another backend, or if the backend can't be compiled.
     """
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):

@@ -121,7 +121,7 @@ class GroupCoordinator(GroupView):
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None, stream: Any = None
     ) -> Iterator[GraphCaptureContext]:
-        """Prepares the group for a CUDA graph, on the context's stream, on `stream` or on a new one."""
+        """Prepares the group for the capture of a CUDA graph, on the context's stream, on `stream` or on a new one."""
         if graph_capture_context is None and stream is not None:
             graph_capture_context = GraphCaptureContext(stream)
         with self.group.graph_capture(graph_capture_context) as context:

@@ -342,7 +342,7 @@ def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
-    """Prepares all groups that model layers use for a CUDA graph, on `stream` or on a new one."""
+    """Prepares the groups of model layers for the capture of a CUDA graph, on `stream` or on a new one."""
     names = ("tp", "pp", "dcp", "attn_tp", "shared_experts_tp", "moe_ep", "moe_tp")
     groups = {id(group): group for name in names if (group := _made.get(f"{name}_group")) is not None}
     with contextlib.ExitStack() as stack:
@@ -380,7 +380,7 @@ def get_torch_distributed_pg_options(group_name: str | None = None) -> None:
 
 
 def get_mooncake_transfer_engine() -> Any | None:
-    """Returns the engine that SGLang started in this process, or None."""
+    """Returns the Mooncake transfer engine that SGLang started in this process, or None."""
     theirs = sys.modules.get("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
     return None if theirs is None else theirs.get_mooncake_transfer_engine()
 

@@ -145,7 +145,7 @@ def suspend_device_comms() -> None:
 
 
 def resume_device_comms() -> None:
-    """Resumes suspended communicators. Every rank calls it."""
+    """Undoes `suspend_device_comms`. Every rank calls it."""
     _each_communicator("resume")
 
 

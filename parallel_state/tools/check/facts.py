@@ -76,7 +76,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """Limits of this process; -1: no limit, or unknown."""
+    """The limits of this process, such as that of open files; -1: no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1

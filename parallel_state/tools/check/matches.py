@@ -31,7 +31,10 @@ class Match:
         fix: str = "",
         **words: Any,
     ) -> None:
-        """`ranks` and `hosts` replace those of `group` in the finding; `severity` and `fix` replace the rule's."""
+        """`ranks` and `hosts`: those to report, by default the ones in `group`.
+
+        `severity` and `fix`: in place of the rule's.
+        """
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
 

@@ -85,11 +85,11 @@ class Plan:
         return -(-self.world_size // self.gpus_per_node)
 
     def kind(self, name: str) -> Kind | None:
-        """Returns the kind of that name, or None if the layout doesn't have it."""
+        """Returns the kind of group named `name`, or None if the layout doesn't have it."""
         return next((kind for kind in self.kinds if kind.name == name), None)
 
     def made(self, name: str) -> Kind | None:
-        """Returns the kind of that name if it is created at start and its groups have several ranks, else None."""
+        """Returns the kind named `name` if it is created at start and its groups have several ranks, else None."""
         kind = self.kind(name)
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
@@ -142,7 +142,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind of group that `name` is a part of, or None."""
+    """Returns the kind of group whose groups are divided to get those of `name`; None if there is none."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
