@@ -305,7 +305,6 @@ TO_COPY: Any = torch.ops.aten._to_copy.default
 
 
 def base_of(x: Tensor) -> Tensor | None:
-    """Returns the base tensor of a view; None for other tensors."""
     return x._base
 
 
@@ -314,7 +313,6 @@ def is_view(x: Tensor) -> bool:
 
 
 def schema_of(op: Any) -> Any:
-    """Returns the schema of an op overload; None for other callables."""
     return getattr(op, "_schema", None)
 
 
@@ -428,7 +426,6 @@ def node_in_backward() -> int | None:
 
 
 def is_in_nested_backward() -> bool:
-    """Returns True if this thread of autograd runs a backward that was called within another backward."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

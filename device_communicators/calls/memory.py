@@ -66,7 +66,6 @@ def copy_values(out: Tensor, x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns the bytes of dense `x` as a flat view."""
     flat = x if x.dim() == 1 else x.view(-1)
     if flat.stride(0) != 1:  # with at most one element any stride is contiguous, but a view as bytes needs stride 1
         flat = flat.as_strided((flat.numel(),), (1,))

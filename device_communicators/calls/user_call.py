@@ -52,7 +52,6 @@ _UNKNOWN = 254
 
 
 def method_of(number: int) -> str:
-    """Returns the method with a number in METHODS, or "message" if no method has that number."""
     return _NAMES.get(number, "message")
 
 
@@ -158,7 +157,6 @@ class UserCall(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _text(call: UserCall) -> str:
-    """Returns the text of a call. It is cached, because each call is formatted."""
     sizes = f"sizes {list(call.sizes)}" if call.sizes else ""
     dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
     return _in_words(call.method, call.reduce_op or "", call.dim, call.root, sizes, dtype, call.shape)
@@ -300,7 +298,6 @@ def current(operation: str) -> UserCall:
 
 
 def set_current_call(call: UserCall | None) -> UserCall | None:
-    """Sets the call that this thread is in. Returns the previous one."""
     before, _THREAD.call = _THREAD.call, call
     return before
 

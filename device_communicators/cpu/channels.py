@@ -138,7 +138,6 @@ class Channels:
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
-        """Counts a broadcast message of this group, and returns its number."""
         self._broadcasts.value += 1
         return self._broadcasts.value
 

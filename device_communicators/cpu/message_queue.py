@@ -438,7 +438,6 @@ class Receiver(_End):
         return self._view[:size_bytes]
 
     def _enlarge(self, size_bytes: int) -> None:
-        """Enlarges the buffer for messages. It is kept, because new pages would cost more each time."""
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
@@ -448,7 +447,6 @@ class Receiver(_End):
         return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error to raise in a signal handler that interrupted its own thread in a receive."""
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:

@@ -58,7 +58,6 @@ class StreamSender:
         self.isend(message).wait()
 
     def started(self, number: int) -> Work:
-        """Returns the handle of a message that the library has started to send by itself."""
         return self._transfers.started_message(number, self._dst)
 
 
@@ -102,7 +101,6 @@ class StreamReceiver(_StreamEnd):
         self._transfers.reserve(self._src, calls)
 
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error to raise in a signal handler that interrupted its own thread in a receive."""
         return handler_error(operation, str(self.members), "recv")
 
 

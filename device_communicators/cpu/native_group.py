@@ -173,7 +173,6 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def fail(self, status: int, user_call: UserCall, started: float) -> NoReturn:
-        """Raises the error for a call that returned `status`, or what a signal handler raised during the call."""
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         raise self.failure(status, user_call.method, time.monotonic() - started)
@@ -330,7 +329,6 @@ class NativeGroup:
         return int(self.library.ps_served_next(key.encode()))
 
     def operations(self, key: str) -> list[Operation]:
-        """Returns records of the last operations that bypassed Python."""
         count = self.library.ps_served_records()
         words = (ctypes.c_int64 * (14 * count))()
         self.library.ps_served_recorded(key.encode(), words)

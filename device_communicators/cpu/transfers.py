@@ -229,14 +229,12 @@ class Transfers:
     # Messages, which connections carry.
 
     def isend_message(self, message: Message, dst: int, tag: int) -> Work:
-        """Starts to send a message, and keeps it alive until it is sent."""
         self._refuse_inside(1, dst)
         pieces, _, more_heads = message.pieces
         number = self._functions.send_message(self.address, dst, tag, message.head, pieces or b"", more_heads, message)
         return self._work(number, 1, dst)
 
     def started_message(self, number: int, dst: int) -> Work:
-        """Returns the handle of a message to `dst` that C++ has started to send as transfer `number`."""
         return _Transfer(self, number, 1, dst)
 
     def receive_message(
@@ -331,11 +329,9 @@ class Transfers:
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
-        """Returns True in a signal handler that interrupted this thread's receive from `peer`."""
         return bool(self._library.ps_transfers_is_inside(self.address, peer, 0))
 
     def waiting_sends(self, dst: int) -> int:
-        """Returns the number of started sends that wait for an earlier send to the same rank."""
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:

@@ -499,7 +499,6 @@ class Watcher:
         self._pids = dict(pids)
 
     def left(self, ranks: Iterable[int]) -> list[int]:
-        """Returns those of these global ranks that left the world on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
@@ -554,7 +553,6 @@ class Watcher:
         return [death for death in list(self._deaths.values()) if death.rank in wanted]
 
     def deaths(self) -> list[Death]:
-        """Returns the certain deaths of the world, sorted by rank."""
         return [death for _, death in sorted(self._deaths.items()) if death.certain]
 
     def await_death_of(

@@ -58,8 +58,6 @@ _END_S = 1.0
 
 
 class Deadline:
-    """The limit of a wait: the group's timeout, or earlier the exit of one of its ranks."""
-
     def __init__(self, context: GroupContext, operation: str) -> None:
         self.context = context
         self.operation = operation

@@ -107,7 +107,6 @@ class KernelReport:
 
 
 def read_report(word: int) -> KernelReport | None:
-    """Decodes a report word; returns None for 0."""
     if word == 0:
         return None
     operation = word >> 40 & 0xFF
@@ -161,7 +160,6 @@ def source_files() -> tuple[Path, ...]:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Returns NVRTC's version. Raises KernelError."""
     _, nvrtc = _packages()
     try:
         error, major, minor = nvrtc.nvrtcVersion()

@@ -158,7 +158,6 @@ def _index(device: torch.device) -> int:
 
 
 def _zero(tensor: torch.Tensor) -> None:
-    """Zeroes memory, and waits until that is done, before peers can map it."""
     tensor.zero_()
     torch.cuda.synchronize(tensor.device)
 

@@ -86,7 +86,6 @@ class Thresholds(Conditions):
         return next((name for name in ALGORITHMS if size_bytes <= getattr(self, name)), None)
 
     def most(self) -> int:
-        """Returns the size in bytes of the largest all_reduce that uses peer memory."""
         return max(getattr(self, name) for name in ALGORITHMS)
 
     def __str__(self) -> str:

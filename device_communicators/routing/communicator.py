@@ -139,7 +139,6 @@ class GroupContext(GroupMember):
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
-        """Returns the deaths that make the group fail, in the order of their detection."""
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:

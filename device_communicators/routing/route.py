@@ -81,8 +81,6 @@ _Kind = tuple[str, torch.dtype | None, str, str | None]
 
 @dataclass
 class Traffic:
-    """Number of calls of one operation, and the bytes of this rank's tensors in them."""
-
     calls: int = 0
     bytes: int = 0
 
@@ -557,7 +555,6 @@ class Route:
 
     @property
     def has_failed(self) -> bool:
-        """Returns True if the group is unusable: an operation failed, or a rank on which the group depends died."""
         return bool(self.context.deaths()) or self.first_failure is not None
 
     @property

@@ -81,7 +81,6 @@ class Status:
     """Answers other ranks that ask what this rank is doing, and stores the reports that they send."""
 
     def __init__(self, watcher: Watcher, rank: int) -> None:
-        """`rank`: global rank of this process."""
         self._watcher = watcher
         self.rank = rank
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()

@@ -136,7 +136,6 @@ class Ranks:
             self.release()
 
     def start(self) -> None:
-        """Starts the processes. Raises LaunchError if one can't be started."""
         try:
             self._check_descriptors()
             if self._start_method == "forkserver":
@@ -185,7 +184,6 @@ class Ranks:
                 self._deadline = min(self._deadline, now + (_INTERRUPT_S if interrupted else _SETTLE_S))
 
     def running(self) -> list[Rank]:
-        """Returns the ranks that still run, as far as `wait` has detected."""
         return [rank for rank in self.ranks if rank.ended is None]
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # loaded when a group is made
 
 
 class HandleOwner(Protocol):
-    """The methods of a group's messenger that its handles call."""
-
     route: Route
     medium: Medium
 

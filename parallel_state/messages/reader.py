@@ -24,8 +24,6 @@ from parallel_state.messages.wire import NOTHING, AllGatherGroup, Header
 
 
 class Owner(Protocol):
-    """The methods of a group's messenger that its readers call."""
-
     route: Route
     allow_pickle: bool
 

@@ -394,7 +394,6 @@ def _to_fill(
 
 
 def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
-    """Returns a dict of the caller's buffers. Raises InvalidArgumentError unless they fit the spec."""
     result: dict[str, Any] = {}
     problem = None
     for entry in spec.entries:

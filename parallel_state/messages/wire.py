@@ -128,7 +128,6 @@ class Outgoing:
 
     @property
     def cpu_bytes(self) -> int:
-        """Returns the number of bytes of the CPU tensors."""
         return sum([tensor.nbytes for tensor in self.tensors if tensor.is_cpu])
 
     @property

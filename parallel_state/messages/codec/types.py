@@ -87,7 +87,6 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
 
 
 def is_registered(cls: type) -> bool:
-    """Returns True if `register_type` was called for this class itself."""
     return cls in _by_class
 
 
@@ -272,7 +271,6 @@ def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
 
 
 def numpy_array(parts: list[Any]) -> Any:
-    """Builds a writable array from the parts made by `numpy_parts`."""
     try:
         import numpy
     except ImportError as error:
