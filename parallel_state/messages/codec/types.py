@@ -87,6 +87,7 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
 
 
 def is_registered(cls: type) -> bool:
+    """Returns True if `register_type` was called for this class itself."""
     return cls in _by_class
 
 
