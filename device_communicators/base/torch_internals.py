@@ -453,7 +453,7 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Traces an op so that its order is kept: makes it write a token of the graph, a copy of the call's token.
+    """Keeps the order of an op in a traced graph: the op writes to a token, of which each graph has a copy.
 
     If ops wrote the caller's token, the graph would mutate an input. An exported program may not mutate a constant. And
     a partitioner without in-graph mutation takes the token after the backward for an output of the forward.

@@ -430,7 +430,9 @@ class Watcher:
             if verdict is None and gloo is not None:
                 return over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
             if verdict is None:
-                raise ControlError(f"there is no control plane: {self._problem}")
+                raise ControlError(
+                    f"{operation} needs the control plane, but there is no control plane: {self._problem}"
+                )
             if verdict.kind != "agreed":
                 raise UnmetError(verdict)
             return verdict.values

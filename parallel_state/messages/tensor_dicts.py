@@ -179,7 +179,7 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns the C++ form of a spec; None if it has device tensors, or if groups send nothing here."""
+    """Returns a spec's form for C++; None if the spec has device tensors, or nothing to send."""
     try:
         return _forms[spec.digest]
     except KeyError:

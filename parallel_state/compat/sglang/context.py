@@ -152,7 +152,7 @@ def get_parallel() -> Any:
 
 
 def field_getter(module: str, name: str, field: str, fact: str = "") -> Callable[[], Any]:
-    """Returns a function `name` that returns a field of the context, or the attribute `fact` of that field."""
+    """Makes a function that returns a field of the context or, with `fact`, that attribute of the field."""
 
     def get() -> Any:
         found = getattr(get_parallel(), field)

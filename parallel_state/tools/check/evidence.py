@@ -190,7 +190,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
-    """Returns value -> its keys, the most frequent value first."""
+    """Groups keys by their values. Returns value -> keys, the most frequent value first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 
