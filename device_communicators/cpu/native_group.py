@@ -448,7 +448,7 @@ def wait_failure(
     if status == QueueStatus.PEER_DIED:
         return peer_died(members, operation, suspect, elapsed_s, "has ended, or has destroyed its group")
     text = (
-        f"{operation} of {members}: what global rank {suspect} wrote is not the next part of a message. {LOST}; every "
-        "rank must run the same version of parallel_state"
+        f"{operation} of {members} failed: global rank {suspect} wrote something that isn't the next part of a "
+        f"message. {LOST}; every rank must run the same version of parallel_state"
     )
     return members.failure(MessageDecodeError, text, operation, suspect_ranks=(suspect,))

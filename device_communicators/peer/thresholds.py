@@ -35,7 +35,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a measurement."""
+    """The conditions under which thresholds were measured: GPU, number of ranks, kind of link, versions."""
 
     arch: str
     """CUDA's compute capability, as `9.0`."""

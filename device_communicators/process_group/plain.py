@@ -153,7 +153,7 @@ class PlainProcessGroup(Communicator):
 
 
 def _options(kind: Callable[[], T], is_async: bool = False, **values: Any) -> T:
-    """Returns torch's options of a collective. `is_async`: the caller waits for its work later."""
+    """Returns options of a torch collective. `is_async`: True if the caller waits for it later."""
     options = kind()
     for name, value in {"asyncOp": is_async, **values}.items():
         setattr(options, name, value)
