@@ -40,7 +40,7 @@ OP = Paths("registered op, Python", "the same op", None)
 
 @dataclass(frozen=True)
 class Row:
-    """One communicator: its class, and the conditions under which a group can use it."""
+    """The table's entry for one communicator: its class, and the conditions under which a group can use it."""
 
     name: str
     module: str

@@ -36,7 +36,7 @@ _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scat
 
 
 class CpuCommunicator(Communicator):
-    """Connects the ranks of a group by one shared segment, or by a segment per host and connections between hosts.
+    """Runs calls on CPU tensors in C++: through shared memory on a host, and connections between hosts.
 
     A started collective is already complete when its call returns.
     """
@@ -176,7 +176,7 @@ class CpuCommunicator(Communicator):
         if self._streams is not None:
             return self._streams
         if self._channels is None:
-            raise UnsupportedError(f"{self.context}: {self.name} has no transfers")
+            raise UnsupportedError(f"{self.name} doesn't support sends and receives on {self.context}")
         return self._channels.transfers
 
     def _tag(self, tag: int) -> int:
@@ -184,7 +184,7 @@ class CpuCommunicator(Communicator):
         if self._streams is not None:
             return tag
         if tag != self.context.tag(0):
-            raise UnsupportedError(f"{self.context}: {self.name} has no transfers of tag {tag}")
+            raise UnsupportedError(f"{self.name} doesn't support sends and receives with tag {tag} on {self.context}")
         return 0
 
     def abandon(self) -> None:

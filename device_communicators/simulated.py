@@ -19,7 +19,7 @@ from device_communicators.routing.communicator import Communicator, Request
 
 
 class SimulatedCommunicator(Communicator):
-    """Computes each result as if all ranks held this rank's tensor."""
+    """Computes each result in this process, as if all ranks held this rank's tensor."""
 
     name = "simulated"
 

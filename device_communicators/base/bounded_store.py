@@ -81,7 +81,6 @@ class BoundedStore:
 
     @classmethod
     def of(cls, store: Any) -> BoundedStore:
-        """Wraps `store`, unless it is a BoundedStore already."""
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:

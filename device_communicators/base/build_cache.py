@@ -108,7 +108,6 @@ def flaw_of(library: Path) -> str | None:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Writes `content` with its seal, atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

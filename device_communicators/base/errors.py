@@ -31,7 +31,6 @@ def restore(
     fields: Mapping[str, object],
     cause: BaseException | None,
 ) -> ParallelStateError:
-    """Rebuilds a pickled error without a call of `__init__`."""
     new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__  # object.__new__ can't make a TimeoutError
     error: ParallelStateError = new(kind)
     error.args = arguments

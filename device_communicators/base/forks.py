@@ -20,7 +20,6 @@ class _Process:
         self.is_child = False
 
     def forked(self) -> None:
-        """Records in the child that it is forked. Runs before other code of the child."""
         self.is_child |= self.leave is not None and self.leave()
 
 

@@ -122,7 +122,6 @@ def networks_of(interface: str) -> Iterator[str]:
 
 
 def addresses_of(interface: str) -> Iterator[str]:
-    """Yields the addresses of `networks_of`."""
     return (network.partition("/")[0] for network in networks_of(interface))
 
 

@@ -77,7 +77,6 @@ def with_shortage(error: BaseException, folder: str | os.PathLike[str] | None = 
 
 @contextlib.contextmanager
 def naming_shortages(doing: str) -> Iterator[None]:
-    """Applies `name_shortage` to errors that the block raises."""
     try:
         yield
     except Exception as error:

@@ -12,7 +12,6 @@ LOGGER = logging.getLogger("parallel_state")
 
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drops records once the program has its own handlers."""
         return not logging.getLogger().handlers
 
 

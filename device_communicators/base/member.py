@@ -36,7 +36,7 @@ class Timeout:
         return self._own_s + Timeout.extra_s
 
     def set(self, seconds: float) -> None:
-        """Sets the timeout, to which `extended_deadline` adds."""
+        """Sets the timeout in seconds, without what `extended_deadline` adds."""
         self._own_s = seconds
         self.publish()
 
@@ -50,7 +50,6 @@ class Timeout:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Sets the timeout in the body of a `with`, and restores it afterwards."""
         before = self._own_s
         self.set(seconds)
         try:
@@ -59,7 +58,6 @@ class Timeout:
             self.set(before)
 
     def end(self) -> None:
-        """Forgets the functions given to `follow`, when the group is destroyed."""
         self._followers.clear()
 
 

@@ -163,7 +163,7 @@ def register_named(group: Any, name: Any) -> None:
 
 
 def unregister_named(group: Any) -> None:
-    """Undoes `register_named`. Raises RuntimeError for a group without a name."""
+    """Undoes `register_named`. Raises RuntimeError for a group that has no name."""
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 
@@ -305,7 +305,6 @@ TO_COPY: Any = torch.ops.aten._to_copy.default
 
 
 def base_of(x: Tensor) -> Tensor | None:
-    """Returns the base tensor of a view; None for other tensors."""
     return x._base
 
 
@@ -314,7 +313,6 @@ def is_view(x: Tensor) -> bool:
 
 
 def schema_of(op: Any) -> Any:
-    """Returns the schema of an op overload; None for other callables."""
     return getattr(op, "_schema", None)
 
 
@@ -370,7 +368,7 @@ def leave_to_interpreter(function: Callable[..., Any]) -> None:
 
 
 def mark_constant(function: Any) -> None:
-    """Marks a function of constants as constant for dynamo, as torch.compiler.assume_constant_result does."""
+    """Tells dynamo that the function's result depends on constants only, like torch.compiler.assume_constant_result."""
     function._dynamo_marked_constant = True
 
 
@@ -428,7 +426,6 @@ def node_in_backward() -> int | None:
 
 
 def is_in_nested_backward() -> bool:
-    """Returns True if this thread of autograd runs a backward that was called within another backward."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -456,7 +453,7 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Makes an op functional. The op writes a token of the graph, which starts as a copy of the call's token.
+    """Keeps the order of an op in a traced graph: the op writes to a token, of which each graph has a copy.
 
     If ops wrote the caller's token, the graph would mutate an input. An exported program may not mutate a constant. And
     a partitioner without in-graph mutation takes the token after the backward for an output of the forward.

@@ -51,7 +51,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Returns `x` if it `is_dense`, else a copy that is."""
+    """Returns `x` if `is_dense(x)`, else a contiguous copy with computed values."""
     if x.dtype in _BITS:
         return x.view(torch.uint8).contiguous().view(x.dtype)
     return x.contiguous() if holds_values(x) else x.clone(memory_format=torch.contiguous_format)
@@ -66,7 +66,6 @@ def copy_values(out: Tensor, x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns the bytes of dense `x` as a flat view."""
     flat = x if x.dim() == 1 else x.view(-1)
     if flat.stride(0) != 1:  # with at most one element any stride is contiguous, but a view as bytes needs stride 1
         flat = flat.as_strided((flat.numel(),), (1,))

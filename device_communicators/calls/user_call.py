@@ -52,7 +52,6 @@ _UNKNOWN = 254
 
 
 def method_of(number: int) -> str:
-    """Returns the method with a number in METHODS, or "message" if no method has that number."""
     return _NAMES.get(number, "message")
 
 
@@ -158,7 +157,6 @@ class UserCall(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _text(call: UserCall) -> str:
-    """Returns the text of a call. It is cached, because each call is formatted."""
     sizes = f"sizes {list(call.sizes)}" if call.sizes else ""
     dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
     return _in_words(call.method, call.reduce_op or "", call.dim, call.root, sizes, dtype, call.shape)
@@ -258,7 +256,6 @@ def call_of_arguments(
 
 
 def _shape_compared(operation: str, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Returns the dims of a tensor's shape that must be equal on all ranks."""
     if operation == "all_to_all":
         return shape[1:]
     if operation == "all_gatherv":
@@ -301,7 +298,6 @@ def current(operation: str) -> UserCall:
 
 
 def set_current_call(call: UserCall | None) -> UserCall | None:
-    """Sets the call that this thread is in. Returns the previous one."""
     before, _THREAD.call = _THREAD.call, call
     return before
 
@@ -339,7 +335,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Makes `elapsed_s` of errors in a block count from `began_s` (monotonic), or earlier if a `timed` method runs."""
+    """Makes `elapsed_s` of errors in a block count from `began_s` (monotonic), unless a `timed` method began before."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -348,7 +344,7 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns the monotonic time at which this thread's `timed` method began; 0.0 if none runs."""
+    """Returns when this thread's method with `timed` began, on the monotonic clock; 0.0 if it is in none."""
     return _THREAD.began_s
 
 
@@ -385,5 +381,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """Records that this thread's operation has not sent anything yet."""
+    """Records that this thread's operation has sent nothing yet: a failure doesn't fail the group."""
     _THREAD.has_sent = False

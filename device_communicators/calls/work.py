@@ -36,8 +36,6 @@ class TransferError(RuntimeError):
 
 
 class ContinuedWork:
-    """Work that calls a function once after it is complete."""
-
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
         self._finish: Callable[[], object] | None = finish

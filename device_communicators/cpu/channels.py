@@ -75,7 +75,6 @@ class QueueMemory:
             os.close(descriptor)
 
     def unmap(self) -> None:
-        """Unmaps the queues' memory. Call it when no thread uses a queue."""
         address, self.control_address = self.control_address, 0
         windows, self.windows = self.windows, None
         if address:
@@ -139,7 +138,6 @@ class Channels:
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
-        """Begins a broadcast message and returns its number."""
         self._broadcasts.value += 1
         return self._broadcasts.value
 
@@ -159,11 +157,9 @@ class Channels:
         return address
 
     def message_sender(self, dst: int) -> Sender:
-        """Returns this rank's writing end of the queue of messages to `dst`."""
         return self.sender(dst, MESSAGES)
 
     def message_receiver(self, src: int) -> Receiver:
-        """Returns this rank's reading end of the queue of messages from `src`."""
         return self.receiver(src, MESSAGES)
 
     # The queues.
@@ -215,7 +211,7 @@ class Channels:
         except OSError as error:
             raise self.members.failure(
                 CommunicationError,
-                f"{self.members} finds no {SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
+                f"{self.members} can't allocate {SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
                 f"{error.strerror}; make /dev/shm larger, allow more address space (ulimit -v), or set "
                 "PARALLEL_STATE_SHARED_MEMORY=off",
                 None,

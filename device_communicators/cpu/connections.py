@@ -69,7 +69,7 @@ class Connections:
     ) -> None:
         """`early_bytes`: per rank, how many bytes this rank may send before that rank calls receive.
 
-        `granted_bytes`: how many bytes other ranks may send so. This rank has told them the limit and enforces it.
+        `granted_bytes`: the same limit in the other direction, which this rank enforces.
         """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes

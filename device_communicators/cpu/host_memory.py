@@ -424,7 +424,7 @@ class _Meeting:
             names = f"{settings.HEARTBEAT_S.name} and {settings.HEARTBEAT_LIMIT_S.name}"
             raise ConfigMismatchError(
                 f"{names} must be the same on all ranks of {self.members}, but are {found[0]} on rank 0 and "
-                f"{found[other]} on rank {other} of the group; set them alike on all of them"
+                f"{found[other]} on rank {other} of the group; set them to the same values on all ranks"
             )
 
     def _open_others(self) -> None:

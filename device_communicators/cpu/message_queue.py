@@ -99,8 +99,6 @@ _PACKERS = [struct.Struct(f"{2 * count}Q").pack for count in range(_FEW)]
 
 
 class _End:
-    """A sender or a receiver: one end of a queue."""
-
     side = ""
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting, *me: int) -> None:
@@ -271,7 +269,6 @@ class Sender(_End):
             raise handler_error(operation, str(self.members), "send")
 
     def has_room(self) -> bool:
-        """Returns True if the ring buffer has a free chunk for the next message."""
         readers = len(self._place.ranks) - 1
         written, *read = (
             c_int64.from_address(self._place.control + LINE_BYTES * line).value for line in range(1, 2 + readers)
@@ -327,7 +324,6 @@ class Sender(_End):
         self._writer = self._report[_RESERVED] = 0
 
     def _write_all(self, begun: _Sending | None) -> None:
-        """Sends the unfinished message `begun`, then the waiting ones. A thread runs it."""
         work, error = begun, None
         while True:
             if work is not None:
@@ -442,7 +438,6 @@ class Receiver(_End):
         return self._view[:size_bytes]
 
     def _enlarge(self, size_bytes: int) -> None:
-        """Enlarges the buffer for messages. It is kept, because new pages would cost more each time."""
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
@@ -452,7 +447,6 @@ class Receiver(_End):
         return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error to raise in a signal handler that interrupted its own thread in a receive."""
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:

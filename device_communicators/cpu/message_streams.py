@@ -36,11 +36,9 @@ class MessageStreams:
         self._receivers: dict[int, StreamReceiver] = {}
 
     def message_sender(self, dst: int) -> StreamSender:
-        """Returns the sending end of the connection to `dst`."""
         return self._senders.get(dst) or self._senders.setdefault(dst, StreamSender(self.transfers, dst, self._tag))
 
     def message_receiver(self, src: int) -> StreamReceiver:
-        """Returns the receiving end of the connection from `src`."""
         found = self._receivers.get(src)
         return found or self._receivers.setdefault(src, StreamReceiver(self.transfers, src, self._tag))
 
@@ -54,21 +52,16 @@ class StreamSender:
         self._tag = tag
 
     def isend(self, message: Message) -> Work:
-        """Starts to send a message, and keeps it alive until it is sent."""
         return self._transfers.isend_message(message, self._dst, self._tag)
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Sends a message, and waits until its tensors may be changed."""
         self.isend(message).wait()
 
     def started(self, number: int) -> Work:
-        """Returns the handle of a message that the library has started to send by itself."""
         return self._transfers.started_message(number, self._dst)
 
 
 class _StreamEnd:
-    """A receiver of messages over connections, with the sizes of the last message."""
-
     lock: AbstractContextManager[None] = nullcontext()
 
     def __init__(self) -> None:
@@ -76,7 +69,6 @@ class _StreamEnd:
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Returns the sizes in bytes of the last message's head and of its tensors."""
         _, total_bytes, head_bytes, *_ = self._report
         return head_bytes, total_bytes - head_bytes
 
@@ -109,7 +101,6 @@ class StreamReceiver(_StreamEnd):
         self._transfers.reserve(self._src, calls)
 
     def in_a_handler(self, operation: str) -> UsageError:
-        """Returns the error to raise in a signal handler that interrupted its own thread in a receive."""
         return handler_error(operation, str(self.members), "recv")
 
 
@@ -120,7 +111,6 @@ class ToAllSender:
         self._group, self._past, self._call = group, past, call
 
     def send(self, message: Message, operation: str = "") -> None:
-        """Sends the message, and returns once its tensors may be changed."""
         begin_sending()
         started, (pieces, _, more_heads) = time.monotonic(), message.pieces
         words = self._call.words
@@ -139,7 +129,7 @@ class ToAllReceiver(_StreamEnd):
         self._group, self._src, self._call = group, src, call
 
     def check(self, operation: str = "") -> None:
-        """Does nothing: `receive` raises the group's failure."""
+        """Does nothing, because `receive` raises the group's failure."""
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
         """Receives the message. Returns its object, as `PastPython.receive_value`. Raises as `NativeGroup.call`."""

@@ -252,7 +252,6 @@ def compile_library(
 
 
 def _compile_units(recipe: Recipe, folder: Path, compiler: Sequence[str]) -> list[Path]:
-    """Compiles the sources of a recipe, without its base, into `folder`. Returns the object files."""
     objects = [folder / f"{unit.sources[-1].stem}.o" for unit in recipe.units]
     commands = []
     for unit, made in zip(recipe.units, objects, strict=True):

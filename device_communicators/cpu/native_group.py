@@ -173,7 +173,6 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def fail(self, status: int, user_call: UserCall, started: float) -> NoReturn:
-        """Raises the error for a call that returned `status`, or what a signal handler raised during the call."""
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         raise self.failure(status, user_call.method, time.monotonic() - started)
@@ -225,14 +224,14 @@ class NativeGroup:
             _, _, sent, expected = misfit
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
-                f"{operation} of {members}: global rank {suspect} sends {sent} bytes, more than {expected}. {LOST}; "
-                "send less at once",
+                f"{operation} of {members} failed: global rank {suspect} sends {sent} bytes, but at most {expected} "
+                f"are possible. {LOST}; send less at once",
             )  # fmt: skip
         if status == _FAILED:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
-                f"an earlier call of {members} refused a message of global rank {suspect}. {LOST}; destroy it and "
-                "initialise again",
+                f"an earlier call of {members} received an invalid message from global rank {suspect}. {LOST}; destroy "
+                "it and initialise again",
             )  # fmt: skip
         if status == _INTERRUPTED:
             return _failure(
@@ -327,11 +326,9 @@ class NativeGroup:
         return {name: (words[2 * i], words[2 * i + 1]) for i, name in enumerate(_COUNTED) if words[2 * i]}
 
     def next_operation(self, key: str) -> int:
-        """Returns the next number of the group's operations, for one that goes through Python."""
         return int(self.library.ps_served_next(key.encode()))
 
     def operations(self, key: str) -> list[Operation]:
-        """Returns records of the last operations that bypassed Python."""
         count = self.library.ps_served_records()
         words = (ctypes.c_int64 * (14 * count))()
         self.library.ps_served_recorded(key.encode(), words)
@@ -353,7 +350,6 @@ class NativeGroup:
         return found
 
     def has_transfers(self, key: str) -> bool:
-        """Returns True if a thread is in a send or receive that bypasses Python."""
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
@@ -421,7 +417,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
     """Returns the error for the death of a rank outside the group on which it depends. The route adds the rank."""
-    why = "a rank outside the group, but in its failure domain, has ended"
+    why = "a rank outside this group has ended, and its death fails this group too (see failure_domain)"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 
 
@@ -452,7 +448,7 @@ def wait_failure(
     if status == QueueStatus.PEER_DIED:
         return peer_died(members, operation, suspect, elapsed_s, "has ended, or has destroyed its group")
     text = (
-        f"{operation} of {members}: what global rank {suspect} wrote is not the next part of a message. {LOST}; every "
-        "rank must run the same version of parallel_state"
+        f"{operation} of {members} failed: global rank {suspect} wrote something that isn't the next part of a "
+        f"message. {LOST}; every rank must run the same version of parallel_state"
     )
     return members.failure(MessageDecodeError, text, operation, suspect_ranks=(suspect,))

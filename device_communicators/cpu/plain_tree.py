@@ -110,8 +110,6 @@ _WHOLE: _Cut = (0, 0, None)
 
 
 class _FormWords(ctypes.Structure):
-    """The C++ struct `Form` of csrc/pack.h."""
-
     _fields_ = (
         ("keys", _Type),
         ("layout", ctypes.POINTER(ctypes.c_int64)),
@@ -180,7 +178,7 @@ class PastPython:
 
 
 class PlainObjects:
-    """Encodes objects in C++, holding the GIL."""
+    """Encodes objects in C++. Its calls hold the GIL, unlike ctypes' usual ones."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
@@ -210,7 +208,6 @@ class PlainObjects:
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
 
     def packed(self) -> Packed:
-        """Returns the message that this thread encoded last."""
         try:
             return self._copied(*self.pieces())
         finally:
@@ -228,7 +225,6 @@ class PlainObjects:
         return Packed(ctypes.string_at(*start), more, tensors, written[len(written) - len(tensors) :])
 
     def free(self) -> None:
-        """Frees the message that this thread encoded last."""
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:

@@ -78,7 +78,6 @@ class Segment:
         return os.fstat(self.descriptor).st_size
 
     def resize(self, size_bytes: int) -> None:
-        """Sets the file's length. Its memory is allocated by `allocate`."""
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:

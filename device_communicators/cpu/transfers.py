@@ -99,12 +99,12 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
         return members.destroyed()
     if status == QueueStatus.INTERRUPTED:
         text = (
-            f"a transfer of {members} was interrupted by a signal, so that this rank may have left a message half "
-            f"read or written. {LOST}; destroy it and make it anew"
+            f"a transfer of {members} was interrupted by a signal, so this rank may have read or written only half of "
+            f"a message. {LOST}; destroy it and initialise again"
         )
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == _NO_MEMORY:
-        text = f"{operation} of {members} finds no memory for a message: {_what_is_short(needs_bytes)}. {LOST}"
+        text = f"{operation} of {members} failed for lack of memory: {_what_is_short(needs_bytes)}. {LOST}"
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == QueueStatus.TIMED_OUT and failed.peer < 0:
         text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
@@ -136,8 +136,6 @@ def _what_is_short(needs_bytes: int) -> str:
 
 
 class _Functions:
-    """The C++ functions that each transfer calls (csrc/transfers_api.cpp)."""
-
     def __init__(self, library: NativeLibrary) -> None:
         self.start = library.method("ps_transfers_starting")
         self.run = library.method("ps_transfers_running")
@@ -203,7 +201,6 @@ class Transfers:
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
-        """Receives into a contiguous CPU tensor, and waits until it is filled. Raises as `irecv_`."""
         self._run(0, out, src, tag)
 
     def _check(self, sends: int, tag: int) -> None:
@@ -232,14 +229,12 @@ class Transfers:
     # Messages, which connections carry.
 
     def isend_message(self, message: Message, dst: int, tag: int) -> Work:
-        """Starts to send a message, and keeps it alive until it is sent."""
         self._refuse_inside(1, dst)
         pieces, _, more_heads = message.pieces
         number = self._functions.send_message(self.address, dst, tag, message.head, pieces or b"", more_heads, message)
         return self._work(number, 1, dst)
 
     def started_message(self, number: int, dst: int) -> Work:
-        """Returns the handle of a message to `dst` that C++ has started to send as transfer `number`."""
         return _Transfer(self, number, 1, dst)
 
     def receive_message(
@@ -320,7 +315,6 @@ class Transfers:
         raise self._failed()
 
     def _failed(self) -> Failure:
-        """Returns the error of the first failed transfer. It makes all other transfers fail."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             self._library.ps_transfers_failure(self.address, words)
@@ -328,7 +322,6 @@ class Transfers:
         return self._failure
 
     def failure_text(self) -> str:
-        """Returns the system's text for a broken connection; "" if none broke."""
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
@@ -336,11 +329,9 @@ class Transfers:
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
-        """Returns True in a signal handler that interrupted this thread's receive from `peer`."""
         return bool(self._library.ps_transfers_is_inside(self.address, peer, 0))
 
     def waiting_sends(self, dst: int) -> int:
-        """Returns the number of started sends that wait for an earlier send to the same rank."""
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
@@ -357,8 +348,6 @@ class Transfers:
 
 
 class _Transfer:
-    """A started send or receive. It has the methods of torch's Work."""
-
     def __init__(self, transfers: Transfers, number: int, sends: int, peer: int) -> None:
         self._transfers = transfers
         self._number = number

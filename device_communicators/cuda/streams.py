@@ -97,7 +97,6 @@ class CudaStreams:
         self._raw = current_raw_stream()
 
     def current(self) -> int:
-        """Returns the CUDA handle of the current stream."""
         return self._raw(self._index)
 
     def wait_for(self, stream: int, earlier: int) -> None:
@@ -113,7 +112,6 @@ class CudaStreams:
         torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
-        """Returns True if the current stream is being captured into a CUDA graph."""
         with self.guard():  # torch checks the current device's stream
             return torch.cuda.is_current_stream_capturing()
 

@@ -207,7 +207,6 @@ class Watcher:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Returns the PIDs of the other ranks of this host, by global rank."""
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
@@ -431,7 +430,9 @@ class Watcher:
             if verdict is None and gloo is not None:
                 return over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
             if verdict is None:
-                raise ControlError(f"there is no control plane: {self._problem}")
+                raise ControlError(
+                    f"{operation} needs the control plane, but there is no control plane: {self._problem}"
+                )
             if verdict.kind != "agreed":
                 raise UnmetError(verdict)
             return verdict.values
@@ -473,7 +474,6 @@ class Watcher:
         return CommunicationError, f"{plain(error)}. See the log of the first rank that failed", []
 
     def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
-        """Returns the cause and the suspected ranks if an exchange failed although no rank died."""
         others = [rank for rank in verdict.ranks if rank != self._rank]
         named = f"ranks {format_ranks(others)}"
         if verdict.kind == "ended" and others:
@@ -501,7 +501,6 @@ class Watcher:
         self._pids = dict(pids)
 
     def left(self, ranks: Iterable[int]) -> list[int]:
-        """Returns those of these global ranks that left the world on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
@@ -556,7 +555,6 @@ class Watcher:
         return [death for death in list(self._deaths.values()) if death.rank in wanted]
 
     def deaths(self) -> list[Death]:
-        """Returns the certain deaths of the world, sorted by rank."""
         return [death for _, death in sorted(self._deaths.items()) if death.certain]
 
     def await_death_of(

@@ -48,7 +48,6 @@ def frames_of(thread: int | None) -> list[Frame]:
 
 
 def own_frames() -> list[Frame]:
-    """Returns the frames of the calling thread, the innermost first."""
     return _frames(sys._getframe(1))
 
 

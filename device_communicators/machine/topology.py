@@ -32,7 +32,7 @@ P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 
 @dataclass(frozen=True)
 class Link:
-    """An active NVLink of a GPU."""
+    """One NVLink of a GPU that is up."""
 
     number: int
     kind: str
@@ -169,8 +169,6 @@ def _read(reader: Reader) -> Topology:
 
 
 class _Facts:
-    """Asks a reader for facts, and collects in `unknown` why answers are missing."""
-
     def __init__(self, reader: Reader) -> None:
         self.unknown: dict[str, str] = {}
         self._reader = reader

@@ -61,7 +61,6 @@ class _StreamCalls:
             self._pending[at] = call
 
     def oldest(self) -> PendingCall | None:
-        """Returns the oldest pending call, or None if all are done."""
         with self._lock:
             for _ in self._markers:
                 call = self._pending[self._oldest]
@@ -103,7 +102,7 @@ class Watch:
         self._thread.start()
 
     def begin(self, operation: str) -> None:
-        """Starts the deadline of this thread's call into NCCL."""
+        """Starts the deadline for the call into NCCL that this thread makes next."""
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
@@ -136,7 +135,6 @@ class Watch:
         return self.failure is None
 
     def close(self) -> None:
-        """Ends the thread. May be called twice."""
         self._closed = True
         # The group's methods would keep the group and its process groups alive until a garbage collection.
         self._find_failure, self._abort = (lambda operation, since: None), (lambda: None)

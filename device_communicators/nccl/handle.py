@@ -58,8 +58,6 @@ _END_S = 1.0
 
 
 class Deadline:
-    """The limit of a wait: the group's timeout, or earlier the exit of one of its ranks."""
-
     def __init__(self, context: GroupContext, operation: str) -> None:
         self.context = context
         self.operation = operation
@@ -121,7 +119,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in a `split` without getting a communicator."""
+        """Takes part in a `split` of other ranks, without getting a communicator."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:
@@ -328,7 +326,6 @@ class SetUpRecord(ctypes.Structure):
 
 
 def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> SetUpRecord:
-    """Returns this rank's `SetUpRecord`. With `makes_id` it has a unique id, for which NCCL opens a socket here."""
     unique_id = UniqueId()
     if makes_id:
         result = library.ncclGetUniqueId(ctypes.byref(unique_id))

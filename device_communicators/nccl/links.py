@@ -36,7 +36,6 @@ class Link:
     """Two communicators with one other rank: `send` for sends to it, `recv` for receives from it."""
 
     def __init__(self, library: NcclLibrary, streams: CudaStreams, rank: int) -> None:
-        """`rank`: this rank in the communicators, 0 or 1."""
         self.handles: dict[str, Handle] = {}
         self.failure: BaseException | None = None
         self._functions = {"send": library.ncclSend, "recv": library.ncclRecv}
@@ -106,8 +105,6 @@ class Link:
 
 
 class _Started:
-    """A started transfer. It may be queued until the communicator for it is made."""
-
     def __init__(self, link: Link, put: Callable[[], Work]) -> None:
         self._link = link
         self._put = put

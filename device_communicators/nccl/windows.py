@@ -46,7 +46,7 @@ _RECORD = struct.Struct(f"<QQQ{MOST_BLOCKS // 8}s")
 
 
 class Block(NamedTuple):
-    """A range of bytes of a window."""
+    """A range of bytes of a window that one tensor of `group.empty` can use."""
 
     window: int
     begin: int
@@ -120,7 +120,7 @@ class Lease:
 
 
 class Windows:
-    """The registered memory of one communicator."""
+    """The memory that one communicator has registered with NCCL, and the tensors in it."""
 
     def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
         self.problem: str | None = None
@@ -188,7 +188,7 @@ class Windows:
             self._free.add(self._returned.popleft())
 
     def _exchange(self, size_bytes: int) -> int | None:
-        """Frees blocks that all ranks released. Returns the lowest limit of all ranks, or None for ordinary memory."""
+        """Exchanges with all ranks which blocks are free. Returns their lowest limit; None for ordinary memory."""
         mine = sum(1 << number for number in self._free).to_bytes(MOST_BLOCKS // 8, "little")
         own = _RECORD.pack(size_bytes, self._limit_bytes, self._ledger.digest, mine)
         records = self._context.gather(own + self._own_problem().encode(), "empty")
@@ -260,7 +260,6 @@ class Windows:
         self._warned = True
 
     def _order(self, used_streams: list[int], is_new: bool) -> None:
-        """Makes the current stream wait for the earlier uses of reused memory."""
         current = self._streams.current()
         if not is_new:
             for stream in {*used_streams, *self._allocated_on} - {current}:
@@ -297,7 +296,7 @@ class Windows:
     def close(self, deregistered: bool) -> None:
         """Frees unused windows. Windows with live tensors are freed when a later group closes or needs a window.
 
-        Unless `deregistered`, aborted kernels may still use the memory, so it is never freed. Twice is fine.
+        Unless `deregistered`, aborted kernels may still use the memory, so it is never freed. May be called twice.
         """
         self.problem = self.problem or "the group was closed"
         is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group

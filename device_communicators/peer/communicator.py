@@ -3,8 +3,6 @@
 All kernels sum in float32, in rank order, and round once. So all ranks get the same bits, and an element's sum doesn't
 depend on the kernel, the size or its position in the tensor. Tensors above the thresholds and unsupported calls are
 refused; the route uses its next communicator for them.
-
-`peer.group` has set-up, failures and launches; `peer.thresholds` has admission and thresholds.
 """
 
 from __future__ import annotations

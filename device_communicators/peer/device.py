@@ -30,7 +30,6 @@ def versions() -> dict[str, str]:
 
 
 def arch_of(device: torch.device) -> str:
-    """Returns the compute capability of a GPU, such as `9.0`."""
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 

@@ -107,7 +107,6 @@ class KernelReport:
 
 
 def read_report(word: int) -> KernelReport | None:
-    """Decodes a report word; returns None for 0."""
     if word == 0:
         return None
     operation = word >> 40 & 0xFF
@@ -161,7 +160,6 @@ def source_files() -> tuple[Path, ...]:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Returns NVRTC's version. Raises KernelError."""
     _, nvrtc = _packages()
     try:
         error, major, minor = nvrtc.nvrtcVersion()
@@ -274,8 +272,6 @@ _REGISTERS = 4  # CUfunction_attribute
 
 
 class LaunchConfig(ctypes.Structure):
-    """The C struct CUlaunchConfig."""
-
     _fields_: ClassVar = [
         *((name, c_uint) for name in (
             "blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z", "shared_bytes")),
@@ -368,7 +364,7 @@ class PeerKernels:
 
 
 class _Driver:
-    """The functions of libcuda. Each failure raises KernelError."""
+    """Functions of the CUDA driver, libcuda. Each raises KernelError if it fails."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)

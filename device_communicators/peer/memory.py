@@ -158,13 +158,12 @@ def _index(device: torch.device) -> int:
 
 
 def _zero(tensor: torch.Tensor) -> None:
-    """Zeroes memory and waits for the device, before peers can map it."""
     tensor.zero_()
     torch.cuda.synchronize(tensor.device)
 
 
 class PeerMemory:
-    """The regions of a group. `addresses[r]` is the address of rank r's region in this process."""
+    """One region of memory per rank. `addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
@@ -177,7 +176,7 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """Releases all regions. This rank's work with them must be finished. Twice is fine."""
+        """Releases all regions. This rank's work with them must be finished. May be called twice."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
@@ -197,7 +196,7 @@ def hold(what: object) -> None:
 
 
 def release(what: object) -> None:
-    """Ends a `hold`."""
+    """Lets an object given to `hold` be freed."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 
@@ -262,7 +261,6 @@ def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) 
 
 
 def _one_line(error: Exception) -> str:
-    """Returns the first non-empty line of the error, at most 300 characters."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     with contextlib.suppress(AttributeError):
         text = text or type(error).__qualname__

@@ -35,7 +35,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a measurement."""
+    """The conditions under which thresholds were measured: GPU, number of ranks, kind of link, versions."""
 
     arch: str
     """CUDA's compute capability, as `9.0`."""
@@ -82,11 +82,10 @@ class Thresholds(Conditions):
     """True if NCCL communicators of our own were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
-        """Returns the algorithm for an all_reduce, or None if the message is too large for all."""
+        """Returns the algorithm for an all_reduce of this size, or None if it is too large for all of them."""
         return next((name for name in ALGORITHMS if size_bytes <= getattr(self, name)), None)
 
     def most(self) -> int:
-        """Returns the largest size of an all_reduce."""
         return max(getattr(self, name) for name in ALGORITHMS)
 
     def __str__(self) -> str:
@@ -96,7 +95,7 @@ class Thresholds(Conditions):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file."""
+    """The thresholds in one file, a row per kind of GPU and number of ranks."""
 
     rows: tuple[Thresholds, ...]
     path: Path
@@ -169,7 +168,7 @@ def user_path() -> Path:
 
 
 def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
-    """Writes a table that `load` reads."""
+    """Writes rows of thresholds to a file, for `load`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(_File(1, tuple(rows), origin))) + b"\n")
 
 
@@ -199,7 +198,7 @@ def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> 
 
 
 def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
-    """Returns the row that was measured and tested under these conditions, or None."""
+    """Returns the row that `tune` measured and tested under these conditions, or None."""
     wanted = asdict(conditions).items()
     for row in rows:
         if _counts(row) and all(getattr(row, name) == value for name, value in wanted):
@@ -212,15 +211,15 @@ def _counts(row: Thresholds) -> bool:
 
 
 def auto_refusal(conditions: Conditions | None, setting: str) -> str:
-    """Returns the reason why `auto` is off."""
+    """Returns the reason why a setting `auto` means off: no row was measured under these conditions."""
     where = "this machine" if conditions is None else str(conditions)
     return f"{setting} is auto, and no measured row covers {where}: {HOW}"
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why `auto` is off, or None if that needs data of all ranks (`agreed_row`). Local: no other rank calls it.
+    """Returns the reason why a setting `auto` means off; None if that depends on other ranks (see `agreed_row`).
 
-    Doesn't call the driver unless a measured row has this number of ranks.
+    Other ranks needn't call it. Doesn't call the driver unless a measured row has this number of ranks.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
@@ -255,7 +254,7 @@ def _difference(facts: Sequence[dict[str, Any]]) -> str | None:
 
 @functools.cache
 def warn_once(setting: str) -> None:
-    """Warns that `tune` may enable faster kernels."""
+    """Logs once that `python -m parallel_state tune` may enable faster kernels."""
     logger.warning(
         "this machine's GPUs use torch's NCCL, because no measured row covers them: %s (%s=off disables this warning)",
         HOW, setting,
@@ -264,7 +263,7 @@ def warn_once(setting: str) -> None:
 
 @dataclass(frozen=True)
 class Admission:
-    """The decision on which all ranks agreed."""
+    """What all ranks agreed on: size limits, an algorithm if a setting fixes it, and how their GPUs are connected."""
 
     thresholds: Thresholds
     pinned: str | None
@@ -307,7 +306,7 @@ def agree(
 
 
 def _facts(device: PeerDevice, tables: list[Table], is_auto: bool) -> dict[str, Any]:
-    """Returns values that must be equal on all ranks. Keys are names for reports of differences."""
+    """Returns the facts that must be equal on all ranks, by the names that errors use."""
     tables.append(load())
     return {
         "GPU architecture": device.arch(),

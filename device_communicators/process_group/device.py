@@ -17,7 +17,7 @@ from device_communicators.routing.communicator import GroupContext, Request, cal
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):
-    """Supports every tensor that is not on the CPU."""
+    """Runs calls on GPU tensors, and of any device but the CPU, over the group's torch process group."""
 
     name = "device_group"
     carries_the_device = True
@@ -48,7 +48,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """Calls torch's FakeProcessGroup, whose works are complete at once."""
+    """Runs calls over torch's `fake` backend, in which they are complete at once and change nothing."""
 
     name = "fake"
 

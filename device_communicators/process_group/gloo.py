@@ -31,7 +31,7 @@ _TURNS: dict[str, threading.Lock] = {}
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Supports every CPU tensor. A started collective is complete when the start returns."""
+    """Runs calls on CPU tensors over gloo. A started collective is complete when the start returns."""
 
     name = "process_group"
     tells_sending = True
@@ -103,7 +103,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Reduces this rank's slice of `flat` in rank order. `lengths`: those of the slices."""
+        """Reduces this rank's slice of `flat` in rank order. `lengths`: lengths of all ranks' slices."""
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))
         self.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class PlainProcessGroup(Communicator):
-    """The group's pair of torch process groups."""
+    """Runs calls over the group's two torch process groups: one for its device, one for the CPU."""
 
     def refusal(self, request: Request) -> str | None:
         if request.operation in REDUCING and request.dtype is not None:
@@ -153,7 +153,7 @@ class PlainProcessGroup(Communicator):
 
 
 def _options(kind: Callable[[], T], is_async: bool = False, **values: Any) -> T:
-    """Returns torch's options of a collective. `is_async`: the caller waits for its work later."""
+    """Returns options of a torch collective. `is_async`: True if the caller waits for it later."""
     options = kind()
     for name, value in {"asyncOp": is_async, **values}.items():
         setattr(options, name, value)

@@ -139,7 +139,6 @@ class GroupContext(GroupMember):
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
-        """Returns the deaths that make the group fail, in the order of their detection."""
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
@@ -239,7 +238,7 @@ class Communicator(ABC):
 
         Every rank of the group calls it. Returns None on all ranks if they must use ordinary memory.
         """
-        raise UnsupportedError(f"{self.context}: {self.name} has no memory for tensors")
+        raise UnsupportedError(f"{self.name} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
         """Returns a context for a blocking collective, which raises UsageError if another thread's conflicts."""
@@ -416,7 +415,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
+        """Waits until every rank of the group has called it."""
 
 
 def new_gathered(x: Tensor, dim: int, size: int) -> Tensor:
@@ -539,7 +538,7 @@ def _contiguous(x: Tensor) -> Iterator[Tensor]:
 
 def _lacking(operation: str) -> Any:
     def raise_lack(self: Communicator, *_: object) -> NoReturn:
-        raise UnsupportedError(f"{self.context}: {self.name} has no {operation}")
+        raise UnsupportedError(f"{self.name} doesn't support {operation} on {self.context}")
 
     return raise_lack
 

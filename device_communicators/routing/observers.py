@@ -26,7 +26,7 @@ logger = logging.getLogger("parallel_state")
 
 @dataclass(frozen=True)
 class OperationEvent:
-    """A completed operation of a group on this rank."""
+    """What a hook of `on_operation` receives: a completed operation of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class OperationEvent:
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """The first failure of a group on this rank."""
+    """What a hook of `on_failure` receives: the first failure of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]
@@ -133,6 +133,5 @@ def measure(on: bool) -> None:
 
 
 def switch_native_meter(context: GroupContext) -> None:
-    """Switches the meter of the C++ library on or off, as that of Python is. One switch serves all groups."""
     if context.collectives is not None:
         context.collectives.library.ps_measure_calls(int(METERS.is_on))

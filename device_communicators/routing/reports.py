@@ -140,7 +140,7 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns an error that names the ranks which, by the reports, are missing, ahead or mismatched; else `failure`.
+    """Returns an error that names the ranks that the reports show as missing, ahead or mismatched; else `failure`.
 
     `reports`: by rank in the group. `missing`: global ranks without a report.
     """

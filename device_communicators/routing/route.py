@@ -81,8 +81,6 @@ _Kind = tuple[str, torch.dtype | None, str, str | None]
 
 @dataclass
 class Traffic:
-    """Number of calls of one operation, and the bytes of this rank's tensors in them."""
-
     calls: int = 0
     bytes: int = 0
 
@@ -96,7 +94,6 @@ class _CallScope:
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
 
     def __init__(self, route: Route, call: UserCall, has_steps: bool = False) -> None:
-        """`has_steps`: True if this thread makes collectives in the block."""
         self._route = route
         self._call = call
         self._has_steps = has_steps
@@ -553,13 +550,11 @@ class Route:
         return failure
 
     def _add_calls(self, failure: CommunicationError, record: Operation | None) -> None:
-        """Adds what other ranks are doing to an error, unless a death explains it."""
         if not isinstance(failure, PeerDiedError) and self.first_failure is None and not self.context.deaths():
             add_calls(self.context, record, failure)
 
     @property
     def has_failed(self) -> bool:
-        """Returns True if the group is unusable: an operation failed, or a rank on which the group depends died."""
         return bool(self.context.deaths()) or self.first_failure is not None
 
     @property
@@ -596,7 +591,6 @@ class Route:
             communicator.set_up(divisible=divisible)
 
     def divide(self, part: Route | None, color: int) -> None:
-        """Calls `Communicator.divide` of each communicator with `part`'s communicator of the same name."""
         parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
             communicator.divide(parts.get(communicator.name), color)

@@ -24,8 +24,6 @@ WAITED_FOR = "a started operation must be waited for on the host; start it and w
 
 
 class Starter(Protocol):
-    """The methods of `Route` that its handles use."""
-
     context: GroupContext
     is_parents: bool
 

@@ -81,7 +81,6 @@ class Status:
     """Answers other ranks that ask what this rank is doing, and stores the reports that they send."""
 
     def __init__(self, watcher: Watcher, rank: int) -> None:
-        """`rank`: global rank of this process."""
         self._watcher = watcher
         self.rank = rank
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
@@ -113,7 +112,6 @@ class Status:
     # This rank's state.
 
     def keep(self, failed: State, timeout_s: float) -> None:
-        """Stores the state in which this rank's wait failed, for peers that fail later in the same group."""
         with self._changed:
             self._of(failed.key).states[self.rank] = failed
         self._failed, self._failed_at_s = failed, time.monotonic()
@@ -283,7 +281,6 @@ class Status:
             return {rank: reports[rank] for rank in ranks if rank in reports}
 
     def publish(self, key: str, ranks: Sequence[int], own: Report) -> None:
-        """Sends this rank's report on the group with that `key` to `ranks`, without waiting for replies."""
         with self._changed:
             self._of(key).reports[self.rank] = own
         self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S, lambda replies: None)

@@ -33,7 +33,6 @@ class Watched:
     """A collective in progress on a CPU group. Its wait ends when a rank on which the group depends dies."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
-        """`timeout_s`: by default that of the group."""
         self._work = work
         self._context = context
         self._operation = operation

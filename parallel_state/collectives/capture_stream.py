@@ -21,7 +21,7 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Makes a new stream current in the block. It waits for the previous stream, which waits for it afterwards.
+    """Makes a new stream current in the block. It starts after the previous stream's work, which continues after it.
 
     After an exception there is no wait: a broken capture makes waiting fail, which would hide the exception.
     """

@@ -33,9 +33,7 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns `condition`.
-
-    If its value is unknown while code is compiled, returns True, and the code checks it when it runs.
+    """Returns the value of `condition`. If that is unknown during compilation, returns True: compiled code checks it.
 
     `condition` compares sizes. A size that comes from a tensor's values is symbolic while the code is compiled, and a
     branch on it would be an error there. The compiled code raises torch's RuntimeError.

@@ -39,8 +39,6 @@ _OBJECTS = {
 
 
 class _Facts(ctypes.Structure):
-    """The C struct `Facts` of csrc/direct.cpp: what the library must know of Python and torch."""
-
     _fields_ = (
         ("type_at", ctypes.c_ssize_t),
         ("tensor_at", ctypes.c_ssize_t),

@@ -77,7 +77,7 @@ def _name(op: Any) -> str:
 
 
 def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
-    """Returns an op's kernel under `torch.vmap`, after its dispatch key; None if the op needs none."""
+    """Returns the dispatch key of `torch.vmap` and an op's kernel for it; None if the op needs no such kernel."""
     name = _name(op)
     if name in _UNMAPPED:
         return None

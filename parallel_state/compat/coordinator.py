@@ -16,13 +16,13 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """One of our groups with an engine's method names. The view and the group share one `__dict__`."""
+    """A group of this library with an engine's method names. The view and the group share one `__dict__`."""
 
     _made: GroupCoordinator
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the engine's view of a group, always the same object. `facts` are passed to the class's `_show`."""
+        """Returns the engine's view of a group, always the same object. The class's `_show` receives `facts`."""
         # The view refers to the group. Kept in a table, it would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

@@ -47,7 +47,7 @@ class CoordinatorImpl:
         return self._coordinator().all_gather(x, 0) if x.is_cpu else self._fallback.all_gather(x)
 
     def close(self) -> None:
-        """Destroys the group. mini-sglang still owns torch's default group. Every rank calls it; twice is fine."""
+        """Destroys the group, but not torch's default group. Every rank calls it; repeated calls do nothing."""
         if self._group is not None:
             self._group.destroy()
 
@@ -63,7 +63,7 @@ def implementation() -> Any:
 def install() -> None:
     """Appends this communicator to `DistributedCommunicator.plugins`, whose last entry mini-sglang uses. Logs it.
 
-    Twice is fine. `destroy_distributed()` removes the communicator; call `install()` again after it. Raises
+    May be called twice. `destroy_distributed()` removes the communicator; call `install()` again after it. Raises
     UnsupportedError if CUDA is available: mini-sglang's tensors are then on the GPU, and NCCL carries them.
     """
     if torch.cuda.is_available():

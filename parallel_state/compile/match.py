@@ -324,7 +324,6 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compares shapes or strides, including symbolic ones, without adding a guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as the compiler does
 
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))

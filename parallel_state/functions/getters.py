@@ -48,7 +48,6 @@ _LONG = {
 
 
 def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yields the name, signature and function of each getter of a row."""
     group_name, kind = axis.name, f"{axis.long_name.replace('_', '-')} group"
     first = "" if axis.always_made else " The first call may create the group: every rank of it must make that call."
     for stem, facts in ((axis.name, ("group", *_FACTS)), (axis.long_name, _LONG.get(axis.name, ()))):

@@ -162,8 +162,6 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
 
 
 class _PlainGroup(TensorCalls):
-    """What `all_to_all` needs of a coordinator, for a ProcessGroup of the caller."""
-
     def __init__(self, group: Any) -> None:
         self._group, self._destroyed = group, False
         self._key = self._ranked_key = ""  # no registered group has this key

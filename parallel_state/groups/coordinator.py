@@ -579,7 +579,7 @@ def create_group(
 def _set_timeouts(owned: tuple[Acquired, LazyProcessGroup], at_creation_s: float, timeout_s: float) -> None:
     """Sets the timeout of a coordinator's process groups.
 
-    gloo's stays at least that of the creation: groups of the same ranks share it, and waits have their own deadlines.
+    That of gloo isn't set below the one at creation: groups of the same ranks share it, and waits have own deadlines.
     """
     device, cpu_group = owned
     gloo = cpu_group() if cpu_group.made else None

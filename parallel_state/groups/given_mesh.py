@@ -1,4 +1,4 @@
-"""Derives a layout from the caller's DeviceMesh, and checks that each group's ranks match the rank's coordinates."""
+"""Derives a layout from a DeviceMesh that the caller made, and checks that its groups match the layout's."""
 
 from __future__ import annotations
 

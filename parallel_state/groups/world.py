@@ -69,7 +69,7 @@ _START_DESCRIPTORS = 20
 
 @dataclass(frozen=True)
 class JoinedWorld:
-    """A world that this process has joined, before the library creates any group in it."""
+    """The facts of a world that this process has joined: its ranks, device and store. No group exists in it yet."""
 
     place: ProcessEnvironment
     device: torch.device

@@ -22,7 +22,6 @@ class _CallablePackage(ModuleType):
     __call__ = staticmethod(launch)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the package by its name, for `Process(target=parallel_state.launch)`."""
         return importlib.import_module, (__name__,)
 
 

@@ -136,7 +136,6 @@ class Ranks:
             self.release()
 
     def start(self) -> None:
-        """Starts the processes. Raises LaunchError if one can't be started."""
         try:
             self._check_descriptors()
             if self._start_method == "forkserver":
@@ -185,7 +184,6 @@ class Ranks:
                 self._deadline = min(self._deadline, now + (_INTERRUPT_S if interrupted else _SETTLE_S))
 
     def running(self) -> list[Rank]:
-        """Returns the ranks whose exit `wait` has not detected."""
         return [rank for rank in self.ranks if rank.ended is None]
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
@@ -214,7 +212,7 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes all files, also the pipe by whose end the kernel kills ranks that still run (see `worker`)."""
+        """Closes all pipes and files. Closing the pipe `leash` makes the kernel kill ranks that still run."""
         if not self._all_started:  # after a failed start only the kernel knows the processes: kill them by the leash
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end
@@ -280,7 +278,7 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _start(process: Any) -> None:
-    """Starts a process. If the fork server turns out to be killed, starts a new one and retries."""
+    """Starts a process. If the fork server was killed, starts a new one and tries again."""
     while True:
         server = getattr(forkserver._forkserver, "_forkserver_pid", None)
         try:

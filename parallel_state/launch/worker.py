@@ -44,7 +44,7 @@ REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
 
 
 class Inherited:
-    """A file descriptor that is passed to a worker process."""
+    """A file descriptor that multiprocessing passes to a worker process."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -71,7 +71,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """The first record of a worker's file. With kind "result", the result follows as the second record."""
+    """The first record of the file that a worker writes; a report of kind "result" is followed by the result."""
 
     kind: Literal["running", "result", "error", "interrupted"]
     time: float = 0.0  # monotonic, which is one clock for all processes of a host
@@ -127,7 +127,7 @@ def _write_result(fd: int, rank: str, result: object) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """The user's function, its arguments, and the launch's options, as a worker receives them."""
+    """The user's function and arguments, and the launch's options, as sent to a worker process."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -183,7 +183,7 @@ class Call:
 
 
 def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
-    """Runs the only rank in this process, and restores the environment afterwards."""
+    """Runs the only rank of a launch in this process, and restores the environment afterwards."""
     before = dict(os.environ)
     os.environ.update(environ)
     _take_secret(secret)
@@ -204,7 +204,7 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
 
 
 def work(start: Start) -> None:
-    """Runs in a worker process: sets it up, runs the call and writes the report."""
+    """The main function of a worker process: sets it up, runs the call and writes the report."""
     _die_with_launcher(start.leash.fd, start.name)
     records, stacks, environ = start.records.fd, start.stacks.fd, start.environ
     _write(records, Report("running"))
@@ -239,7 +239,7 @@ def _log_as_rank(config: LaunchConfig, rank: str) -> None:
 
 
 def _take_secret(secret: bytes) -> None:
-    """Registers the job's store for this process, also for torch's own env://."""
+    """Makes stores that this process connects to, also by torch's env://, use the job's secret."""
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -269,7 +269,7 @@ def _die_with_launcher(leash: int, name: str) -> None:
 
 
 def _end_with(leash: int) -> None:
-    """Kills this process when the launcher's end of the leash closes. Runs in a thread on systems other than Linux."""
+    """Kills this process when the launcher's end of the pipe `leash` closes: a thread, on systems that aren't Linux."""
     poll = select.poll()
     poll.register(leash, select.POLLIN)
     poll.poll()

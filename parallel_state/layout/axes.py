@@ -100,7 +100,7 @@ BY_PARAMETER = {axis.size_parameter: axis for axis in AXES if axis.size_paramete
 
 @dataclass(frozen=True)
 class Preset:
-    """A named order of axes."""
+    """An order of axes that has a name, such as `megatron`."""
 
     order: str
     """Fastest first; `dp` stands for `dp_shard-dp_replicate`."""

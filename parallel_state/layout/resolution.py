@@ -263,9 +263,9 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Places the axis dcp.
+    """Finds the axes of dcp (decode context parallelism): a grid with the axis, or those it spans.
 
-    Returns a grid that contains it, or the axes that it spans; and its text in the layout's title.
+    Also returns a title.
 
     As in vLLM, dcp spans pcp first, then tp. Without pcp it is any divisor of tp and consists of neighbouring tp ranks.
     With pcp it spans pcp, or pcp and tp.

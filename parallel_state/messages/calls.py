@@ -292,7 +292,6 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None = None,
         spec: TensorDictSpec | None = None,
     ) -> None:
-        """Checks the types of the options of a tensor dict."""
         if spec is not None and not isinstance(spec, TensorDictSpec):
             raise InvalidArgumentError(
                 f"spec of {operation} on {self.context} must be a TensorDictSpec, but is a {type(spec).__name__}"

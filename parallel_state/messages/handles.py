@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # loaded when a group is made
 
 
 class HandleOwner(Protocol):
-    """The methods of a group's messenger that its handles call."""
-
     route: Route
     medium: Medium
 
@@ -55,7 +53,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True once no transfer reads the tensors."""
+        """Returns True once the tensors are no longer read, because the send is complete or has failed."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -157,7 +155,7 @@ class NoReceive(ReceiveHandle):
     """The handle of a dict that isn't received, in a group of one rank: `wait()` returns None."""
 
     def __init__(self) -> None:
-        """Doesn't register the handle among the group's receives."""
+        """Creates the handle without a receive."""
 
     def is_completed(self) -> bool:
         return True

@@ -341,7 +341,6 @@ class LibraryMedium(RouteMedium):
     def _note_sent(
         self, outgoing: Outgoing, name: str, dst: int, started_s: float, call: UserCall | None = None
     ) -> Operation:
-        """Records a sent message, and counts its bytes."""
         record = self.route.note(name, None, call, peer=dst, started_s=started_s)
         self.route.count(name, 1, outgoing.counted_bytes)
         return record
@@ -426,7 +425,6 @@ class LibraryMedium(RouteMedium):
         return found
 
     def _end(self, record: Operation, name: str, receiver: _Receiver) -> None:
-        """Marks a received message's record as complete, and counts its bytes."""
         record.ended_s = time.monotonic()
         head_bytes, tensor_bytes = receiver.found_bytes
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)

@@ -55,7 +55,6 @@ _UNWAITED_S = 0.02
 
 
 def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors, with dense copies in place of those that aren't dense."""
     for x in tensors:
         if not is_dense(x):
             return [dense(x) for x in tensors]
@@ -63,7 +62,6 @@ def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
-    """Copies received values to the non-contiguous tensors that a contiguous one had replaced."""
     if flat is not tensors:
         for tensor, received in zip(tensors, flat, strict=True):
             if received is not tensor:
@@ -182,7 +180,6 @@ class Messenger:
         return self._receive(Reader(self, src, all_gather_group, out, views))
 
     def _receive(self, reader: Reader, call: UserCall | None = None) -> Any:
-        """Receives a message at once, for a call without a handle."""
         try:
             for part in self.medium.receive(reader, call):
                 part.wait()
@@ -375,7 +372,7 @@ class Messenger:
                 handle.take_in()
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Fills the tensors with rank `src`'s. Raises as recv_list."""
+        """Receives rank `src`'s tensors into `tensors`; on `src`, sends them. Raises as recv_list."""
         call = message_call(BROADCAST_BY_SPEC, src)
         with self.route.alone(call):
             self._broadcast_list(tensors, form, src, call)
@@ -411,13 +408,11 @@ class Messenger:
                 )
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
-        """Returns the message for a list of tensors whose shapes the receiver knows."""
         self._check_dense(tensors, counted)
         flat = [dense(x) for x in tensors]
         return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
 
     def _fill(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall | None = None) -> None:
-        """Receives a message with a known head into `tensors`."""
         received = self._packed(list(tensors), fill=False)
         self._receive(ListReader(self, src, wire.head_of_list(form, tensors), received), call)
         if len(received) < len(tensors):

@@ -1,7 +1,7 @@
-"""Builds the object of a received message: allocates tensors for its head, and builds the object from them.
+"""Builds the object of a received message.
 
-A medium (`media`) receives the head and calls `take_head`, fills the tensors, and calls `build`. If C++ has built the
-object itself, it is `found` instead.
+A medium (`media`) receives the head and calls `take_head`, which allocates tensors. The medium fills these and calls
+`build`. If C++ has built the object itself, the medium sets `found` instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from parallel_state.messages.wire import NOTHING, AllGatherGroup, Header
 
 
 class Owner(Protocol):
-    """The methods of a group's messenger that its readers call."""
-
     route: Route
     allow_pickle: bool
 

@@ -53,7 +53,7 @@ _RECV_LIST_ = torch.ops.parallel_state.recv_list_.default
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the dict."""
+    """The key, shape, dtype and device type of one tensor of a dict."""
 
     key: str
     shape: tuple[int, ...]
@@ -158,7 +158,6 @@ class _KnownForm(NamedTuple):
         return True
 
     def allocate(self, messenger: Messenger) -> dict[str, Any]:
-        """Returns a dict of this form with new tensors to receive into."""
         made = self.values.copy()
         for key, shape, dtype, is_large in self.tensors:
             made[key] = messenger.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype, device=CPU)
@@ -180,7 +179,7 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns the C++ form of a spec; None if it has device tensors, or if groups send nothing here."""
+    """Returns a spec's form for C++; None if the spec has device tensors, or nothing to send."""
     try:
         return _forms[spec.digest]
     except KeyError:
@@ -318,7 +317,6 @@ def recv(
 
 
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
-    """Returns the tensors to send, without gradient."""
     return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
 
 
@@ -353,7 +351,6 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 
 def _is_eager() -> bool:
-    """Returns True if nothing traces or transforms this call."""
     return not (torch.compiler.is_compiling() or dispatch_modes() or in_transform())
 
 
@@ -378,7 +375,6 @@ def _slices(
 def _to_fill(
     group: GroupFacts, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
 ) -> dict[str, Any]:
-    """Returns a dict of tensors to receive into: new ones, or the caller's."""
     if out is not None:
         return _given_buffers(group, spec, out)
     if past is not None:
@@ -398,7 +394,6 @@ def _to_fill(
 
 
 def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
-    """Returns a dict of the caller's buffers. Raises InvalidArgumentError unless they fit the spec."""
     result: dict[str, Any] = {}
     problem = None
     for entry in spec.entries:

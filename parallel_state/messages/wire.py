@@ -128,7 +128,6 @@ class Outgoing:
 
     @property
     def cpu_bytes(self) -> int:
-        """Returns the number of bytes of the CPU tensors."""
         return sum([tensor.nbytes for tensor in self.tensors if tensor.is_cpu])
 
     @property
@@ -312,7 +311,6 @@ def check_list(expected: bytes, header: Header, body: bytes | memoryview, contex
 
 
 def digest_of(text: str) -> str:
-    """Returns a digest of a text, as hexadecimal digits."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -330,7 +328,6 @@ def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMis
 
 
 def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> RemoteError:
-    """Returns the error to raise on a receiver if `src` could not encode its value. `text`: the sender's error."""
     return RemoteError(
         f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: "
         f"{str(text, errors='replace')}",
@@ -409,7 +406,6 @@ def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool])
 
 
 def head_of(header: Header, *body: bytes) -> bytes:
-    """Packs header and body into bytes."""
     kind, slices, tensors, body_bytes, tensor_bytes = header
     return b"".join((_HEADER.pack(_MAGIC, kind, slices, tensors, 0, body_bytes, tensor_bytes), *body))
 
@@ -420,7 +416,6 @@ def bytes_of(x: Tensor) -> bytes:
 
 
 def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:
-    """Returns the error for bytes that aren't the head of a message."""
     return _decode_error(
         f"sent something that isn't a message: {problem}. All ranks must make the same calls in the same order, with "
         "the same version of parallel_state",
@@ -430,7 +425,6 @@ def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecod
 
 
 def malformed(error: MessageDecodeError, context: GroupContext, src: int) -> MessageDecodeError:
-    """Returns the error for invalid metadata in a message from `src`."""
     return _decode_error(f"sent a message that can't be decoded: {error}", context, src)
 
 
@@ -440,7 +434,6 @@ def _decode_error(what: str, context: GroupContext, src: int) -> MessageDecodeEr
 
 
 def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns the CPU tensors, and the other tensors."""
     on_device = [tensor for tensor in tensors if not tensor.is_cpu]
     return (tensors, ()) if not on_device else ([tensor for tensor in tensors if tensor.is_cpu], on_device)
 

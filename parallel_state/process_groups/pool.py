@@ -4,9 +4,6 @@ Strategies, by the ranks that create a group:
 - `local`: its members only. A rank's work grows with its own groups, not with those of the world.
 - `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device (`ncclCommSplit`).
 - `global`: all ranks, with one `new_group` per list, also for lists without them; for backends that need it.
-
-The layout decides the rank lists, the coordinator uses the groups, and `agreement` checks beforehand that all ranks
-request the same ones.
 """
 
 from __future__ import annotations
@@ -430,7 +427,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Closes the watcher and the groups made by `alone`. Later `acquire` calls raise. May be called twice."""
+        """Closes the watcher, and the groups that `alone` made. Later `acquire` calls raise. May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises

@@ -311,7 +311,7 @@ HEADS = {
 def test_hostile_heads_break_the_connection(ends: tuple[Rank, Rank], hostile: str) -> None:
     _socket(ends[0], 1).sendall(HEADS[hostile])
     out = _room(4)
-    with pytest.raises(MessageDecodeError, match="global rank 0 wrote is not the next part of a message"):
+    with pytest.raises(MessageDecodeError, match="global rank 0 wrote something that isn't the next part of a message"):
         ends[1].recv(out, 0)
     assert not out.any()
 
@@ -321,7 +321,7 @@ def test_many_small_messages_that_nobody_receives_are_bounded() -> None:
     granted = 32 << 10
     ends = _two(early_bytes=granted)
     _socket(ends[0], 1).sendall(_head(AT_ONCE, 0, 7) * (granted // 256 + 1))
-    with pytest.raises(MessageDecodeError, match="global rank 0 wrote is not the next part of a message"):
+    with pytest.raises(MessageDecodeError, match="global rank 0 wrote something that isn't the next part of a message"):
         ends[1].recv(_room(4), 0)
     for end in ends:
         end.close()

@@ -231,7 +231,7 @@ class Handle {
   std::weak_ptr<Transfers> transfers_;
 };
 
-// The group's other calls keep out for as long as this lives, also those of this thread's signal handlers.
+// While this exists, other calls of the group fail, also those of this thread's signal handlers.
 class Entered {
  public:
   explicit Entered(Handle& handle) : handle_(handle), has_it_(handle.enter()) {}

@@ -1,4 +1,4 @@
-// Handles Ctrl-C while a Python thread waits in the library: Python runs its signal handlers only on request.
+// Handles signals while a Python thread waits in the library: Python runs its handlers only on request.
 #pragma once
 
 #include "signals.h"

@@ -29,13 +29,13 @@ Counted counted(Told told) {
   return is_list ? Counted::kBroadcastList : Counted::kBroadcastMessage;
 }
 
-// Whether a call that comes past Python may use the end, whose turn it has.
+// Returns whether a call that bypasses Python, and has the end's turn, may use the end.
 template <typename End>
 bool is_free(const OpenEnd<End>& open) {
   return !open.closed && open.report->broken == 0 && open.report->reserved.load(std::memory_order_acquire) == 0;
 }
 
-// Whether the next message is there for a call that comes past Python, which isn't in the middle of one.
+// Returns the same for a reader: also false if Python is in the middle of a message.
 bool is_free_reader(const OpenReader& open) {
   return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
 }
@@ -45,7 +45,7 @@ class Reading {
  public:
   Reading(OpenReader& open, double timeout_s) : open_(open), timeout_s_(timeout_s), started_ns_(now_ns()) {}
 
-  // The message whose head is the first piece: what a peer wrote is compared with what is known, and not parsed.
+  // Reads a message whose head must equal the first piece. So a peer's bytes are compared, not parsed.
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
     QueueReader& end = open_.end;
     const Piece& head = pieces[0];
@@ -59,7 +59,7 @@ class Reading {
     return done ? Outcome::kDone : Outcome::kLeft;
   }
 
-  // Any message. It counts as `bytes`, 0 where not all of it has been read.
+  // Reads any message. Sets `bytes` to its size for counting, if all of it was read.
   Outcome read_value(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
     if (taker.wants_loans()) end.want_loans(true);
@@ -93,7 +93,7 @@ class Reading {
   }
 
  private:
-  // What is lent, as far as there are loans, to the pieces.
+  // Copies lent tensors to the pieces.
   static void copy(std::vector<Loan>* loans, const std::vector<Piece>& pieces) {
     auto loan = loans->begin();
     std::uint64_t offset = 0;
@@ -114,13 +114,13 @@ class Reading {
     return wait(number) && check(open_.end.bytes_left() == 0 ? QueueStatus::kMalformed : QueueStatus::kDone);
   }
 
-  // Waits for a message, or finds the one that an earlier call has left.
+  // Waits for a message, unless an earlier call has found one and left it.
   bool wait(std::uint64_t number) {
     QueueReport& report = *open_.report;
     const bool is_here = report.found != 0;
     report.found = 0;
     const QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(timeout_s_);
-    // Of a message to this rank alone nothing is lost yet: the next call receives it.
+    // No failure: the next call receives a message to this rank alone.
     if (status == QueueStatus::kInterrupted && number == 0) return false;
     return check(status);
   }
@@ -130,7 +130,7 @@ class Reading {
     return Outcome::kLeft;
   }
 
-  // Python raises what a failure was.
+  // Stores a failure in the report, from which Python raises it.
   bool check(QueueStatus status) {
     if (status == QueueStatus::kDone) return true;
     QueueReport& report = *open_.report;
@@ -147,7 +147,7 @@ class Reading {
   const std::int64_t started_ns_;
 };
 
-// Takes the place of a message to all among the group's collectives; see Group::announce.
+// Orders a message to all ranks among the group's collectives; see Group::announce.
 bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
   return handle.run_entered([&](Group& self, double timeout_s) {
     self.tell(told);
@@ -155,7 +155,7 @@ bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
   }) == Status::kDone;
 }
 
-// `read(reading, number)` takes a message in, and tells its outcome and the bytes that it counts as.
+// Receives and records a message. `read(reading, number, &bytes)` reads it and sets its size for counting.
 template <typename Read>
 Outcome receive(Served& served, ToOne from, Read read) {
   Handle& handle = served.handle();
@@ -171,7 +171,7 @@ Outcome receive(Served& served, ToOne from, Read read) {
   return outcome;
 }
 
-// Records a message to all of a group on several hosts. `carry` returns its outcome, and the bytes that it counts as.
+// Records a message to all ranks of a group on several hosts. `carry` moves it and sets its size for counting.
 template <typename Carry>
 Outcome record_between_hosts(Served& served, Told told, Carry carry) {
   const Entered entered{served.handle()};
@@ -200,12 +200,12 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   Record& record = served.begin_broadcast(counted(told), told);
   std::uint64_t bytes = 0;
   Outcome outcome = Outcome::kLeft;
-  const bool is_announced = open->report->found != 0;  // by the call that has left the message
+  const bool is_announced = open->report->found != 0;  // by an earlier call, which left the message
   if (is_announced || announce(handle, told, src, open->spin_ns)) {
     outcome = read(Reading{*open, handle.timeout_s()}, *open->broadcasts + 1, &bytes);
   }
   if (outcome == Outcome::kDone || outcome == Outcome::kRaised) {
-    ++*open->broadcasts;  // else Python counts it, which goes on with it
+    ++*open->broadcasts;  // else Python repeats the call and counts it
     served.end(record, counted(told), bytes);
   } else {
     served.drop_broadcast(record);
@@ -213,7 +213,7 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   return outcome;
 }
 
-// Takes a list whose head is known: what a peer wrote is compared with it, and not parsed.
+// Accepts a list with a known head. A peer's bytes are compared with it, not parsed.
 class Expected final : public Taker {
  public:
   explicit Expected(const std::vector<Piece>& pieces) : pieces_(pieces) {}
@@ -285,7 +285,7 @@ std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const
   }
   if (number == kDoneTransfer) {
     served.end(transfer.record(), to.counted(), bytes);
-  } else if (number > 0) {  // recorded by who waits for it
+  } else if (number > 0) {  // the handle records its end
     served.count(to.counted(), bytes);
   }
   return number;
@@ -366,7 +366,7 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
     served.drop_broadcast(record);
     return Outcome::kLeft;
   }
-  open->end.write(++*open->broadcasts);  // readers only make more room meanwhile
+  open->end.write(++*open->broadcasts);  // can't wait: room only grows since the check
   served.end(record, counted(told), counted_bytes(pieces, heads));
   return Outcome::kDone;
 }
@@ -416,7 +416,7 @@ Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker
 
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker) {
   const InTurn<QueueReader> turn{open, timeout_s};
-  if (!turn) {  // another thread waits for a message in it
+  if (!turn) {  // another thread is in a call on it
     open.report->suspect = open.end.writer();
     open.report->broken = static_cast<std::int64_t>(QueueStatus::kTimedOut);
     return Outcome::kLeft;
@@ -428,7 +428,7 @@ Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, 
 
 namespace {
 
-// A transfer of a plain tensor that comes past Python, recorded once it is certain to begin.
+// A transfer of a plain tensor that bypasses Python. It is recorded once it is certain to begin.
 class TensorTransfer {
  public:
   TensorTransfer(Served& served, ToOne other, Counted counted, const PlainTensor& x)

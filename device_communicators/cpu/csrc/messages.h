@@ -1,10 +1,10 @@
-// Messages between two ranks: objects with their tensors, lists of tensors whose head the receiver knows beforehand,
-// and plain tensors. Within a host they go through rings (open_queue.h), between hosts over connections (transfers.h).
+// Messages between ranks: objects with their tensors, lists of tensors whose head the receiver knows in advance, and
+// plain tensors. Within a host they go through rings (open_queue.h), between hosts over connections (transfers.h).
 //
-// A message is taken in by these steps, whatever it is: its head is read, a `Taker` says where the tensors go, and they
-// are read to there. Who asks by a group's name has the message recorded and counted here, else by the caller.
+// Every message is received in the same steps: its head is read, a `Taker` returns the addresses for its tensors, and
+// they are read to these. Functions with a `Served` record and count the message; for others the caller does.
 //
-// Any thread may call. The pieces are the caller's.
+// Thread-safe. The caller owns the pieces.
 #pragma once
 
 #include <cstdint>
@@ -21,16 +21,16 @@
 namespace parallel_state {
 
 enum class Outcome : int {
-  // Nothing has happened yet; or the message that has come is another than the expected one, and waits to be looked at;
-  // or the call has failed, and Python finds out how at once.
+  // Python must repeat the call: nothing has happened yet, the arrived message isn't the expected one and stays, or the
+  // call has failed.
   kLeft = 0,
   kDone = 1,
-  kNoRoom = 2,  // for all of the message at once; nothing has happened
-  kRaised = 3   // the taker has refused the message, which has come
+  kNoRoom = 2,  // the ring can't hold the whole message now; nothing has happened
+  kRaised = 3   // the taker has refused the message, which was received
 };
 
-// A message to one rank: under which name it is counted, and by which method it is sent or received, a number of
-// TRANSFERS in user_call.py.
+// The other rank of a message between two, and the method that sends or receives it: its number in TRANSFERS of
+// user_call.py.
 struct ToOne {
   static constexpr int kPlainTensor = -1;  // has no number
 
@@ -45,47 +45,48 @@ struct ToOne {
   }
 };
 
-constexpr std::uint64_t kMostListHead = 4096;  // lies in the first chunk of any queue of a group
+constexpr std::uint64_t kMostListHead = 4096;  // fits the first chunk of each queue
 
-// Writes the head of a list of tensors of these sizes, as `wire.head_of_list` of parallel_state.messages makes it.
-// False for a form that isn't a digest, of 32 hexadecimal digits, and for a head that is longer than kMostListHead.
+// Writes the head for a list of tensors of these sizes, equal to that of `wire.head_of_list` in
+// parallel_state.messages. Returns false if the form isn't a digest of 32 hexadecimal digits, or the head is longer
+// than kMostListHead.
 bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head);
 
-// A message of these pieces, the first `heads` of which are its head.
+// Sends a message. The first `heads` pieces are its head.
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
-// The connections that carry the group's messages; null where rings do, or nothing without Python.
+// Returns the connections for the group's messages; null if they go through rings, or need Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// As `send_message`, over connections; `waits` until it is sent, else only starts. Returns what Transfers::start does.
+// As `send_message`, over connections. Unless it `waits`, it only starts to send. Returns the result of
+// Transfers::start.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
-// Messages to all ranks of a group on several hosts, for a thread that has entered `handle`.
+// Send and receive a message to all ranks of a group on several hosts. The thread must have entered `handle`.
 Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pieces, int heads);
 Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken);
-// As the group's next collective, which all ranks are told of as `told`.
+// Sends a message to all ranks, as the group's next collective. `told`: its record, which ranks compare.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 
-// The message whose head is the first piece and whose tensors are the others.
+// Receives a message with a known head, the first piece, and its tensors into the other pieces.
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces);
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces);
 
 Outcome receive_value(Served& served, ToOne from, Taker& taker);
 Outcome receive_value(Transfers& transfers, int src, int tag, double timeout_s, Taker& taker, QueueReport* report);
 Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker);
-// Message `number` of an end, 0 for one to this rank alone. The report tells its size, and of kLeft the reason.
+// Receives message `number` of a queue; 0 if the queue is to this rank alone. The end's report gets its size, and the
+// reason of a kLeft.
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker);
 
-// A plain tensor.
 struct PlainTensor {
-  int dtype;  // by torch's number
+  int dtype;  // c10::ScalarType
   const std::int64_t* sizes;
   std::size_t dims;
   std::uint64_t bytes;  // not 0
-  // Where they are, contiguous; asked for once the queue turned out to be free, so that nothing is copied or allocated
-  // in vain.
+  // Returns the address of the contiguous bytes. Called only if the queue is free, because it may copy or allocate.
   std::function<void*()> data;
 };
 
-// kNoRoom for one that doesn't fit into the ring at once.
+// Returns kNoRoom if the ring can't hold the whole tensor now.
 Outcome send_tensor(Served& served, int dst, const PlainTensor& x);
 Outcome receive_tensor(Served& served, int src, const PlainTensor& out);
 

@@ -1,7 +1,6 @@
-// The calls of parallel_state.messages, as calling.h has them. Those that send return an Outcome, or kStarted and the
-// number of a transfer that goes on; those that receive the object, or NotImplemented where Python is to find out why
-// there is none. `self` is the address of what is told of Python; the first argument is the group's key, but of
-// `ps_queue_receiving`.
+// The functions that parallel_state.messages calls (see calling.h). Sends return an Outcome, or kStarted + the number
+// of a transfer in progress. Receives return the object, or NotImplemented if Python must receive it or raise. `self`
+// is the address of a `Python` of pack.h. Unless noted, the first argument is the group's key.
 
 #include <algorithm>
 #include <cstring>
@@ -39,7 +38,7 @@ Piece head_of(const Python& python, void* head) {
   return {const_cast<char*>(python.bytes(head)), static_cast<std::uint64_t>(python.bytes_size(head))};
 }
 
-// Raises what a signal's handler has raised meanwhile: that comes out of the call.
+// Raises what a signal handler raised during the call. Returns whether there was anything.
 bool raises() {
   void *type = nullptr, *value = nullptr, *traceback = nullptr;
   take_exception(&type, &value, &traceback);
@@ -81,7 +80,7 @@ class Kept {
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
 
-  // For `ps_packed`, which tells it.
+  // Makes `ps_packed` return the message.
   void hand_back() {
     packer().take_back(std::move(held_));
     handed_back_ = true;
@@ -101,7 +100,7 @@ struct Lasting {
   std::vector<char> written;
   std::vector<void*> objects;
 
-  // What the packer has packed.
+  // Takes over the message that the packer has packed.
   void take_packed() {
     const std::vector<Piece>& pieces = packer().pieces();
     const int heads = packer().heads();
@@ -132,10 +131,10 @@ struct Lasting {
   };
 };
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
-constexpr long long kStarted = 4;  // and the transfer's number: an Outcome is less
+constexpr long long kStarted = 4;  // larger than each Outcome; the transfer's number is added
 
-// Sends the packed message to one rank. If receives are pending, Python must move them during the wait: the message is
-// then started if it `may_start`, else left to Python.
+// Sends the packed message to one rank. A wait is impossible while receives are pending, which only Python moves: then
+// only starts to send if it `may_start`, else leaves the message to Python.
 void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
@@ -163,7 +162,7 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
 }
 
-// Messages that Python encodes: bytes with the addresses and sizes of pieces.
+// Converts what Python passes for its own messages: bytes with addresses and sizes of pieces.
 std::vector<Piece> pieces_of(void* bytes) {
   std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(bytes)) / sizeof(Piece));
   if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(bytes), pieces.size() * sizeof(Piece));
@@ -192,15 +191,15 @@ Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) 
   return outcome;
 }
 
-// Makes an object of a message. What the library can't read is left to a hook: it is given the head's bytes, the head's
-// size and that of the tensors, and returns the addresses and sizes of where these go.
+// Builds the object of a message. If the library can't decode the head, it calls a Python hook with the head's bytes,
+// the sizes of head and tensors. The hook returns addresses and sizes for the tensors.
 class Received final : public Taker, private Tensors {
  public:
   static constexpr std::ptrdiff_t kArguments = 8;
 
-  // The arguments: the most bytes of a head; of an all-gather group the ranks, 0 for none, and what gathers a slice to
-  // a tensor of some sizes; a dict of tensors to be filled; whether tensors may be views; the head and the Form of an
-  // expected list of tensors, which is the result; the hook. None and 0 stand for what there isn't.
+  // Arguments: maximum bytes of a head; size of the all-gather group, and a function that gathers a slice to a tensor;
+  // a dict of tensors to fill; whether tensors may be views; head and Form of the expected list of tensors; the hook.
+  // Missing ones are None or 0.
   Received(const Python& python, void* const* given, std::shared_ptr<Handle> group)
       : python_(python),
         group_(std::move(group)),
@@ -218,7 +217,7 @@ class Received final : public Taker, private Tensors {
   }
 
   std::uint64_t most_head_bytes() const override {
-    constexpr std::uint64_t kMostError = 4096;  // of an error's head, which has no other limit
+    constexpr std::uint64_t kMostError = 4096;  // bytes of the head of an error
     return std::max(kMostError, kHeadStart + limit_);
   }
   bool wants_loans() const override { return views_; }
@@ -233,7 +232,7 @@ class Received final : public Taker, private Tensors {
     const bool is_known =
         is_whole && python_.make_tensor != nullptr && (expected_ != nullptr ? plan_list(head) : plan_value(head));
     bool is_taken = is_known;
-    if (!is_known && has_views_) {  // the loans are gone
+    if (!is_known && has_views_) {  // views took the loans
       head.loans->clear();
       calling.no_memory();
     } else if (!is_known) {
@@ -267,7 +266,7 @@ class Received final : public Taker, private Tensors {
     value_ = nullptr;
   }
 
-  // An object without tensors needs no function of torch's.
+  // An object without tensors can be built without torch.
   bool plan_plain(const Head& head) {
     if (python_.make_tensor == nullptr && unpacker_.read(python_, head.data, head.bytes, head.tensor_bytes, 0)) {
       value_ = unpacker_.build(*this);
@@ -280,7 +279,7 @@ class Received final : public Taker, private Tensors {
     const std::size_t count = unpacker_.count();
     forms_.clear();
     for (std::size_t index = 0; index < count; ++index) forms_.push_back(unpacker_.form(index));
-    // A view has its loan for good, and buffers are written to only if all fit.
+    // A trial first: a view keeps its loan, and the caller's tensors may be written only if all fit.
     if (!head.loans->empty() || out_ != nullptr) {
       is_trial_ = true;
       value_ = unpacker_.build(*this);
@@ -309,7 +308,7 @@ class Received final : public Taker, private Tensors {
     return prepare(head) && make_all();
   }
 
-  // Whether the loans are those of the tensors.
+  // Returns whether the loans match the tensors.
   bool prepare(const Head& head) {
     const std::size_t count = forms_.size();
     tensors_.assign(count, nullptr);
@@ -353,7 +352,7 @@ class Received final : public Taker, private Tensors {
     return tensors_[index] = made;
   }
 
-  // The caller's own tensor, if it is for one of this form.
+  // Returns the caller's own tensor for this key, if it has the form.
   void* buffer(void* key, TensorForm* form) const {
     void* const found = python_.dict_item(out_, key);
     TensorForm own{};
@@ -399,7 +398,7 @@ class Received final : public Taker, private Tensors {
       is_cut = true;
     }
     if (!is_cut) return std::exchange(value_, nullptr);
-    void* const made = unpacker_.build(*this);  // as before, of the whole tensors
+    void* const made = unpacker_.build(*this);  // again, with gathered tensors
     return made == nullptr ? calling.no_memory() : made;
   }
 
@@ -426,11 +425,11 @@ class Received final : public Taker, private Tensors {
   void* const expected_;
   const Form* const form_;
   void* const hook_;
-  void* thread_ = nullptr;  // null while this thread has Python's lock
+  void* thread_ = nullptr;  // null while this thread has the GIL
   std::vector<char> head_;
   Unpacker unpacker_;
   std::vector<TensorForm> forms_;
-  std::vector<void*> tensors_;  // references, null for those that aren't made yet
+  std::vector<void*> tensors_;  // references; null: not made yet
   std::vector<Piece> places_;
   std::vector<const Loan*> loans_;
   void* value_ = nullptr;
@@ -540,8 +539,8 @@ void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_
   });
 }
 
-// Of an end of a queue, which the caller keeps open: that, the message's number, the timeout, the number of the end's
-// group, and the arguments of Received.
+// Receives from an end of a queue, which the caller keeps open. Arguments: the end, the message's number, the timeout,
+// the number of the group, and those of Received.
 void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 4 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -553,8 +552,9 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// Starts to send a message over connections: transfers, dst, tag, the beginning of its head, addresses and sizes of
-// what follows, how many of these are of the head, the owner of all. Returns what `ps_transfers_starting` does.
+// Starts to send a message over connections. Arguments: transfers, dst, tag, the beginning of the head, addresses and
+// sizes of the other pieces, how many of these belong to the head, the object that owns the memory. Returns the result
+// of `ps_transfers_starting`.
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
@@ -588,8 +588,8 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(number);
 }
 
-// Of connections: these, src, tag, the timeout in us, the number of the group, the address of a QueueReport, and the
-// arguments of Received.
+// Receives over connections. Arguments: transfers, src, tag, the timeout in us, the number of the group, the address of
+// a QueueReport, and those of Received.
 void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -602,8 +602,8 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   });
 }
 
-// Sends to all ranks of a group on several hosts: its number, the words of the call, the beginning of the message's
-// head, addresses and sizes of what follows, how many of these are of the head. Returns a `Status`.
+// Sends to all ranks of a group on several hosts. Arguments: the group's number, the words of the call, the beginning
+// of the head, addresses and sizes of the other pieces, how many of these belong to the head. Returns a `Status`.
 void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};
@@ -620,8 +620,8 @@ void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(static_cast<int>(status));
 }
 
-// Receives from a rank, for all ranks of a group on several hosts: its number, the words of the call, the rank, the
-// address of a QueueReport whose `broken` becomes the `Status`, and the arguments of Received.
+// Receives a message to all ranks of a group on several hosts. Arguments: the group's number, the words of the call,
+// the source, the address of a QueueReport whose `broken` becomes the `Status`, and those of Received.
 void* ps_group_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5 + Received::kArguments) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};

@@ -1,4 +1,4 @@
-// Bytes in several places that are sent or filled one after the other, and how far that has come.
+// A list of byte ranges that are sent or filled in order, and the position in it.
 #pragma once
 
 #include <sys/uio.h>
@@ -34,7 +34,7 @@ class Pieces {
     }
     return count;
   }
-  // Goes on after bytes that were moved.
+  // Advances by bytes that were moved.
   void pass(std::uint64_t bytes) {
     bytes_left_ -= bytes;
     while (bytes > 0) {
@@ -46,7 +46,7 @@ class Pieces {
       if (piece.bytes == 0) ++at_;
     }
   }
-  // Copies at most so many bytes to their places. Returns how many.
+  // Copies at most `bytes` to the next places. Returns how many.
   std::uint64_t fill(const char* from, std::uint64_t bytes) {
     const std::uint64_t size = std::min(bytes, bytes_left_);
     for (std::uint64_t done = 0; done < size;) {
@@ -61,7 +61,7 @@ class Pieces {
 
  private:
   std::vector<Piece> pieces_;
-  std::size_t at_ = 0;  // the first that isn't done
+  std::size_t at_ = 0;  // the first unfinished one
   std::uint64_t bytes_left_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Python objects whose memory no transfer uses any more. A thread without the interpreter lock can't let go of them:
-// the call that it works for does, or else the interpreter, which is asked to.
+// Frees Python objects whose memory no transfer uses any more. A thread without the GIL can't do it: it leaves them to
+// its caller, or asks the interpreter to free them.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ class Released {
  public:
   using AddPending = int (*)(int (*)(void*), void*);  // Py_AddPendingCall, which needs no lock
 
-  // While this lives, objects that this thread releases are left to the caller, who calls `let_go`.
+  // While this exists, objects that this thread releases are kept for its caller, which calls `let_go`.
   class Visit {
    public:
     Visit() { ++visits(); }
@@ -39,9 +39,9 @@ class Released {
       static_cast<Released*>(self)->let_go();
       return 0;
     };
-    if (add_pending(run, this) != 0) is_pending_ = false;  // the interpreter has too many: the next call lets go
+    if (add_pending(run, this) != 0) is_pending_ = false;  // its queue is full: the next call frees them
   }
-  // The caller has the interpreter lock.
+  // The caller holds the GIL.
   void let_go() {
     std::vector<void*> objects;
     {

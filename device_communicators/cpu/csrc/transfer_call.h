@@ -1,4 +1,4 @@
-// What the C interface of transfers.h takes and gives.
+// The structs and constants of the C interface of transfers.h.
 #pragma once
 
 #include <cstdint>
@@ -7,25 +7,25 @@ namespace parallel_state {
 
 // How a transfer failed: the words of `Failed` in cpu/transfers.py. Ranks are those of the group, -1 for none.
 struct TransferFailure {
-  std::int64_t status = 0;  // of QueueStatus, or one of these:
+  std::int64_t status = 0;  // a QueueStatus, or:
   static constexpr std::int64_t kNoMemory = 7, kClosed = 8, kBroken = 9;
   std::int64_t sends = 0;
   std::int64_t peer = -1;
-  std::int64_t suspect = -1;   // to blame
-  std::int64_t reporter = -1;  // gave up, after kGivenUp, for this reason
+  std::int64_t suspect = -1;
+  std::int64_t reporter = -1;  // after kGivenUp: the rank that failed first, with the status `reason`
   std::int64_t reason = 0;
   std::int64_t elapsed_us = 0;
-  std::int64_t sent_dtype = -1, sent_bytes = 0;  // the message, where it doesn't fit its receive; else -1
+  std::int64_t sent_dtype = -1, sent_bytes = 0;  // of a message that doesn't fit its receive; else -1
   std::int64_t expected_dtype = -1, expected_bytes = 0;
 };
 
-// Who started a transfer. Each function may be null. None is called with a lock held.
+// Callbacks for a transfer. Each may be null. None is called with a lock held.
 struct TransferUser {
-  // The transfer has ended, by `failure` unless that is null. Returns not 0 if `announce` is to be called, after waits
-  // for the transfer were let go: it may take long, and start other transfers.
+  // The transfer has ended; `failure` is null if it succeeded. If this returns not 0, `announce` is called once waits
+  // for the transfer have returned: it may take long, and start other transfers.
   int (*settle)(void* self, int source, const TransferFailure* failure);
   void (*announce)(void* self);
-  // The memory isn't used any more. Called once, also for a transfer that was refused.
+  // The transfer's memory isn't used any more. Called once, even if the transfer was refused.
   void (*release)(void* self);
 };
 
@@ -36,13 +36,14 @@ struct TransferCall {
   int peer;  // -1: any source
   int sends;
   int tag;
-  int dtype;  // by torch's number, or kMessageDtype
+  int dtype;  // c10::ScalarType, or kMessageDtype
   void* address;
   std::uint64_t bytes;
-  double timeout_s;  // from now on; 0: it has no deadline but that of a wait for it
+  double timeout_s;  // from now on; 0: only waits for it have deadlines
   const TransferUser* user;
   void* self;
-  // In place of `address`: see transfers.h. The bytes of a send are those of the whole message, of a receive unknown.
+  // Of a message, in place of `address`: see transfers.h. `bytes` is the whole message of a send, unknown for a
+  // receive.
   const OutgoingMessage* outgoing = nullptr;
   IncomingMessage* incoming = nullptr;
   // In place of `tag`, over connections: see Streams. A send writes to a window of the peer, from `offset` on, or
@@ -52,12 +53,12 @@ struct TransferCall {
 };
 constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;  // no dtype has these numbers
 
-// What starting returns, beside the number of a transfer: it is done; it was refused, see the failure; this thread is
-// in the middle of what it would wait for, as in a signal's handler.
+// Results of starting, besides the number of a transfer: it is complete; it was refused, see the failure; it is refused
+// because this thread, in a signal handler, would wait for what the handler interrupted.
 constexpr std::int64_t kDoneTransfer = 0, kRefusedTransfer = -1, kInsideTransfer = -2;
 
-// How a wait ends. kLateTransfer: at its timeout. kInterruptedTransfer: a signal's handler raised.
+// Results of a wait. kLateTransfer: timeout. kInterruptedTransfer: a signal handler raised.
 constexpr int kEndedTransfer = 0, kFailedTransfer = 1, kLateTransfer = 2, kInterruptedTransfer = 3, kInsideWait = 4;
-constexpr int kLeftMessage = 5;  // its taker has left it to the next receive
+constexpr int kLeftMessage = 5;  // the taker left it to the next receive
 
 }  // namespace parallel_state

@@ -49,7 +49,7 @@ _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the group for one of Megatron's module variables, which its tests and tools read, or None."""
+    """Returns the process group for one of Megatron's module variables (`_TENSOR_MODEL_PARALLEL_GROUP`, …), or None."""
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
     raise absent(__name__, name, MISSING)

@@ -1,4 +1,4 @@
-"""The global buffers of Megatron's parallel state."""
+"""Megatron's global buffers: tensors that are allocated once and reused by name."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups and resets the values of setters. Every rank calls it; twice is fine. The world stays."""
+    """Destroys the groups and resets the values of setters. Every rank calls it, even repeatedly. The world stays."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
@@ -233,7 +233,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Returns a second process group of the same ranks as the first. Calls on the two don't wait for each other."""
+    """Makes another process group of the ranks of a kind of group. Calls on the two don't wait for each other."""
     made = {tuple(ranks): create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)}
     return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 

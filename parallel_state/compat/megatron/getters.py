@@ -231,9 +231,9 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Returns this rank's context-parallel groups by level.
+    """Returns this rank's hierarchical context-parallel groups, one for each level.
 
-    Without them, returns None unless `check_initialized`, else raises NotInitializedError.
+    If there are none, returns None, or raises NotInitializedError if `check_initialized`.
     """
     if not HIERARCHICAL and check_initialized:
         raise NotInitializedError(

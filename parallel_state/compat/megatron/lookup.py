@@ -50,12 +50,12 @@ _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
 
 
 def _assigned(kind: str) -> Any:
-    """Returns the group that a program assigned to Megatron's module variable, or None."""
+    """Returns the group that the program assigned to a variable of Megatron's module, or None."""
     return vars(sys.modules[__package__]).get(_VARIABLE_OF.get(kind, ""))
 
 
 def forget() -> None:
-    """Resets this module: setters' values, assigned variables, and groups that the state doesn't have."""
+    """Resets all values of setters, assigned variables, and groups that only this module knows."""
     for name in VARIABLES:
         vars(sys.modules[__package__]).pop(name, None)
     for kept in (CHOSEN, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):
@@ -122,5 +122,5 @@ def rank_of(kind: str) -> int:
 
 
 def is_before_start() -> bool:
-    """Returns True if there are no groups and no default group. Most of Megatron's sizes are 0 then."""
+    """Returns True if neither groups nor torch's default group exist. Most of Megatron's sizes are 0 then."""
     return not dist.is_initialized() and not state.model_parallel_is_initialized()

@@ -31,9 +31,9 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns the default backend of new groups: this library's on the CPU, or None for the default group's.
+    """Returns the backend of new groups: on the CPU, this library's. None means the backend of the default group.
 
-    None also if PARALLEL_STATE_CPU_BACKEND is set to another backend, or if the backend can't be compiled.
+    It is also None if PARALLEL_STATE_CPU_BACKEND is set to another backend, or if the backend can't be compiled.
     """
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
@@ -133,11 +133,11 @@ _FIELDS = {"is_high_priority_stream": "high_priority_stream", **{name: name for 
 
 
 class UnsupportedNetError(InvalidArgumentError, RuntimeError):
-    """`net_name` is not a network of NCCL."""
+    """The option `net_name` names a network that NCCL doesn't have."""
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts one group's options of Megatron's file. Raises RuntimeError for an unknown net, as Megatron does."""
+    """Converts one group's options in Megatron's YAML file. Raises RuntimeError for an unknown net, like Megatron."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})

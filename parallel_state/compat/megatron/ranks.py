@@ -88,10 +88,10 @@ def hybrid_ranks(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Returns the ranks of the pipeline's first and last stage; one rank if they are the same."""
+    """Returns the ranks with the word embedding: a pipeline's first and last stage; one rank if they are the same."""
     return list(dict.fromkeys((pp_ranks[0], pp_ranks[-1])))
 
 
 def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Returns the rank of the pipeline's first stage."""
+    """Returns the rank with the position embedding, in a list: the pipeline's first stage."""
     return [pp_ranks[0]]

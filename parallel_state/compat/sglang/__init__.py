@@ -29,14 +29,14 @@ globals().update(collect({
 
 
 def __getattr__(name: str) -> Any:
-    """Returns one of SGLang's globals, such as `_TP`."""
+    """Returns the group for one of SGLang's module variables, such as `_TP`."""
     if name in MISSING:
         raise absent(__name__, name, MISSING)
     return getattr(parallel_state, name)
 
 
 def install() -> None:
-    """Replaces the modules of `sglang.srt.distributed` for later imports of this process. Twice is fine.
+    """Replaces the modules of `sglang.srt.distributed` for later imports of this process. May be called twice.
 
     SGLang's `layers.dp_attention` then runs on them. Raises AlreadyInitializedError if SGLang's own modules are already
     imported.

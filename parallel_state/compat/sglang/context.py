@@ -74,7 +74,9 @@ class ParallelContext:
         if name in DERIVED:
             return DERIVED[name](self)
         if name in NAMES:
-            raise GroupNotInitializedError(f"get_parallel().{name} is not set: its group has not been made")
+            raise GroupNotInitializedError(
+                f"get_parallel().{name} is not set: there is no such group; call initialize_model_parallel() first"
+            )
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
@@ -150,7 +152,7 @@ def get_parallel() -> Any:
 
 
 def field_getter(module: str, name: str, field: str, fact: str = "") -> Callable[[], Any]:
-    """Returns a function `name` that returns a field of the context, or the attribute `fact` of that field."""
+    """Makes a function that returns a field of the context or, with `fact`, that attribute of the field."""
 
     def get() -> Any:
         found = getattr(get_parallel(), field)

@@ -56,7 +56,7 @@ def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: i
 
 
 class GroupCoordinator(GroupView):
-    """One of our groups with SGLang's interface. `group` is our GroupCoordinator, which shares its state.
+    """A group of this library with SGLang's interface. `group` is our GroupCoordinator, which shares its state.
 
     `all_reduce` and `broadcast` work in place and return the tensor. Every rank of the group calls a collective, with
     tensors of the same device and dtype. `src` and `dst` are ranks in the group; `first_rank`, `last_rank`, `next_rank`
@@ -114,14 +114,14 @@ class GroupCoordinator(GroupView):
     @staticmethod
     @contextmanager
     def use_symmetric_memory(group_coordinator: Any = None, disabled: bool = False) -> Iterator[None]:
-        """Just runs the body. Use `group.empty` for tensors in shared memory."""
+        """Does nothing but run the body. Use `group.empty` for tensors in shared memory."""
         yield
 
     @contextmanager
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None, stream: Any = None
     ) -> Iterator[GraphCaptureContext]:
-        """Prepares the group for a CUDA graph, on the context's stream, on `stream` or on a new one."""
+        """Prepares the group for the capture of a CUDA graph, on the context's stream, on `stream` or on a new one."""
         if graph_capture_context is None and stream is not None:
             graph_capture_context = GraphCaptureContext(stream)
         with self.group.graph_capture(graph_capture_context) as context:
@@ -288,7 +288,7 @@ def outplace_all_reduce(tensor: Tensor, group_name: str, outplace_all_reduce_met
 
 
 def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
-    """Returns the sum as a new tensor."""
+    """Returns the sum over the named group's ranks as a new tensor."""
     return named(group_name).group.all_reduce(tensor)
 
 
@@ -305,7 +305,7 @@ reg_all_to_all_single = _registered("all_to_all_single")
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns functions by name. Each calls a method of a group, given in `table` as `tp.all_reduce`."""
+    """Makes functions that call a method of a group. `table`: function -> group and method, as `tp.all_reduce`."""
 
     found = {}
     for name, call in table.items():

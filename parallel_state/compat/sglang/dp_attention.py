@@ -45,7 +45,9 @@ def dp_slot_in(per_rank: Any) -> int:
     """
     width = get_parallel().attn_dp_size
     if len(per_rank) not in (1, width):
-        raise InvalidArgumentError(f"per_rank must have {width} entries, but has {len(per_rank)}")
+        raise InvalidArgumentError(
+            f"per_rank must have an entry for each of {width} dp ranks, or one entry, but has {len(per_rank)}"
+        )
     return 0 if len(per_rank) == 1 else int(get_parallel().attn_dp_rank)
 
 

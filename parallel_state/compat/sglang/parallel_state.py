@@ -219,7 +219,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups; the world stays. Every rank calls it; twice is fine."""
+    """Destroys the groups; the world stays. Every rank calls it; repeated calls do nothing."""
     _reset_bootstrap()
     get_parallel().clear_stamp()
     made = {id(group): group for group in _made.values()}
@@ -238,7 +238,7 @@ def _reset_bootstrap() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys the world and torch's default group, as SGLang does. Every rank calls it; twice is fine.
+    """Destroys the world and torch's default group, as SGLang does. Every rank calls it; repeated calls do nothing.
 
     It also destroys a default group that the program made.
     """
@@ -309,7 +309,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Stores this rank's slot in the gather of attention's dp in SGLang's flags: the replaced sizes lose it."""
+    """Keeps this rank's slot for gathers over attention's dp in SGLang's flags, because the replaced sizes lose it."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:
@@ -342,7 +342,7 @@ def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
-    """Prepares all groups that model layers use for a CUDA graph, on `stream` or on a new one."""
+    """Prepares the groups of model layers for the capture of a CUDA graph, on `stream` or on a new one."""
     names = ("tp", "pp", "dcp", "attn_tp", "shared_experts_tp", "moe_ep", "moe_tp")
     groups = {id(group): group for name in names if (group := _made.get(f"{name}_group")) is not None}
     with contextlib.ExitStack() as stack:
@@ -380,7 +380,7 @@ def get_torch_distributed_pg_options(group_name: str | None = None) -> None:
 
 
 def get_mooncake_transfer_engine() -> Any | None:
-    """Returns the engine that SGLang started in this process, or None."""
+    """Returns the Mooncake transfer engine that SGLang started in this process, or None."""
     theirs = sys.modules.get("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
     return None if theirs is None else theirs.get_mooncake_transfer_engine()
 
@@ -423,7 +423,7 @@ get_tensor_model_parallel_group, get_pipeline_model_parallel_group = get_tp_grou
 
 
 def get_self_pp_group() -> GroupCoordinator:
-    """Returns a pipeline group of this rank alone, for a draft model."""
+    """Returns a pipeline group with this rank only, for a draft model without stages."""
     return _of("self_pp_group")
 
 

@@ -23,7 +23,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 class _Resources:
-    """Holds the store if SGLang, whose context has a field for it, isn't imported."""
+    """Holds the store, unless SGLang is imported: its context has a field for it."""
 
     tcp_store: Any = None
 

@@ -130,7 +130,7 @@ def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) 
 
 
 def _each_communicator(method: str) -> None:
-    """Calls a method of each communicator that has it, for all groups, in the same order on all ranks."""
+    """Calls a method of all groups' communicators that have it, in the same order on all ranks."""
     made = [*groups.values(), state.try_get_world_group()]
     if model_parallel_is_initialized():  # also groups that no getter of this module has returned
         made += state.get_parallel_groups().groups.values()
@@ -145,7 +145,7 @@ def suspend_device_comms() -> None:
 
 
 def resume_device_comms() -> None:
-    """Resumes suspended communicators. Every rank calls it."""
+    """Undoes `suspend_device_comms`. Every rank calls it."""
     _each_communicator("resume")
 
 
@@ -171,7 +171,7 @@ def init_distributed_environment(
     backend: str = "nccl",
     timeout: timedelta | None = None,
 ) -> None:
-    """Makes the world; every rank calls it, and twice is fine.
+    """Makes the world; every rank calls it; repeated calls do nothing.
 
     If vLLM's config has several data-parallel replicas or nodes, `rank` and `world_size` are those of a replica. The
     world then has the ranks of all replicas.
@@ -248,7 +248,7 @@ def init_model_parallel_group(
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys the world and torch's default group. Twice is fine."""
+    """Destroys the world and torch's default group. May be called twice."""
     state.destroy_distributed_environment()
     if dist.is_initialized():
         dist.destroy_process_group()

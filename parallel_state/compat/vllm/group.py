@@ -26,7 +26,7 @@ groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDi
 
 
 class Handle(Protocol):
-    """A transfer in progress."""
+    """A transfer in progress, as vLLM's callers expect it."""
 
     def is_completed(self) -> bool: ...
 
@@ -34,7 +34,7 @@ class Handle(Protocol):
 
 
 class GroupCoordinator(GroupView):
-    """One of our groups with vLLM's interface.
+    """A group of this library with vLLM's interface.
 
     `src` and `dst` are ranks in the group. `rank`, `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
     """

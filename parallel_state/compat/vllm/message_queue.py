@@ -60,7 +60,7 @@ _OUT_OF_BAND_BYTES = 1 << 20
 
 @dataclass
 class Handle:
-    """Locates a queue for its readers. Picklable."""
+    """What another process needs to open a queue for reading. Picklable."""
 
     local_reader_ranks: list[int] = field(default_factory=list)
     buffer_handle: tuple[int, int, int, str] | None = None
@@ -74,7 +74,7 @@ class Handle:
 
 
 class _Ring:
-    """This process's mapping of a queue's segment, and its end of the queue. `me` is 0 for the writer."""
+    """The memory of a queue as this process has mapped it, and its end of the queue. `me` is 0 for the writer."""
 
     def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
@@ -86,7 +86,7 @@ class _Ring:
             segment.allocate(self._size_bytes)
         self._address = self._library.ps_map(segment.descriptor, self._size_bytes, 0) or 0
         if not self._address:
-            raise SegmentError(f"{self._size_bytes >> 10} KiB can't be mapped")
+            raise SegmentError(f"this process can't map {self._size_bytes >> 10} KiB of shared memory")
         ends = tuple(range(readers + 1))
         self._facts = (c_int64 * (2 * len(ends))).from_address(self._address)
         """PID and PID namespace of each end, the writer first."""
@@ -100,7 +100,7 @@ class _Ring:
         self._opening = threading.Lock()
 
     def pid(self, index: int) -> int:
-        """Returns the PID of an end, or 0 if it has not opened the queue."""
+        """Returns the PID of the process at an end of the queue, or 0 if none has opened it."""
         return int(self._facts[2 * index])
 
     @property
@@ -120,7 +120,7 @@ class _Ring:
             return self._end
 
     def leave(self) -> None:
-        """Marks this end closed: waits here and at the other ends raise."""
+        """Marks this end as closed, so that waits here and at the other ends raise."""
         if self._end is not None:
             self._end.leave()
 

@@ -1,4 +1,4 @@
-"""The plug-in's platform class: vLLM's own CPU platform with this library's communicator. Imports vLLM."""
+"""The platform class that vLLM's plug-in loads: vLLM's CPU platform with this library's communicator. Imports vLLM."""
 
 from __future__ import annotations
 

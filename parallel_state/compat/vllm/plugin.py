@@ -21,7 +21,7 @@ _asking = threading.local()
 
 
 class StandBackError(Exception):
-    """vLLM must run unchanged, for the reason in the text."""
+    """Raised if vLLM must run without this library. The text is the reason."""
 
 
 def find_platform() -> str | None:
@@ -65,7 +65,7 @@ def _answer(ask: Any) -> Any:
 
 
 def install() -> str | None:
-    """Replaces vLLM's queue and fixes its experts if the platform is ours. Returns a text for the log, or None."""
+    """Replaces vLLM's queue and experts if vLLM runs on this library. Returns a text for the log, or None."""
     from vllm.platforms import current_platform
 
     if type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:

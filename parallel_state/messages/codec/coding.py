@@ -1,7 +1,5 @@
 """Encodes objects to bytes and back, without pickle: the calls, the outer format, and the limits for received bytes.
 
-`values` walks over nested values; `types` encodes single values of types that need more than a line.
-
 Every value is decoded to its own type. The metadata contains only the index of a tensor; tensors are sent beside it. A
 tensor that occurs twice is sent once and decoded to one object. Other objects that occur twice are decoded to two.
 

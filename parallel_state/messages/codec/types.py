@@ -272,7 +272,6 @@ def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
 
 
 def numpy_array(parts: list[Any]) -> Any:
-    """Builds a writable array from the parts made by `numpy_parts`."""
     try:
         import numpy
     except ImportError as error:

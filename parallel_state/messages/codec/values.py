@@ -1,8 +1,5 @@
 """Walks over nested values: msgspec's C code encodes what msgpack has, and all other values are wrapped in an Ext.
 
-This module has the containers, the paths of keys and the table of Ext codes. `coding` has the outer format, `types` the
-encoding of single values.
-
 None, bool, int, float, str, bytes, list and dict are encoded by msgpack as they are. msgspec would also accept tuples,
 enums, dataclasses and subclasses, but decode them to other types. So the exact type of each value is checked. Other
 values are replaced by an Ext, whose payload is msgpack or raw bytes.
@@ -62,8 +59,6 @@ _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
 class _Library:
-    """The codec's functions of the compiled library. `use_library` sets them."""
-
     objects: PlainObjects | None = None
 
 
@@ -290,8 +285,6 @@ _Packer = Callable[[Encoder, Any, int], object]
 
 
 class _Packers(dict[type, _Packer]):
-    """A function per type, by which an encoder packs values of exactly this type."""
-
     def __missing__(self, cls: type) -> _Packer:
         if codec_types.is_registered(cls):
             packer: _Packer = Encoder.registered

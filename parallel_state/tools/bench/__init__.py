@@ -1,4 +1,4 @@
-"""Measures candidates for the same operation in turns: the command `bench`, and code for `tune` and `benchmarks/`.
+"""Measures several implementations of an operation in turns: the command `bench`, code for `tune` and `benchmarks/`.
 
-A candidate that fails is left out, with its reason. Times of wrong results are never printed.
+An implementation (*candidate*) that fails is left out, with its reason. Times of wrong results are never printed.
 """

@@ -25,7 +25,7 @@ ROWS = 4
 
 
 class Exchange(NamedTuple):
-    """One way to do an operation. `call` takes a rank's input and returns its output, which may be the same tensor."""
+    """One implementation of an operation. `call` takes a rank's input and returns its output, perhaps in place."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """A team as in `worker`, for one runtime. Subclasses return its `Exchange`s by operation."""
+    """The candidates of one library. Subclasses return its `Exchange`s by operation. `worker` describes a team."""
 
     rank: int
     size: int
@@ -80,7 +80,7 @@ class TensorTeam:
         return list(self._prepared)
 
     def check(self, name: str) -> str | None:
-        """Returns an error of the call as a wrong answer. If only one rank raises, the others wait for it."""
+        """Makes one call. Returns what is wrong with its result, or its error; None if it is right."""
         call, x = self._prepared[name]
         with torch.inference_mode():
             x.copy_(self._source)
@@ -107,7 +107,7 @@ class TensorTeam:
             return Timing(elapsed_s=loop(call, x, calls))
 
     def loop(self) -> Callable[[Call, Tensor, int], float]:
-        """Returns a function (call, input, number of calls) -> seconds."""
+        """Returns a function that times calls: (call, input, number of calls) -> seconds."""
         return self._run_tight
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:

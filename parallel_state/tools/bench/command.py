@@ -84,7 +84,7 @@ def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> Non
 
 
 def complete(options: argparse.Namespace) -> str | None:
-    """Sets the default device and number of ranks. Returns a problem, or None."""
+    """Sets the default device and number of ranks in `options`. Returns what is wrong with them, or None."""
     if options.ranks is not None and not 2 <= options.ranks <= 64:
         return f"--ranks must be from 2 to 64, but is {options.ranks}"
     gpus = 0
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Shown:
-    """Prints the rows of each operation on rank 0, and writes the JSON anew: an interrupted run keeps what it has."""
+    """Prints each operation's rows on rank 0, and rewrites the JSON, so that an interrupted run keeps its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

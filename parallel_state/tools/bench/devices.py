@@ -73,7 +73,7 @@ class Clock:
 
 
 class Captured:
-    """A captured call: `replay()` repeats it with the current content of its inputs and writes `outputs`."""
+    """A call captured in a CUDA graph: `replay()` repeats it with its inputs' current values and writes `outputs`."""
 
     standing_in = False
     """True while the CPU makes a call that a graph would record on a GPU. Tests read it."""

@@ -64,7 +64,7 @@ class OwnAndTorch(GroupTeam):
 
 
 def cases_of(operations: Sequence[str], sizes: Sequence[int], ranks: int, dtype: str) -> list[dict[str, object]]:
-    """Returns the cases of collectives; sizes are rounded down to multiples that all ranks can divide."""
+    """Returns the cases to measure for each operation and size. Sizes are rounded down to equal parts for all ranks."""
     unit = ROWS * ranks * getattr(torch, dtype).itemsize
     rounded = list(dict.fromkeys(max(unit, size // unit * unit) for size in sizes))
     common = {"part": "collectives", "ranks": ranks, "dtype": dtype, "loop": "tight"}

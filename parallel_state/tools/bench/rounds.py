@@ -16,7 +16,7 @@ from parallel_state.tools.bench.worker import TeamError, Timing, last_line
 
 @dataclass(frozen=True)
 class Plan:
-    """Number and duration of rounds."""
+    """How many rounds to measure, and how long each takes."""
 
     rounds: int = 30
     round_s: float = 0.005
@@ -94,7 +94,7 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Returns the ranks' answers (for `prepare`, which is equal on all, the first rank's); None if the team failed."""
+    """Calls a team's method on all ranks. Returns their answers (of `prepare`, just one); None if the team failed."""
     if team not in teams:
         return None
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """A team failed or didn't answer in time."""
+    """The candidates of one library failed, or didn't answer in time."""
 
 
 def last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Evidence for the rules: facts and measurements of all ranks that arrived, and statistics robust to outliers."""
+"""All ranks' facts and measurements, which the rules of `check` judge, and statistics robust to outliers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was collected and measured. Arrivals are numbered from 1, in their order."""
+    """All that `check` collected and measured. Ranks are numbered from 1 in the order of their arrival."""
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -43,7 +43,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Arrivals by host; duplicate host names get ` (2)` and so on appended."""
+        """Arrived ranks by host. Hosts with the same name get ` (2)` and so on appended."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -190,7 +190,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
-    """Returns value -> its keys, the most frequent value first."""
+    """Groups keys by their values. Returns value -> keys, the most frequent value first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 

@@ -76,7 +76,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """Limits of this process; -1: no limit, or unknown."""
+    """The limits of this process, such as that of open files; -1: no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -136,7 +136,7 @@ class Gpus(msgspec.Struct):
 
 
 class Facts(msgspec.Struct):
-    """Facts that one rank collects before it connects to the others."""
+    """What one rank finds out about itself and its host before it connects to others."""
 
     place: Place = msgspec.field(default_factory=Place)
     network: Network = msgspec.field(default_factory=Network)
@@ -160,7 +160,7 @@ class Facts(msgspec.Struct):
 
 
 class Link(msgspec.Struct):
-    """Connection from one host to another, measured over TCP between two ranks."""
+    """How fast one host reaches another, measured over TCP between two ranks."""
 
     source: int
     """Number of the arrival that measured; `target` is a number, too."""
@@ -178,7 +178,7 @@ class Link(msgspec.Struct):
 
 
 class Measured(msgspec.Struct):
-    """Measurements of one rank before any group was made."""
+    """What one rank measured before any group was made: links and cores."""
 
     cpu_ms: list[float] = []
     """Times of `system.run_cpu`."""
@@ -186,7 +186,7 @@ class Measured(msgspec.Struct):
 
 
 class GroupTraffic(msgspec.Struct):
-    """Results of one rank's traffic in one group."""
+    """Speed and correctness of one rank's calls in one group."""
 
     kind: str
     """Name of the kind of group, or `world`."""
@@ -202,7 +202,7 @@ class GroupTraffic(msgspec.Struct):
 
 
 class Traffic(msgspec.Struct):
-    """Results of one rank's traffic in the layout's groups."""
+    """Speed and correctness of one rank's calls in all groups of the layout, or the error that ended them."""
 
     groups: list[GroupTraffic] = []
     start_s: float = 0.0

@@ -19,7 +19,7 @@ Words = Mapping[str, Any]
 
 
 class Match:
-    """A group of ranks to which a rule applies, with `words` for the rule's text."""
+    """Ranks to which a rule of `check` applies, with `words` to fill into the rule's text."""
 
     def __init__(
         self,
@@ -31,7 +31,10 @@ class Match:
         fix: str = "",
         **words: Any,
     ) -> None:
-        """`ranks` and `hosts` replace those of `group` in the finding; `severity` and `fix` replace the rule's."""
+        """`ranks` and `hosts`: those to report, by default the ones in `group`.
+
+        `severity` and `fix`: in place of the rule's.
+        """
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
 
@@ -42,12 +45,12 @@ Test = Callable[[Evidence, Group], Words | bool | None]
 
 
 def hosts(test: Test) -> Predicate:
-    """Tests the ranks of each host."""
+    """Makes a predicate that tests the ranks of each host."""
     return lambda evidence: _tested(evidence, evidence.hosts.values(), test)
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests each group of ranks of one host with the same key. Ranks whose key is None are in no group."""
+    """Makes a predicate that tests ranks of one host with equal keys together. A key of None excludes a rank."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -62,7 +65,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests, for each key, all ranks that have it. The text may use `key`."""
+    """Makes a predicate that tests, for each key, all ranks that have it. The text may use `key`."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
@@ -73,7 +76,7 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Matches the ranks for which `read` returns text. Words: `description` (the first rank's) and `more` (a count)."""
+    """Makes a predicate for ranks with a text from `read`. Words: `description` (the first's), `more` (a count)."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         group = [facts for facts in evidence.arrivals if read(facts)]
@@ -85,7 +88,7 @@ def described_by(read: Callable[[Facts], str]) -> Predicate:
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Matches the ranks with the rarer values if known values differ. `values` lists all values with their ranks."""
+    """Makes a predicate for ranks whose value is rarer than others'. `values` lists all values with their ranks."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -112,7 +115,7 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Fills in a rule's text.
+    """Fills the words of a match into a rule's text.
 
     A field is a word of the match, one of `_WORDS`, or a fact of the group's first rank. Its format may be one of
     `_FORMS`.

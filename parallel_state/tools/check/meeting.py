@@ -36,7 +36,7 @@ _LATE_S = 1.5
 
 
 class NotMetError(Exception):
-    """This rank can't reach or serve the store."""
+    """Raised if this rank can't connect to the job's store, or serve it."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """The leader's instructions, published when it stops waiting for ranks."""
+    """What the leader tells all ranks when it stops waiting for more: who has arrived, and what to measure."""
 
     arrivals: list[Facts]
     """In the order of arrival: arrival n is `arrivals[n - 1]`."""
@@ -54,7 +54,7 @@ class Plan(msgspec.Struct):
 
 
 class Meeting:
-    """Exchange between the ranks through the store. Every method returns by its deadline."""
+    """Exchanges values between ranks through the job's store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
         """`leads`: True if this rank is the leader; None: the first arrival is."""
@@ -107,7 +107,7 @@ class Meeting:
         return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
-        """Adds `amount` to a counter, and waits until the counter reaches `total` or until the deadline."""
+        """Adds `amount` to a common counter, and waits until it reaches `total`, or until the deadline."""
         count = int(self._store.add(key, amount))
         for _ in looks(deadline):
             if count >= total:

@@ -346,7 +346,7 @@ def lossy_links(evidence: Evidence) -> Iterator[Match]:
 
 
 def clocks(evidence: Evidence) -> Iterator[Match]:
-    """Compares clocks by round trips between hosts."""
+    """Finds hosts whose clocks differ, measured by round trips between hosts."""
     offsets: dict[str, list[tuple[float, str]]] = {}
     for link in evidence.links:
         if not link.problem and abs(link.clock_offset_s) > _CLOCK_S + link.clock_error_s:
@@ -500,7 +500,7 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Compares the best of many repetitions: other load for a moment doesn't count, a slow core does."""
+    """Finds cores that are slower than others, by the best of many repetitions: momentary load doesn't count."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):

@@ -48,7 +48,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, dict=True):
-    """Content of `--json`."""
+    """What `check --json` writes."""
 
     schema: str
     world_size: int
@@ -80,7 +80,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """One rank's check. `run` does all of it within `options.timeout_s` of `began`."""
+    """Runs the check on one rank. `run` ends at most `options.timeout_s` after `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -91,7 +91,7 @@ class Session:
         return self.began + self.options.timeout_s
 
     def _until(self, share: float) -> float:
-        """Returns when this share of the time limit is over."""
+        """Returns the time at which `share` (0 to 1) of the time limit is over."""
         return self.began + share * self.options.timeout_s
 
     def run(self) -> Outcome:

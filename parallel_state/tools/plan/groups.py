@@ -38,7 +38,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of group, such as `tp`, in one layout."""
+    """All groups of one name, such as `tp`, in a layout."""
 
     axis: Axis
     count: int
@@ -85,11 +85,11 @@ class Plan:
         return -(-self.world_size // self.gpus_per_node)
 
     def kind(self, name: str) -> Kind | None:
-        """Returns the kind of that name, or None if the layout doesn't have it."""
+        """Returns the kind of group named `name`, or None if the layout doesn't have it."""
         return next((kind for kind in self.kinds if kind.name == name), None)
 
     def made(self, name: str) -> Kind | None:
-        """Returns the kind of that name if it is created at start and its groups have several ranks, else None."""
+        """Returns the kind named `name` if it is created at start and its groups have several ranks, else None."""
         kind = self.kind(name)
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
@@ -108,7 +108,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """An axis that a kind of group spans; `stride` is in ranks."""
+    """One of the axes that a kind of group spans. `stride`: distance of neighbours, in ranks."""
 
     axis: str
     size: int
@@ -142,7 +142,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind of group that `name` is a part of, or None."""
+    """Returns the kind of group whose groups are divided to get those of `name`; None if there is none."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
@@ -205,7 +205,7 @@ def _shorten(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure of NCCL's memory on one GPU."""
+    """Memory that NCCL takes on one GPU, as someone published it."""
 
     what: str
     megabytes: float
@@ -221,7 +221,7 @@ BASIS = "cited, not measured here"
 
 @dataclass(frozen=True)
 class Communicators:
-    """The sets of ranks that contain one rank, each with one process group and one communicator."""
+    """The communicators of one rank: one for each set of ranks that contains it."""
 
     made: tuple[tuple[str, ...], ...]
     """Per set, the kinds that share it: those that initialize_model_parallel creates, and the world."""

@@ -15,7 +15,7 @@ from parallel_state.tools.plan.groups import Kind, Plan, steps_of
 
 @dataclass(frozen=True)
 class Remark:
-    """`level` is "warning" or "note"; `code` names the check and stays the same across versions."""
+    """A warning or a note on a layout. `code` names the check and stays the same across versions."""
 
     level: str
     code: str

@@ -97,7 +97,7 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
 
 
 class Tuning:
-    """Tunes a group. All its ranks must make the same calls."""
+    """Measures one group, and chooses size limits for its kernels. All its ranks must make the same calls."""
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
         """`peers`: the peer-memory communicator, admitted with UNBOUNDED thresholds."""
@@ -108,7 +108,7 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Measures, chooses and proves. Raises TuneError on all ranks or on none."""
+        """Measures candidates, chooses size limits, and tests them. Raises TuneError on all ranks or on none."""
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
