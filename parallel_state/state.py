@@ -209,6 +209,7 @@ def init_distributed_environment(
             world_module.give_up(watcher, named)
         _UNDO = undo
         destroy_distributed_environment()
+        _UNDO.callback(_end_linger)
         if watcher is not None:
             watcher.close()
         if named is not error:
@@ -216,6 +217,12 @@ def init_distributed_environment(
         raise
     ways = ", then ".join(each.name for each in world.route.communicators) or "one rank"
     logger.info("%s is ready on %s: %s", world.context, world.device, ways)
+
+
+def _end_linger() -> None:
+    from parallel_state.startup.rendezvous import end_linger
+
+    end_linger()
 
 
 @host_call(OUTSIDE)

@@ -271,12 +271,14 @@ class World:
             raise
         self.start_thread()  # last: a process without it can still report its failure
 
-    def start_thread(self, on_question: Callable[[int, bytes], Answer] | None = None) -> None:
+    def start_thread(
+        self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
+    ) -> None:
         """Starts the thread that calls callbacks and logs, if it isn't running.
 
         Call it before `meet` to answer earlier questions, or for a world that only serves a store.
         """
-        self._on_question = on_question or self._on_question
+        self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return
         thread = HelperThread("control-news", self._listen)

@@ -230,10 +230,10 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Starts to answer other programs, such as `debug --live`, while this rank waits for others in start-up."""
+        """Starts the callback thread before the ranks have met, for `on_look` and for programs like `debug --live`."""
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
-                self._world.start_thread(self._answer)
+                self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch the ranks of `places`, by global rank. Each rank calls this once, with the same places.

@@ -21,6 +21,7 @@ import contextlib
 import contextvars
 import json
 import logging
+import os
 import secrets
 import socket
 import time
@@ -65,6 +66,7 @@ _OWN_NAME_S = 2.0  # to resolve this host's own name
 _FAREWELL_S = 1.0  # a rank 0 that gives up keeps serving for this long, so that peers can read the verdict
 _READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
+_LINGER_S = 3.0  # after it has raised, its process tells late ranks why; less than _PORT_RETRY_S of stores.py
 _TOGETHER_S = 0.1  # ranks that exit within this time are reported together
 _SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
 _LOOK_S = 1.0  # poll interval of other ranks for a later round's world
@@ -76,6 +78,8 @@ _DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time af
 
 _WORLD, _COMPLAINT = "world", "complaint"
 """Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each with the world's name appended."""
+_LATE = "late"
+"""Key of a store that rank 0 serves: the ranks that had not entered when the start failed, and the verdict."""
 _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
 _GONE, _NOTHING = "gone/", "?"
 """Keys of the world's store. `_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
@@ -149,6 +153,24 @@ def met_before(met: Met | None) -> Iterator[None]:
         _MET.reset(token)
 
 
+_LINGERING: dict[int, contextlib.ExitStack] = {}
+"""By process, as a forked child can't close them: the stores of a failed start, where late ranks read the verdict."""
+
+
+def end_linger() -> None:
+    """Closes the stores of a failed start, so that this process can listen at MASTER_PORT again. Thread-safe."""
+    _LINGERING.pop(os.getpid(), contextlib.ExitStack()).close()
+
+
+def _linger(watcher: Watcher, served: list[Any]) -> None:
+    """Keeps the stores of a failed start open for 3 s, or until `end_linger`. The watcher's thread closes them."""
+    until, watcher.status.start = time.monotonic() + _LINGER_S, None
+    _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
+    stack.callback(watcher.close)
+    stack.callback(served.clear)
+    watcher.on_look.append(lambda: end_linger() if time.monotonic() > until else None)
+
+
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank calls it. Rank 0 serves the store unless the launcher does.
 
@@ -160,6 +182,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     """
     if (met := _MET.get()) is not None:
         return met
+    end_linger()
     watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
@@ -186,7 +209,11 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
             group_store.set_timeout(timedelta(seconds=timeout_s))
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, group_store, meeting.served)
     except BaseException as error:
-        watcher.close()
+        if meeting.served and own_place.endpoint:
+            _linger(watcher, meeting.served)
+        else:
+            meeting.served.clear()
+            watcher.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error
@@ -343,6 +370,11 @@ class _Meeting:
             awaited = others + late if time.monotonic() < began + _LATE_S else others
             if world.add(_HEARD, 0) + (verdict[0] != _COMPLETE and launcher.add(_HEARD + name, 0)) >= awaited:
                 break
+        if late and self.way.server is not None:
+            self._admit_all(world)
+            if missing := self._missing(world):
+                launcher.set(_LATE, json.dumps([missing, verdict]))
+                self.served.append(launcher)
         launcher.compare_set(_WORLD, name, "")
         return world, verdict
 
@@ -468,6 +500,8 @@ class _Meeting:
                     launcher = self._launcher()
                     self.obstacle = _NO_WORLD
                 newest = _try_get(launcher, _WORLD)
+                if newest == "":
+                    self._check_late(launcher)
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # No server yet, or the server of an earlier world was shutting down.
                 launcher = None
@@ -497,6 +531,12 @@ class _Meeting:
                 self.obstacle = prefix + str(error).splitlines()[0]
                 continue
         raise self.not_met()
+
+    def _check_late(self, launcher: BoundedStore) -> None:
+        """Raises the verdict of a start that failed without this rank, once; the next call waits for the next start."""
+        late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
+        if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
+            raise self._failure(verdict)
 
     def _extend(self, world: BoundedStore) -> None:
         world.set_timeout(timedelta(seconds=max(LAST_WORD_S, self.deadline - time.monotonic())))

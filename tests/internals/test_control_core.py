@@ -180,6 +180,18 @@ FAULTS = [
         id="a death is told at the usual pace",
     ),
     pytest.param(
+        "core.cpp", "leads || may_not_yield()", "leads", [("simulator", ("--ranks", 5, "--seed", 9573))],
+        "know", id="a lead that acted yields at once",
+    ),
+    pytest.param(
+        "core.cpp", "if (!peer.for_watch) peer.next_dial", "if (false) peer.next_dial",
+        [("simulator", ("--ranks", 5, "--seed", 7479))], "know", id="a refused call delays the watch",
+    ),
+    pytest.param(
+        "core.cpp", "hunt + config_.settle >= waits_until_) return;", "hunt >= 0 && leaving_ != kNever) return;",
+        [("simulator", ("--ranks", 64, "--seed", 1706))], "know", id="a lead that leaves judges nothing",
+    ),
+    pytest.param(
         "core.cpp", "if (owes_farewell()) return;", "", _simulated("leave", 16, 4, 400), "which left",
         id="nobody waits for a domain that leaves",
     ),

@@ -630,6 +630,17 @@ bool Core::is_lead() const {
   return true;
 }
 
+// A lead that acted for a lower process goes on until it has bytes from each domain after that process's return. The
+// limits of the two leads then overlap; else a domain that exited before the return would have the limit twice.
+bool Core::may_not_yield() const {
+  if (!leading_ || is_dead(self_)) return false;
+  for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
+    const auto& indices = roster_->domains[domain];
+    if (&indices != &own_domain() && watches_[domain].heard <= led_ && !all_gone(indices)) return true;
+  }
+  return false;
+}
+
 void Core::start_leading() {
   bool acts = false, after_death = false, after_farewell = false;
   for (const int index : own_domain()) {
@@ -693,8 +704,9 @@ void Core::ask_beats() {
 void Core::tend_domains(bool ticked) {
   const bool leads = is_lead();
   if (leads && !leading_) start_leading();
-  leading_ = leads;
-  if (!leads) return;
+  if (leads) led_ = now_;
+  leading_ = leads || may_not_yield();
+  if (!leading_) return;
   for (const int index : own_domain()) {
     if (ticked && index != me_ && !is_gone(proc_at(index)) && is_stale(index)) {
       act(Action::kLook).proc =
@@ -757,9 +769,10 @@ void Core::tend_domain(int domain) {
   wake_by(watch.dial_at);
 }
 
-// A refused dial counts as an exit after `settle` if no process of the domain answers.
+// A refused dial counts as an exit after `settle` if no process of the domain answers. A leaving process judges only in
+// a hunt that began before it left: later refusals may be of processes that leave with it.
 void Core::judge_refused(int domain) {
-  if (leaving_ != kNever) return;
+  if (watches_[domain].hunt + config_.settle >= waits_until_) return;
   for (const int index : roster_->domains[domain]) {
     const auto peer = peers_.find(proc_at(index));
     if (peer == peers_.end() || peer->second.refused == kNever || is_gone(proc_at(index))) continue;
@@ -777,6 +790,7 @@ void Core::dial_domain(int domain) {
     if (is_gone(proc)) continue;
     Peer& peer = peers_[proc];
     if (peer.out < 0 && peer.in < 0 && peer.refused == kNever) {
+      if (!peer.for_watch) peer.next_dial = std::min(peer.next_dial, now_);  // a refused call delays no watch
       if (now_ < peer.next_dial) watch.dial_at = std::min(watch.dial_at, peer.next_dial);
       dial(proc, true);
     }

@@ -385,6 +385,7 @@ class Core {
   bool is_alert() const { return now_ < alert_ + kAlert; }
   bool is_stale(int index) const;
   bool is_lead() const;
+  bool may_not_yield() const;
   void start_leading();
   void tend();
   void ask_beats();
@@ -450,6 +451,7 @@ class Core {
   std::shared_ptr<const Roster> roster_;  // null before kMeet
   int me_ = -1;
   bool leading_ = false;
+  Nanos led_ = 0;               // when is_lead() was last true
   std::vector<Watch> watches_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
@@ -463,7 +465,7 @@ class Core {
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
                         left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, leading_,
-                        watches_, links_, peers_, seen_, rounds_, questions_, refused_)
+                        led_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control
