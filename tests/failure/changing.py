@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import statistics
 import threading
@@ -90,27 +91,30 @@ class Round(NamedTuple):
     victim: int
     """Its rank."""
     error_s: float
-    """From the SIGKILL to the error of the call under way."""
+    """From the SIGKILL to the error of the call under way; 0 without a SIGKILL."""
     right_s: float
-    """From the SIGKILL to the first right collective of the survivors."""
+    """From the SIGKILL or the abort to the first right collective of the survivors."""
     reconfigure_s: float
     join_s: float
 
 
-def kill_and_replace(folder: str, size: int, rounds: int, backend: str = "parallel_state") -> bool:
+def kill_and_replace(
+    folder: str, size: int, rounds: int, backend: str = "parallel_state", seed: int = 0, polite: bool = False
+) -> bool:
     """In each round a rank is killed in the middle of traffic; the others go on without it, then with a spare.
 
-    The processes from `size` on are the spares, one a round. `rounds_in(folder)` reads what the survivors measured.
+    The processes from `size` on are the spares, one a round. `seed` chooses the victims. `polite`: all abort between
+    two calls, and the victim exits. `rounds_in(folder)` reads what the survivors measured.
     """
     member = Member(Path(folder), backend)
-    names = list(range(size))
+    names, chance = list(range(size)), random.Random(seed)
     for round_ in range(rounds):
         if round_ == 0 and member.name in names:
             member.become(0, names)
-        victim = names[(7 * round_ + 3) % size]
+        victim = chance.choice(names)
         rest = [name for name in names if name != victim]
         if member.name in names:
-            measured = _lose(member, names, victim, rest, round_)
+            measured = (_part if polite else _lose)(member, names, victim, rest, round_)
         names = [*rest, size + round_]
         if member.name in names:
             started = time.monotonic()
@@ -138,12 +142,29 @@ def _lose(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
         kind, suspects = type(error).__name__, getattr(known, "suspect_ranks", ())
         if isinstance(error, AssertionError):
             raise
+    reconfigure_s, right = _go_on(member, rest, round_)
+    killed = float(hear(member.folder, f"killed-{round_}"))
+    return Round(kind, tuple(suspects), names.index(victim), ended - killed, right - killed, reconfigure_s, 0.0)
+
+
+def _part(member: Member, names: Sequence[int], victim: int, rest: Sequence[int], round_: int) -> Round:
+    for number in range(20):
+        add_up(number)
+    started = time.monotonic()
+    member.backend.abort()
+    if member.name == victim:
+        os._exit(0)
+    reconfigure_s, right = _go_on(member, rest, round_)
+    return Round("", (), names.index(victim), 0.0, right - started, reconfigure_s, 0.0)
+
+
+def _go_on(member: Member, rest: Sequence[int], round_: int) -> tuple[float, float]:
+    """Returns how long the reconfigure took, and when the first collective after it was right."""
     started = time.monotonic()
     member.become(2 * round_ + 1, rest)
     reconfigure_s = time.monotonic() - started
     add_up(round_)
-    right, killed = time.monotonic(), float(hear(member.folder, f"killed-{round_}"))
-    return Round(kind, tuple(suspects), names.index(victim), ended - killed, right - killed, reconfigure_s, 0.0)
+    return reconfigure_s, time.monotonic()
 
 
 def _kill_me(folder: Path, round_: int) -> None:
