@@ -142,6 +142,13 @@ def set_members(group_name: str, size: int) -> None:
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
 
 
+def set_store(group_name: str, store: Any) -> None:
+    """Makes torch use `store` for groups that it makes from this one."""
+    for group, (backend, _) in list(c10d._world.pg_map.items()):
+        if group.group_name == group_name:
+            c10d._world.pg_map[group] = backend, store
+
+
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout

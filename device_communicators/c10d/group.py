@@ -31,7 +31,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.helper_threads import Call, HelperThread
 from device_communicators.base.member import LOST
-from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout
+from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout, set_store
 from device_communicators.c10d.control_store import for_torch
 from device_communicators.c10d.world import World
 from device_communicators.calls.work import TransferError
@@ -104,7 +104,7 @@ class Group:
         memory: HostMemory,
         world: World,
         is_worlds: bool,
-        create: Callable[[Any], Any],
+        create: Callable[..., Any],
     ) -> None:
         """`is_worlds`: whether `world` begins and ends with this group. `create` makes the backend of a part."""
         self._store = store
@@ -391,7 +391,8 @@ class Group:
             watcher.gather(
                 what, ranks, b"", timeout.total_seconds(), what=f"{what} of {members}", group=members, operation=what
             )
-            world = World(store, range(len(ranks)) if renumber else ranks, what, may_borrow=False)
+            numbers = list(range(len(ranks))) if renumber else ranks
+            world = World(store, numbers, what, may_borrow=False)
             world.outlives_store = True
             name = f"{members.name}:shrunk"
             options = backend_options(store.raw, places.index(members.rank), len(ranks), timeout, name)
@@ -401,6 +402,9 @@ class Group:
             raise as_torch_error(error) from error.__cause__
         if self._is_worlds:
             self._world.hand_over(world)
+        # torch connects to the old group's store again, whose server may be dead.
+        lasting = world.lasting_store(store, numbers) if len(ranks) > 1 else BoundedStore(dist.HashStore())
+        set_store(members.name, lasting.prefixed("torch").raw)
         return made
 
     def __del__(self) -> None:
