@@ -1364,7 +1364,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t
   check((flags | kAbort) == kAbort, "shrink_group: shrink_flags must be SHRINK_DEFAULT or SHRINK_ABORT, not ", flags);
   check(!options || options->backend == options_->backend,
         "shrink_group: pg_options must be of the backend parallel_state, not of ", options ? options->backend : "");
-  if ((flags & kAbort) != 0) end_calls(/*in_order=*/false);
+  if ((flags & kAbort) != 0 && end_calls(/*in_order=*/false)) stays_ = true;
   return callbacks_.shrink(excluded, options ? options->timeout : options_->timeout,
                            options_->global_ranks_in_group.empty());
 }
@@ -1381,16 +1381,15 @@ void Backend::abort() {
 void Backend::shutdown() { end(/*in_order=*/true); }
 
 void Backend::end(bool in_order) {
-  end_calls(in_order);
-  if (!is_forked_child() && !left_.exchange(true)) callbacks_.leave();
+  if (end_calls(in_order) || stays_.exchange(false)) callbacks_.leave();
 }
 
-// A forked child leaves its parent's memory, locks and connections unchanged.
-void Backend::end_calls(bool in_order) {
-  if (closed_.exchange(true)) return;
+// Returns false if they were ended before. A forked child leaves its parent's memory, locks and connections unchanged.
+bool Backend::end_calls(bool in_order) {
+  if (closed_.exchange(true)) return false;
   if (is_forked_child()) {
     new std::pair(lane_, pairs_);  // leaked: the threads are the parent's
-    return;
+    return false;
   }
   const auto deadline = Clock::now() + (in_order ? kShutdownGrace : std::chrono::seconds(0));
   const bool done = in_order && lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
@@ -1407,6 +1406,7 @@ void Backend::end_calls(bool in_order) {
   lane_->close(error);
   if (pairs_) pairs_->close(error);
   if (gloo && done) gloo->shutdown();
+  return true;
 }
 
 }  // namespace parallel_state

@@ -158,7 +158,7 @@ class Backend : public HookedBackend {
   void check_reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
   void check_root(std::int64_t root, const char* method) const;
   void end(bool in_order);
-  void end_calls(bool in_order);
+  bool end_calls(bool in_order);
   void call_failure_hooks();
   void done(int status, const char* method, Clock::time_point started);
   // The part of the ephemeral timeout that ends with a call.
@@ -191,7 +191,7 @@ class Backend : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
-  std::atomic<bool> left_{false};
+  std::atomic<bool> stays_{false};  // SHRINK_ABORT ended the calls, but `end` must report that this rank leaves
   std::atomic<std::int64_t> ephemeral_ms_{0};  // see addEphemeralTimeout; written by ephemeral_mutex_
   std::int64_t owned_ephemeral_ms_ = 0;        // of this, what ends with calls that have begun
   std::mutex ephemeral_mutex_;
