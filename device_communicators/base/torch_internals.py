@@ -127,9 +127,12 @@ def wrap_backend_name(wrap: Callable[[Any], Any]) -> None:
     dist.ProcessGroup._get_backend_name = wrap(dist.ProcessGroup._get_backend_name)  # type: ignore[method-assign]
 
 
-def backend_options() -> Any:
-    """Returns empty options of the type that torch passes to the factory of a registered backend."""
-    return c10d._DistributedBackendOptions()
+def backend_options(store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
+    """Returns options of the type that torch passes to the factory of a registered backend."""
+    options = c10d._DistributedBackendOptions()
+    options.store, options.timeout, options.group_id = store, timeout, name
+    options.group_rank, options.group_size = rank, size
+    return options
 
 
 def set_members(group_name: str, size: int) -> None:
@@ -137,6 +140,13 @@ def set_members(group_name: str, size: int) -> None:
     for group in c10d._world.pg_map:
         if group.group_name == group_name:
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+
+
+def set_store(group_name: str, store: Any) -> None:
+    """Makes torch use `store` for groups that it makes from this one."""
+    for group, (backend, _) in list(c10d._world.pg_map.items()):
+        if group.group_name == group_name:
+            c10d._world.pg_map[group] = backend, store
 
 
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:

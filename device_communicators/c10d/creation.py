@@ -113,7 +113,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
         if begins:
             world.close()
         raise
-    group = Group(store, members, memory, world, begins, create_group)
+    group = Group(world.lasting_store(store, ranks), members, memory, world, begins, create_group)
     collectives = group.collectives
     backend = module.make(
         rank=rank,

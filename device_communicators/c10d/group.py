@@ -24,13 +24,15 @@ from device_communicators.base.errors import (
     CommunicationError,
     ForkedError,
     GroupFailedError,
+    InvalidArgumentError,
     PeerDiedError,
     plain,
     restore,
 )
 from device_communicators.base.helper_threads import Call, HelperThread
 from device_communicators.base.member import LOST
-from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout
+from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout, set_store
+from device_communicators.c10d.control_store import for_torch
 from device_communicators.c10d.world import World
 from device_communicators.calls.work import TransferError
 from device_communicators.cpu import native
@@ -102,7 +104,7 @@ class Group:
         memory: HostMemory,
         world: World,
         is_worlds: bool,
-        create: Callable[[Any], Any],
+        create: Callable[..., Any],
     ) -> None:
         """`is_worlds`: whether `world` begins and ends with this group. `create` makes the backend of a part."""
         self._store = store
@@ -355,14 +357,55 @@ class Group:
 
     def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
         """Returns the backend of `ranks`, which include this one. Each of them calls it."""
-        options = backend_options()
-        options.store = dist.PrefixStore("split/" + "_".join(map(str, ranks)), store)
-        options.group_rank = ranks.index(self._members.rank)
-        options.group_size = len(ranks)
-        options.timeout = timeout
-        options.group_id = name or f"{self._members.name}/{'_'.join(map(str, ranks))}"
+        which = "_".join(map(str, ranks))
+        options = backend_options(
+            dist.PrefixStore(f"split/{which}", store), ranks.index(self._members.rank), len(ranks), timeout,
+            name or f"{self._members.name}/{which}",
+        )  # fmt: skip
         options.global_ranks_in_group = [self._members.ranks[rank] for rank in ranks]
         return self._create(options)
+
+    def merge(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
+        """Returns the backend of this group's ranks and those of other groups. Each of the `size` ranks calls it."""
+        world = World(BoundedStore(store), range(size), "merge_remote_group", may_borrow=False)
+        return self._create(backend_options(store, rank, size, timeout, name), world)
+
+    def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
+        """Returns the backend of the ranks that aren't `excluded`. Each of them calls it; this group stays as it is.
+
+        The ranks meet at the control plane of this group, which deaths don't end. The new group is a failure domain of
+        its own, so deaths of other ranks don't fail it. `renumber`: its ranks are their own global ranks.
+        """
+        members, watcher, what = self._members, self._world.watcher, "shrink_group"
+        places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
+        if members.rank not in places or not set(excluded).issubset(range(len(members.ranks))):
+            raise InvalidArgumentError(
+                f"{what} of {members} must exclude ranks of the group other than this one, but got {sorted(excluded)}"
+            )
+        ranks = [members.ranks[rank] for rank in places]
+        meeting = watcher.store_of(ranks)
+        if meeting is None:
+            raise members.destroyed()
+        store = BoundedStore(dist.PrefixStore(f"{what}/{members.name}/{places}", for_torch(meeting.raw)))
+        try:
+            watcher.gather(
+                what, ranks, b"", timeout.total_seconds(), what=f"{what} of {members}", group=members, operation=what
+            )
+            numbers = list(range(len(ranks))) if renumber else ranks
+            world = World(store, numbers, what, may_borrow=False)
+            world.outlives_store = True
+            name = f"{members.name}:shrunk"
+            options = backend_options(store.raw, places.index(members.rank), len(ranks), timeout, name)
+            options.global_ranks_in_group = [] if renumber else ranks
+            made = self._create(options, world)
+        except CommunicationError as error:
+            raise as_torch_error(error) from error.__cause__
+        if self._is_worlds:
+            self._world.hand_over(world)
+        # torch connects to the old group's store again, whose server may be dead.
+        lasting = world.lasting_store(store, numbers) if len(ranks) > 1 else BoundedStore(dist.HashStore())
+        set_store(members.name, lasting.prefixed("torch").raw)
+        return made
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:

@@ -197,10 +197,7 @@ class Membership:
         store.served_by = peers.index(first)
         store.access = "a token in the handle of that process"
         shared = BoundedStore(dist.PrefixStore(f"reconfigure/{uuid}", for_torch(store)))
-        options = backend_options()
-        options.store, options.group_id = shared.raw, self._name
-        options.group_rank, options.group_size = rank, len(peers)
-        options.timeout = timedelta(seconds=limit_s)
+        options = backend_options(shared.raw, rank, len(peers), timedelta(seconds=limit_s), self._name)
         check = _SameCall(shared, [each.describe() for each in peers], peers, uuid)
         world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, check=check.look)
         world.leaves_in_background = True  # if the start fails

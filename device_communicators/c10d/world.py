@@ -16,6 +16,7 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import address_towards
+from device_communicators.c10d.control_store import for_torch
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.watching import know_neighbours, meet
@@ -55,6 +56,8 @@ class World:
         self.over_gloo = ""
         """The reason that all groups use gloo: a rank without the compiled module, or no control plane."""
         self.has_warned = False
+        self.outlives_store = False
+        """True if the store at which the ranks meet may end before their groups: see `lasting_store`."""
         self.leaves_in_background = False
         """True if `close` must not wait until the other ranks have received that this one left."""
 
@@ -102,6 +105,18 @@ class World:
         self.neighbours = memory.cores
         if not self.watcher.pids:
             know_neighbours(memory, self.watcher)
+
+    def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
+        """Returns the store for what a group of `ranks` makes later. `store`: at which they met."""
+        found = self.watcher.store_of(ranks) if self.outlives_store else None
+        return store if found is None else BoundedStore(for_torch(found.raw))
+
+    def hand_over(self, world: World) -> None:
+        """Makes `world` the world of later groups, if this is. Call it before the group of this one is destroyed."""
+        with _LOCK:
+            if World._current is self:
+                World._current = world
+        self.leaves_in_background = True
 
     def close(self) -> None:
         """Ends the world. May be called twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import statistics
 import threading
@@ -45,11 +46,13 @@ class Member:
 
     def __init__(self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0) -> None:
         self.folder, self.name = folder, int(os.environ["RANK"])
+        self._is_gloo = backend == "gloo"
+        """gloo's ranks need a store in common, and a handle changes with each reconfigure."""
         dist.init_process_group(
             backend,
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
+            store=dist.FileStore(str(folder / "store")) if self._is_gloo else dist.HashStore(),
+            rank=self.name if self._is_gloo else 0,
+            world_size=int(os.environ["WORLD_SIZE"]) if self._is_gloo else 1,
             timeout=timedelta(seconds=timeout_s),
             enable_reconfigure=True,
         )
@@ -59,13 +62,20 @@ class Member:
     def backend(self) -> Any:
         return dist.get_backend_impl(device=torch.device("cpu"))  # type: ignore[attr-defined]
 
-    def handles(self, names: Sequence[int]) -> list[str]:
-        return [hear(self.folder, f"handle-{name}") for name in names]
+    def handles(self, names: Sequence[int], key: str = "handle") -> list[str]:
+        return [hear(self.folder, f"{key}-{name}") for name in names]
 
-    def become(self, uuid: int, names: Sequence[int], timeout_s: float = 30.0) -> None:
-        """Makes the group of these processes, this one among them, in this order."""
-        c10d._reconfigure(uuid, self.handles(names), timeout=timedelta(seconds=timeout_s)).wait()
+    def become(self, uuid: int, names: Sequence[int], timeout_s: float = 30.0) -> float:
+        """Makes the group of these processes, this one among them, in this order. Returns the seconds it took."""
+        key = f"handle-{uuid}" if self._is_gloo else "handle"
+        if self._is_gloo:
+            tell(self.folder, f"{key}-{self.name}", c10d._get_reconfigure_handle())
+        handles = self.handles(names, key)
+        started = time.monotonic()
+        c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=timeout_s)).wait()
+        took_s = time.monotonic() - started
         assert (dist.get_rank(), dist.get_world_size()) == (list(names).index(self.name), len(names))
+        return took_s
 
     def meet(self, key: str, names: Sequence[int]) -> None:
         tell(self.folder, f"{key}-{self.name}", "")
@@ -90,32 +100,36 @@ class Round(NamedTuple):
     victim: int
     """Its rank."""
     error_s: float
-    """From the SIGKILL to the error of the call under way."""
+    """From the SIGKILL to the error of the call under way; 0 without a SIGKILL."""
     right_s: float
-    """From the SIGKILL to the first right collective of the survivors."""
+    """From the SIGKILL or the abort to the first right collective of the survivors."""
     reconfigure_s: float
     join_s: float
 
 
-def kill_and_replace(folder: str, size: int, rounds: int, backend: str = "parallel_state") -> bool:
+def kill_and_replace(
+    folder: str, size: int, rounds: int, backend: str = "parallel_state", seed: int = 0, polite: bool = False
+) -> bool:
     """In each round a rank is killed in the middle of traffic; the others go on without it, then with a spare.
 
-    The processes from `size` on are the spares, one a round. `rounds_in(folder)` reads what the survivors measured.
+    The processes from `size` on are the spares, one a round. `seed` chooses the victims. `polite`: all abort between
+    two calls, and the victim exits. `rounds_in(folder)` reads what the survivors measured.
     """
+    # torch's flight recorder imports torch's compiler for the file that it writes, which takes a survivor seconds.
+    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "0"
     member = Member(Path(folder), backend)
-    names = list(range(size))
+    names, chance = list(range(size)), random.Random(seed)
     for round_ in range(rounds):
         if round_ == 0 and member.name in names:
             member.become(0, names)
-        victim = names[(7 * round_ + 3) % size]
+        victim = chance.choice(names)
         rest = [name for name in names if name != victim]
         if member.name in names:
-            measured = _lose(member, names, victim, rest, round_)
+            measured = (_part if polite else _lose)(member, names, victim, rest, round_)
         names = [*rest, size + round_]
         if member.name in names:
-            started = time.monotonic()
-            member.become(2 * round_ + 2, names, timeout_s=WAIT_S * (1 if member.name != size + round_ else rounds))
-            join_s = time.monotonic() - started
+            is_new = member.name == size + round_
+            join_s = member.become(2 * round_ + 2, names, timeout_s=WAIT_S * (rounds if is_new else 1))
             add_up(round_)
             if member.name in rest:
                 measured = measured._replace(join_s=join_s)
@@ -138,12 +152,27 @@ def _lose(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
         kind, suspects = type(error).__name__, getattr(known, "suspect_ranks", ())
         if isinstance(error, AssertionError):
             raise
-    started = time.monotonic()
-    member.become(2 * round_ + 1, rest)
-    reconfigure_s = time.monotonic() - started
-    add_up(round_)
-    right, killed = time.monotonic(), float(hear(member.folder, f"killed-{round_}"))
+    reconfigure_s, right = _go_on(member, rest, round_)
+    killed = float(hear(member.folder, f"killed-{round_}"))
     return Round(kind, tuple(suspects), names.index(victim), ended - killed, right - killed, reconfigure_s, 0.0)
+
+
+def _part(member: Member, names: Sequence[int], victim: int, rest: Sequence[int], round_: int) -> Round:
+    for number in range(20):
+        add_up(number)
+    started = time.monotonic()
+    member.backend.abort()
+    if member.name == victim:
+        os._exit(0)
+    reconfigure_s, right = _go_on(member, rest, round_)
+    return Round("", (), names.index(victim), 0.0, right - started, reconfigure_s, 0.0)
+
+
+def _go_on(member: Member, rest: Sequence[int], round_: int) -> tuple[float, float]:
+    """Returns how long the reconfigure took, and when the first collective after it was right."""
+    reconfigure_s = member.become(2 * round_ + 1, rest)
+    add_up(round_)
+    return reconfigure_s, time.monotonic()
 
 
 def _kill_me(folder: Path, round_: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -244,16 +245,16 @@ def test_the_example_of_the_docs(ranks: Ranks) -> None:
     assert ranks.survivors(_example, block.code, str(page), timeout_s=60.0) == {0: 3, 1: 3, 3: 3}
 
 
-def check_kills(pool: Any, folder: Path, size: int, rounds: int, timeout_s: float) -> None:
+def check_kills(pool: Any, folder: Path, size: int, rounds: int, timeout_s: float, seed: int = 0) -> None:
     """Each round a rank is killed and replaced: nothing wrong, nobody late, the dead rank named."""
-    results = pool.survivors(kill_and_replace, str(folder), size, rounds, timeout_s=timeout_s)
+    results = pool.survivors(kill_and_replace, str(folder), size, rounds, "parallel_state", seed, timeout_s=timeout_s)
     assert len(results) == size
     found = rounds_in(folder, rounds)
     assert [len(each) for each in found] == [size - 1] * rounds
     for one in itertools.chain.from_iterable(found):
         assert one.error == PeerDiedError.__name__ and one.victim in one.suspects, one
-    first = latest_by_round(found, "right_s")
-    assert median(first) < 1.0, first
+    errors, first = latest_by_round(found, "error_s"), latest_by_round(found, "right_s")
+    assert max(errors) < 1.0 and median(first) < 1.0, (seed, errors, first)
 
 
 def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
@@ -267,8 +268,9 @@ def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_killed_ranks_are_replaced_50_times(tmp_path: Path) -> None:
+    """8 -> 7 -> 8, with traffic going on."""
     pool = Ranks(58)
     try:
-        check_kills(pool, tmp_path, 8, 50, 900.0)
+        check_kills(pool, tmp_path, 8, 50, 900.0, secrets.randbits(32))
     finally:
         pool.kill()

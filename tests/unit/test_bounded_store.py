@@ -26,6 +26,7 @@ AMBIGUOUS = ("get", "set", "add", "wait", "append")
 
 MAY_HOLD_RAW = {
     "device_communicators/c10d/group.py:Group.split": "torch's options of a new backend take a store",
+    "device_communicators/c10d/group.py:Group.shrink": "torch's options and table of groups take a store",
     "device_communicators/base/torch_internals.py:gloo_backend": "gloo takes one; a helper thread runs it",
     "device_communicators/c10d/world.py:World.__init__": "reads an address",
     "device_communicators/c10d/world.py:address_of": "reads an address",

@@ -1350,6 +1350,25 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
                           options ? options->group_name : "");
 }
 
+c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const c10::intrusive_ptr<c10d::Backend::Options>& options,
+                                                 const int& rank, const int& size) {
+  return callbacks_.merge(store->clone(), rank, size, options ? options->timeout : options_->timeout,
+                          options ? options->group_name : "");
+}
+
+// The group itself stays, for torch to destroy, but SHRINK_ABORT ends its calls on this rank.
+c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t>& excluded, int flags,
+                                                  const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  constexpr int kAbort = 1;
+  check((flags | kAbort) == kAbort, "shrink_group: shrink_flags must be SHRINK_DEFAULT or SHRINK_ABORT, not ", flags);
+  check(!options || options->backend == options_->backend,
+        "shrink_group: pg_options must be of the backend parallel_state, not of ", options ? options->backend : "");
+  if ((flags & kAbort) != 0 && end_calls(/*in_order=*/false)) stays_ = true;
+  return callbacks_.shrink(excluded, options ? options->timeout : options_->timeout,
+                           options_->global_ranks_in_group.empty());
+}
+
 c10d::ErrorType Backend::getError() { return c10d::ErrorType::SUCCESS; }
 
 // Ends.
@@ -1361,12 +1380,16 @@ void Backend::abort() {
 
 void Backend::shutdown() { end(/*in_order=*/true); }
 
-// A forked child leaves its parent's memory, locks and connections unchanged.
 void Backend::end(bool in_order) {
-  if (closed_.exchange(true)) return;
+  if (end_calls(in_order) || stays_.exchange(false)) callbacks_.leave();
+}
+
+// Returns false if they were ended before. A forked child leaves its parent's memory, locks and connections unchanged.
+bool Backend::end_calls(bool in_order) {
+  if (closed_.exchange(true)) return false;
   if (is_forked_child()) {
     new std::pair(lane_, pairs_);  // leaked: the threads are the parent's
-    return;
+    return false;
   }
   const auto deadline = Clock::now() + (in_order ? kShutdownGrace : std::chrono::seconds(0));
   const bool done = in_order && lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
@@ -1382,8 +1405,8 @@ void Backend::end(bool in_order) {
   if (!done && gloo) gloo->abort();
   lane_->close(error);
   if (pairs_) pairs_->close(error);
-  callbacks_.leave();
   if (gloo && done) gloo->shutdown();
+  return true;
 }
 
 }  // namespace parallel_state

@@ -30,9 +30,14 @@ struct Callbacks {
   // Returns the error for gloo's text; null if the transport didn't fail. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
   std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // tells Python
-  std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
-                                                  std::chrono::milliseconds timeout, const std::string& name)>
-      split;
+  using Group = c10::intrusive_ptr<c10d::Backend>;
+  using Store = c10::intrusive_ptr<c10d::Store>;
+  using Timeout = std::chrono::milliseconds;
+  // Return the backend of a new group. Each of its ranks calls them.
+  std::function<Group(const Store&, const std::vector<int>& ranks, Timeout timeout, const std::string& name)> split;
+  std::function<Group(const Store&, int rank, int size, Timeout timeout, const std::string& name)> merge;
+  // `renumber`: the new group's ranks are their own global ranks.
+  std::function<Group(const std::vector<std::int64_t>& excluded, Timeout timeout, bool renumber)> shrink;
 };
 
 class Backend : public HookedBackend {
@@ -100,6 +105,13 @@ class Backend : public HookedBackend {
   Started endCoalescing() override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+  // torch.distributed.shrink_group excludes ranks by this. In torch 2.10 and later; not an `override`, as above.
+  virtual bool supportsShrinking() const { return size_ > 1; }
+  virtual c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
+                                                   const c10::intrusive_ptr<c10d::Backend::Options>& options);
+  virtual c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  const c10::intrusive_ptr<c10d::Backend::Options>& options,
+                                                  const int& rank, const int& size);
   c10d::ErrorType getError() override;
   // Ends the group on this rank, after the hooks on failures.
   void abort() override;
@@ -146,6 +158,7 @@ class Backend : public HookedBackend {
   void check_reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
   void check_root(std::int64_t root, const char* method) const;
   void end(bool in_order);
+  bool end_calls(bool in_order);
   void call_failure_hooks();
   void done(int status, const char* method, Clock::time_point started);
   // The part of the ephemeral timeout that ends with a call.
@@ -178,6 +191,7 @@ class Backend : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
+  std::atomic<bool> stays_{false};  // SHRINK_ABORT ended the calls, but `end` must report that this rank leaves
   std::atomic<std::int64_t> ephemeral_ms_{0};  // see addEphemeralTimeout; written by ephemeral_mutex_
   std::int64_t owned_ephemeral_ms_ = 0;        // of this, what ends with calls that have begun
   std::mutex ephemeral_mutex_;

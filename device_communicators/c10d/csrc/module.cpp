@@ -132,10 +132,19 @@ Callbacks callbacks_of(const py::object& python) {
     const py::gil_scoped_acquire gil;
     return owner->attr("make_gloo")().cast<c10::intrusive_ptr<c10d::Backend>>();
   };
-  made.split = [owner](const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-                       std::chrono::milliseconds timeout, const std::string& name) {
+  made.split = [owner](const Callbacks::Store& store, const std::vector<int>& ranks, Callbacks::Timeout timeout,
+                       const std::string& name) {
     const py::gil_scoped_acquire gil;
-    return owner->attr("split")(store, ranks, timeout, name).cast<c10::intrusive_ptr<c10d::Backend>>();
+    return owner->attr("split")(store, ranks, timeout, name).cast<Callbacks::Group>();
+  };
+  made.merge = [owner](const Callbacks::Store& store, int rank, int size, Callbacks::Timeout timeout,
+                       const std::string& name) {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("merge")(store, rank, size, timeout, name).cast<Callbacks::Group>();
+  };
+  made.shrink = [owner](const std::vector<std::int64_t>& excluded, Callbacks::Timeout timeout, bool renumber) {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("shrink")(excluded, timeout, renumber).cast<Callbacks::Group>();
   };
   return made;
 }

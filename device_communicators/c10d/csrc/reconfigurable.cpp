@@ -209,6 +209,17 @@ ReconfigurableBackend::Group ReconfigurableBackend::split(const c10::intrusive_p
   return group("split")->split(store, ranks, options);
 }
 
+ReconfigurableBackend::Group ReconfigurableBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                          const c10::intrusive_ptr<c10d::Backend::Options>& options,
+                                                          const int& rank, const int& size) {
+  return group("merge")->merge(store, options, rank, size);
+}
+
+ReconfigurableBackend::Group ReconfigurableBackend::shrink(const std::vector<std::int64_t>& excluded, int flags,
+                                                           const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  return group("shrink_group")->shrink(excluded, flags, options);
+}
+
 }  // namespace parallel_state
 
 #endif  // C10D_BACKEND_HAS_RECONFIGURE

@@ -86,6 +86,11 @@ class ReconfigurableBackend final : public HookedBackend {
   Started endCoalescing() override;
   Group split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
               const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+  Group merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Backend::Options>& options,
+              const int& rank, const int& size) override;
+  bool supportsShrinking() const override { return true; }
+  Group shrink(const std::vector<std::int64_t>& excluded, int flags,
+               const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
 
  private:
   Group group(const char* method);
