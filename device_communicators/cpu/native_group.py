@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from device_communicators.base import settings
 from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -224,8 +225,8 @@ class NativeGroup:
             _, _, sent, expected = misfit
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
-                f"{operation} of {members} failed: global rank {suspect} sends {sent} bytes, but at most {expected} "
-                f"are possible. {LOST}; send less at once",
+                f"{operation} of {members} failed: global rank {suspect} sends {sent} bytes, more than the {expected} "
+                f"that this rank accepts. {LOST}; send less at once, or raise {settings.MAX_METADATA_BYTES.name}",
             )  # fmt: skip
         if status == _FAILED:
             return _failure(

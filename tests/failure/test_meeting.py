@@ -158,28 +158,33 @@ def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
         "PARALLEL_STATE_START_TIMEOUT_S": str(START_S),
     }  # fmt: skip
-    with hosts.Hosts(2) as made, _silent_listener(made, taken):
-        other = made.addresses[0]
-        made.run_on(1, f"echo '{other} other-host' > /dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts")
-        addresses = ["192.0.2.1", other, "other-host", other, "other-host"]
-        places = list(zip(addresses, range(port, taken + 1), strict=True))
-        enter = ["nsenter", "-t", str(made.pid(1)), "--net", "--uts", "--mount"]
-        command = [*enter, sys.executable, "-c", RANK_ZERO, json.dumps(places), str(tmp_path)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-    codes = json.loads(done.stdout) if done.returncode == 0 else [done.stderr]
-    took_s = [float(path.read_text()) for path in tmp_path.glob("*.s")]
-    for number, ((address, at), code) in enumerate(zip(places, codes, strict=True)):
-        output = (tmp_path / str(number)).read_text()
-        told = f"{address}:{at}: {code}\n{output}"
-        assert code == 1, told
-        assert "terminate called" not in output, told
-        last = output.strip().splitlines()[-1]
-        assert "RendezvousError" in last, told
-        assert f"{address}:{at}" in last, told
-        assert "that address doesn't lead to its own host, parallel-state-host-1" in last, told
-        assert "Set MASTER_ADDR" in last, told
-        assert "MASTER_PORT" not in last, told
-    assert len(took_s) == len(places) and statistics.median(took_s) < START_S + 1.0, took_s
+
+    def trial(folder: Path) -> float:
+        with hosts.Hosts(2) as made, _silent_listener(made, taken):
+            other = made.addresses[0]
+            made.run_on(1, f"echo '{other} other-host' > /dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts")
+            addresses = ["192.0.2.1", other, "other-host", other, "other-host"]
+            places = list(zip(addresses, range(port, taken + 1), strict=True))
+            enter = ["nsenter", "-t", str(made.pid(1)), "--net", "--uts", "--mount"]
+            command = [*enter, sys.executable, "-c", RANK_ZERO, json.dumps(places), str(folder)]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+        codes = json.loads(done.stdout) if done.returncode == 0 else [done.stderr]
+        took_s = [float(path.read_text()) for path in folder.glob("*.s")]
+        for number, ((address, at), code) in enumerate(zip(places, codes, strict=True)):
+            output = (folder / str(number)).read_text()
+            told = f"{address}:{at}: {code}\n{output}"
+            assert code == 1, told
+            assert "terminate called" not in output, told
+            last = output.strip().splitlines()[-1]
+            assert "RendezvousError" in last, told
+            assert f"{address}:{at}" in last, told
+            assert "that address doesn't lead to its own host, parallel-state-host-1" in last, told
+            assert "Set MASTER_ADDR" in last, told
+            assert "MASTER_PORT" not in last, told
+        assert len(took_s) == len(places)
+        return statistics.median(took_s)
+
+    assert_in_time(trial, tmp_path, START_S + 1.0)
 
 
 # Row 24.

@@ -68,7 +68,7 @@ def test_a_chunk_that_is_not_the_next_of_its_message(tmp_path: Path, chunk: int,
         receiver = theirs.receiver(0, MESSAGES)
         ours.sender(1, MESSAGES).send(Message(b"", (sent,)))
         _word(ours, chunk, word).value = value
-        with pytest.raises(MessageDecodeError, match="not the next part of a message"):
+        with pytest.raises(MessageDecodeError, match="isn't the next part of a message"):
             _receive(receiver, received)
         with pytest.raises(MessageDecodeError):
             receiver.next()

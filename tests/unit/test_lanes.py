@@ -118,8 +118,18 @@ def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [lanes.main(paths, [passes]), lanes.main(paths, [well]), lanes.main(paths, [ill])] == [0, 0, 1]
 
 
+TOGETHER = """
+import pathlib, time
+def test_meet():
+    here = pathlib.Path(__file__)
+    here.with_suffix(".here").touch()
+    until = time.monotonic() + 60
+    while len(list(here.parent.glob("*.here"))) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(list(here.parent.glob("*.here"))) == 2
+"""
 ALONE = """
-import os, pathlib, time
+import pathlib, time
 def test_alone():
     held = pathlib.Path(__file__).with_name("held")
     held.touch(exist_ok=False)
@@ -130,16 +140,15 @@ def test_alone():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("bare")
-def test_only_so_many_lanes_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("at_once", "text"), [(2, TOGETHER), (1, ALONE)])
+def test_only_so_many_lanes_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, text: str
+) -> None:
     for name in "ab":
-        (tmp_path / f"test_{name}.py").write_text(ALONE)
-    both = [Lane(name, (f"test_{name}.py",)) for name in "ab"]
+        (tmp_path / f"test_{name}.py").write_text(text)
     monkeypatch.setattr(lanes, "MOST_AGAIN", 0)
-    monkeypatch.setattr(lanes, "AT_ONCE", 2)
-    assert lanes.main([], both) == 1
-    (tmp_path / "held").unlink(missing_ok=True)
-    monkeypatch.setattr(lanes, "AT_ONCE", 1)
-    assert lanes.main([], both) == 0
+    monkeypatch.setattr(lanes, "AT_ONCE", at_once)
+    assert lanes.main([], [Lane(name, (f"test_{name}.py",)) for name in "ab"]) == 0
 
 
 def test_interpreters_keep_their_bytecode() -> None:
