@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -346,7 +347,8 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)
     with connect_to(address, deadline - time.monotonic()) as connection:
-        connection.sendall(struct.pack("<BIB", _VALIDATE, _MAGIC_NUMBER, _PING) + nonce)
+        with contextlib.suppress(ConnectionError):  # if it was closed before, the receive raises
+            connection.sendall(struct.pack("<BIB", _VALIDATE, _MAGIC_NUMBER, _PING) + nonce)
         answer = _receive(connection, _NONCE_BYTES, min(deadline, time.monotonic() + _QUIET_S))
         if not answer and time.monotonic() < deadline:
             connection.sendall(_LINES)

@@ -155,11 +155,14 @@ def _huge_bytes() -> tuple[int, int, bool]:
 
 def test_huge_pages_where_asked_for() -> None:
     """Of 16 MiB per rank, a rank maps its own and the half of its peer's that it adds."""
-    asked = ps.launch(_huge_bytes, 2, env={"PARALLEL_STATE_HUGE_PAGES": "on"}, timeout=DEADLINE_S)
-    assert all(right for *_, right in asked)
-    if any(problem for problem, *_ in asked):
-        pytest.skip("this kernel makes no huge pages of shared memory")
-    assert all(huge_bytes >= 24 << 20 for _, huge_bytes, _ in asked)
+    for _ in range(4):  # on a busy machine the kernel may have none at the moment
+        asked = ps.launch(_huge_bytes, 2, env={"PARALLEL_STATE_HUGE_PAGES": "on"}, timeout=DEADLINE_S)
+        assert all(right for *_, right in asked)
+        if any(problem for problem, *_ in asked):
+            pytest.skip("this kernel makes no huge pages of shared memory")
+        if enough := all(huge_bytes >= 24 << 20 for _, huge_bytes, _ in asked):
+            break
+    assert enough, asked
     assert all(right and huge_bytes == 0 for _, huge_bytes, right in ps.launch(_huge_bytes, 2, timeout=DEADLINE_S))
 
 

@@ -782,6 +782,8 @@ void Streams::begin(const Held& transfer, const Early& early) {
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);
     if (fails_) return;  // the thread that noted the failure fails this transfer, too
+    // Before this, the end of its connection doesn't fail it: all that it needs may have come.
+    transfer->has_begun = true;
     try {
       if (call.sends != 0) {
         Stream* const stream = streams_[static_cast<std::size_t>(call.peer)].get();

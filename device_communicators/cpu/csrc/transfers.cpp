@@ -146,7 +146,7 @@ void Transfers::note_form(const Held& first, int peer, const Form& sent, const F
 Transfers::Held Transfers::first_with(int peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = std::find_if(open_.begin(), open_.end(), [peer](const auto& entry) {
-    return entry.second->call.peer == peer && entry.second->is_open();
+    return entry.second->call.peer == peer && entry.second->is_open() && entry.second->has_begun;
   });
   return found == open_.end() ? nullptr : found->second;
 }

@@ -139,7 +139,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::int64_t deadline_ns = INT64_MAX;  // this and the next: by mutex_
     int source = -1;
     Number number = 0;
-    int parts = 1;  // what has yet to be written or read of it; over connections
+    int parts = 1;           // what has yet to be written or read of it; over connections
+    bool has_begun = false;  // over connections: what came before it was looked at
     std::atomic<int> state{kOpen};
     std::atomic<bool> asks{false};  // the head of its message is there, and waits for the taker
     std::atomic<bool> is_released{false};
@@ -225,7 +226,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
   // Notes that a message's form isn't the one that its receive has.
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
-  Held first_with(int peer);  // the oldest open transfer
+  Held first_with(int peer);  // the oldest open transfer that has begun
   // Forgets a transfer of which nothing has moved. False if it has ended.
   bool take_back(Number number);
   void finish(const Held& transfer, int source, Done* done);
