@@ -1,4 +1,4 @@
-"""What all transports use for a call: its description, records, tensor memory, reduction arithmetic and pending work.
+"""Parts of a call for all transports: its description, records, tensor memory, reduction arithmetic and pending work.
 
 May import `base` only.
 """

@@ -285,7 +285,7 @@ class HostMemory:
 
 
 class _Memory:
-    """Where the memory that ranks share is mapped: the collectives' part, the arenas and the queues."""
+    """The shared memory as it is mapped: the collectives' part, the arenas and the queues."""
 
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library

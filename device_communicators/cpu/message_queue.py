@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a queue's memory is, and which ranks use it."""
+    """The place of a queue's memory, and the ranks that use it."""
 
     control: int
     """Address of the control part, zero when the queue is new."""
@@ -66,7 +66,7 @@ class Place:
 
 
 class Waiting(NamedTuple):
-    """How long a sender or receiver polls before it sleeps, its timeout, and how it detects dead ranks."""
+    """Settings of a wait: time of polling before the sleep, timeout, and detection of dead ranks."""
 
     liveness: int
     spin_ns: int

@@ -54,6 +54,7 @@ _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
     _MISMATCH: (CollectiveMismatchError, "detected a mismatched call"),
     _INTERRUPTED: (CommunicationError, "was interrupted by a signal"),
     _UNMAPPED: (CommunicationError, "had no address space left (ulimit -v) to map a tensor"),
+    _UNREACHABLE: (HostUnreachableError, "was reported as unreachable"),
 }
 _COUNTED = (
     "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "broadcast_", "all_to_all", "barrier",

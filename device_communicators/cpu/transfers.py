@@ -51,7 +51,7 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """Why a transfer failed: the fields of `TransferFailure` in csrc/transfer_call.h. Ranks are ranks in the group."""
+    """A transfer's failure: fields of `TransferFailure` in csrc/transfer_call.h. Ranks are ranks in the group."""
 
     status: int
     sends: int

@@ -318,7 +318,7 @@ def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
 
 
 class SetUpRecord(ctypes.Structure):
-    """What one rank tells the others before they make a communicator: its version of NCCL, and perhaps a unique id."""
+    """A rank's message before a communicator is made: its version of NCCL, and perhaps a unique id."""
 
     version: int
     unique_id: UniqueId

@@ -95,7 +95,7 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What a kernel reports that ended before its work was done: why, and which rank it waited for."""
+    """The report of a kernel that ended before its work was done: the reason, and the rank that it waited for."""
 
     reason: str
     """"deadline" or "abort"."""

@@ -263,7 +263,7 @@ def warn_once(setting: str) -> None:
 
 @dataclass(frozen=True)
 class Admission:
-    """What all ranks agreed on: size limits, an algorithm if a setting fixes it, and how their GPUs are connected."""
+    """The ranks' agreement: size limits, an algorithm if a setting fixes it, and the links of their GPUs."""
 
     thresholds: Thresholds
     pinned: str | None

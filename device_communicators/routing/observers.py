@@ -26,7 +26,7 @@ logger = logging.getLogger("parallel_state")
 
 @dataclass(frozen=True)
 class OperationEvent:
-    """What a hook of `on_operation` receives: a completed operation of a group on this rank."""
+    """A completed operation of a group on this rank: the argument of hooks of `on_operation`."""
 
     group: str
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class OperationEvent:
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """What a hook of `on_failure` receives: the first failure of a group on this rank."""
+    """The first failure of a group on this rank: the argument of hooks of `on_failure`."""
 
     group: str
     ranks: tuple[int, ...]

@@ -73,7 +73,7 @@ def group_key(context: GroupContext) -> str:
 
 
 class State(NamedTuple):
-    """What a rank is doing, as sent to its peers: its call and its line of the program."""
+    """The state of a rank, as sent to its peers: its call and its line of the program."""
 
     key: str = ""
     """`group_key` of the group whose call it waits in; empty if it waits in none."""

@@ -60,7 +60,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """What ranks that failed in one group have sent about their calls, by global rank."""
+    """The calls of ranks that failed in one group, as they sent them, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}

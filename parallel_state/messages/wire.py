@@ -103,7 +103,7 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Which part of each tensor this rank sends, if it sends slices: `Cut` of csrc/pack.h."""
+    """The part of each tensor that this rank sends, if it sends slices: `Cut` of csrc/pack.h."""
 
     slices: int = 0
     mine: int = 0

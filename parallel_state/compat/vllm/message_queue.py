@@ -60,7 +60,7 @@ _OUT_OF_BAND_BYTES = 1 << 20
 
 @dataclass
 class Handle:
-    """What another process needs to open a queue for reading. Picklable."""
+    """A queue's address, with which another process opens it for reading. Picklable."""
 
     local_reader_ranks: list[int] = field(default_factory=list)
     buffer_handle: tuple[int, int, int, str] | None = None

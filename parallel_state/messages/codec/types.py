@@ -161,7 +161,7 @@ _TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items(
 
 
 class TensorMetadata(NamedTuple):
-    """What a receiver must know to allocate one tensor of a message: dtype, shape, device type."""
+    """The dtype, shape and device type of one tensor of a message, with which a receiver allocates it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -16,7 +16,7 @@ from parallel_state.tools.bench.worker import TeamError, Timing, last_line
 
 @dataclass(frozen=True)
 class Plan:
-    """How many rounds to measure, and how long each takes."""
+    """The number of rounds to measure, and the time of each."""
 
     rounds: int = 30
     round_s: float = 0.005

@@ -136,7 +136,7 @@ class Gpus(msgspec.Struct):
 
 
 class Facts(msgspec.Struct):
-    """What one rank finds out about itself and its host before it connects to others."""
+    """Facts of one rank and its host, known before it connects to others."""
 
     place: Place = msgspec.field(default_factory=Place)
     network: Network = msgspec.field(default_factory=Network)
@@ -160,7 +160,7 @@ class Facts(msgspec.Struct):
 
 
 class Link(msgspec.Struct):
-    """How fast one host reaches another, measured over TCP between two ranks."""
+    """The speed of the network between two hosts, measured over TCP between two ranks."""
 
     source: int
     """Number of the arrival that measured; `target` is a number, too."""
@@ -178,7 +178,7 @@ class Link(msgspec.Struct):
 
 
 class Measured(msgspec.Struct):
-    """What one rank measured before any group was made: links and cores."""
+    """The measurements of one rank before any group was made: links and cores."""
 
     cpu_ms: list[float] = []
     """Times of `system.run_cpu`."""

@@ -45,7 +45,7 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """What the leader tells all ranks when it stops waiting for more: who has arrived, and what to measure."""
+    """The leader's message when it stops waiting: the ranks that have arrived, and the measurements to make."""
 
     arrivals: list[Facts]
     """In the order of arrival: arrival n is `arrivals[n - 1]`."""

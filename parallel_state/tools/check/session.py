@@ -48,7 +48,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, dict=True):
-    """What `check --json` writes."""
+    """The output of `check --json`."""
 
     schema: str
     world_size: int
