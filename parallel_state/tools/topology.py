@@ -15,7 +15,7 @@ from device_communicators.base.cores import spans
 from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.visible_devices import Visible, visible_devices
 from parallel_state.tools.arguments import command_parser
-from parallel_state.tools.output import add_json, as_json, write_chosen
+from parallel_state.tools.output import STDOUT, add_json, as_json, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     topology = read_topology()
     visible = visible_devices(topology.gpus, os.environ)
-    if not write_chosen(parser, options, {"json": lambda: as_json(_as_json(topology, visible))}):
+    if options.json is not None:
+        write(parser, options.json, as_json(_as_json(topology, visible)))
+    if options.json != STDOUT:
         print(topology_text(topology, visible))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from device_communicators.base.errors import LaunchError
-from parallel_state.tools.check import command, page, rules, session, system
+from parallel_state.tools.check import command, report, rules, session, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (
     EXIT_CODES,
@@ -364,6 +365,20 @@ def test_links_that_lose_block_or_lead_elsewhere() -> None:
     assert "takes 9000 µs" in findings(arrivals, measured=measured)["link-latency"][0]
 
 
+@pytest.mark.parametrize("kinds", list(itertools.product(("", "refused", "silent", "stranger", "broken"), repeat=2)))
+def test_each_failed_link_is_in_a_finding_with_its_problem(kinds: tuple[str, str]) -> None:
+    arrivals = job(1, 1, 1)
+    measured = _links(dict.fromkeys(PAIRS, 2.9e9))
+    failed = {("node0", "node1"): measured[1].links[0], ("node1", "node0"): measured[2].links[0]}
+    for link, kind in zip(failed.values(), kinds, strict=True):
+        link.kind, link.problem = kind, kind and f"{kind} by a test"
+    texts = [text for each in findings(arrivals, measured=measured).values() for text in each]
+    for (source, target), link in failed.items():
+        there, back = f"from {source} to {target}", f"from {target} to {source} (the other direction fails, too)"
+        named = [text for text in texts if there in text or back in text]
+        assert any(link.problem in text for text in named) if link.problem else not named, (kinds, texts)
+
+
 def test_the_clock_that_is_off_is_named() -> None:
     arrivals = job(1, 1, 1)
     measured = _links(dict.fromkeys(PAIRS, 2.9e9), clock_error_s=1e-4)
@@ -475,17 +490,15 @@ def test_the_report_in_all_its_forms() -> None:
     measured = _links(speeds)
     measured[1].links[0].problem, measured[1].links[0].kind = "<b>no answer</b>", "silent"
     arrivals[0].versions.torch = "<script>"
-    report = _report(arrivals, measured=measured)
-    assert report.exit_code == 2 and report.findings[0].severity == "error"
-    text = page.text(report, 100)
+    found = _report(arrivals, measured=measured)
+    assert found.exit_code == 2 and found.findings[0].severity == "error"
+    text = report.text(found, 100)
     assert (
         "ERROR link-blocked" in text and "do:" in text and "node1" in text and max(map(len, text.splitlines())) <= 140
     )
-    html = page.html(report)
-    assert "<script>" not in html and "<b>no" not in html and 'class="bad"' in html and 'class="level4"' in html
-    again = msgspec.json.decode(msgspec.json.encode(report), type=Report)
-    assert again == report and json.loads(msgspec.json.encode(report))["schema"] == "parallel_state check 1"
-    assert page.heading(_report(job(2))).startswith("2 ranks on 1 host: no problems found")
+    again = msgspec.json.decode(msgspec.json.encode(found), type=Report)
+    assert again == found and json.loads(msgspec.json.encode(found))["schema"] == "parallel_state check 1"
+    assert report.heading(_report(job(2))).startswith("2 ranks on 1 host: no problems found")
 
 
 def test_a_place_by_arguments_is_whole_or_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ runpy.run_module("parallel_state", run_name="__main__", alter_sys=True)
 WITHOUT_TORCH = (
     ["--help"], ["--version"], ["plan", "--world-size", "8", "--tp", "2"], ["plan", "--help"], ["plan", "--tp", "x"],
     ["topology"], ["debug", "--help"], ["debug", "/nowhere"], ["trace", "/nowhere"], ["nothing"],
-    ["check", "--help"], ["check", "--ranks", "0"], ["check", "--timeout", "1"], ["check", "--html", "/nowhere/x"],
+    ["check", "--help"], ["check", "--ranks", "0"], ["check", "--timeout", "1"], ["check", "--json", "/nowhere/x"],
     ["bench", "--help"], ["bench", "--ranks", "1"], ["bench", "--sizes", "0"], ["bench", "--json", "/nowhere/x"],
     ["tune", "--help"], ["tune", "--ranks", "0"], ["tune", "--out", "/nowhere/x"],
 )  # fmt: skip
@@ -153,7 +153,7 @@ def test_ctrl_c_ends_check_and_its_ranks() -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("command", [["check", "--html"], ["check", "--json"], ["bench", "--json"]])
+@pytest.mark.parametrize("command", [["check", "--json"], ["bench", "--json"]])
 def test_a_path_is_tested_before_the_work(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "/nowhere/file"])
@@ -174,7 +174,7 @@ def test_check_prints_its_report_where_the_file_fails(
 ) -> None:
     monkeypatch.setattr(check, "require_writable", lambda *_: None)  # as if the disk became full later
     with pytest.raises(SystemExit) as stop:
-        main(["check", "--ranks", "1", "--quick", "--html", "/nowhere/file"])
+        main(["check", "--ranks", "1", "--quick", "--json", "/nowhere/file"])
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out.startswith("1 rank on 1 host") and "cannot write /nowhere/file" in err

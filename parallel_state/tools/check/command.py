@@ -27,7 +27,7 @@ from device_communicators.base.helper_threads import HelperThread
 from parallel_state.layout.axes import AXES
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import PROGRAM, command_parser, positive
-from parallel_state.tools.output import add_json, require_writable, write_chosen
+from parallel_state.tools.output import STDOUT, add_json, require_writable, write
 from parallel_state.tools.plan.command import add_sizes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _export_place(parser, chosen)
     place = _detect()
     if place is not None and place.world_size == (place.local_world_size or place.world_size):
-        require_writable(parser, chosen.json, chosen.html)  # on several hosts the path may exist only on rank 0's
+        require_writable(parser, chosen.json)  # on several hosts the path may exist only on rank 0's
     from parallel_state.tools.check import session  # imported here: it needs torch, `--help` doesn't
 
     options = session.Options(sizes, chosen.order, chosen.quick, chosen.timeout)
@@ -88,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("--size", type=int, metavar="N", help="number of ranks")
     place.add_argument("--local-rank", type=int, metavar="L", help="index of the rank on this host, from 0")
     place.add_argument("--address", metavar="HOST:PORT", help="address of rank 0")
-    output = parser.add_argument_group("output")
-    add_json(output)
-    output.add_argument("--html", metavar="FILE", help="write the report as a page, with a matrix of hosts")
+    add_json(parser.add_argument_group("output"))
     return parser
 
 
@@ -133,20 +131,17 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
         return
     import msgspec
 
-    from parallel_state.tools.check import page
+    from parallel_state.tools.check.report import text
 
     place = report.ranks[0].place
     if not outcome.met and place.rank != 0:
         if place.local_rank == 0:
-            print(page.text(report, width=120), file=sys.stderr)
+            print(text(report, width=120), file=sys.stderr)
         return
-    makers = {
-        "json": lambda: msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n",
-        "html": lambda: page.html(report),
-    }
-    shown = False
     try:
-        shown = write_chosen(parser, chosen, makers)
-    finally:  # even if a file can't be written
-        if not shown:
-            print(page.text(report), end="")
+        if chosen.json is not None:
+            content = msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
+            write(parser, chosen.json, content + "\n")
+    finally:  # even if the file can't be written
+        if chosen.json != STDOUT:
+            print(text(report), end="")

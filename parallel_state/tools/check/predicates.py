@@ -288,7 +288,7 @@ def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
         back = (target, source)
         if (link.kind if link.kind in ("stranger", "broken") else "blocked") != kind:
             continue
-        if back in failed and source > target and kind == "blocked":
+        if back in failed and failed[back].kind == link.kind and source > target and kind == "blocked":
             continue  # both directions are one finding
         state = "works" if back in working else "fails, too" if back in failed else ""
         works = f" (the other direction {state})" if state else ""

@@ -442,7 +442,7 @@ RULES: dict[str, Rule] = {
         "wrong results in the {within.kind} group of {within.ranks:ranks}, over {within.route}, on rank "
         "{place.rank}: {within.wrong:list}",
         "The job would compute wrong results without an error.",
-        "Report it with this page. Try another route: PARALLEL_STATE_SHARED_MEMORY=off, "
+        "Report it with the output of --json. Try another route: PARALLEL_STATE_SHARED_MEMORY=off, "
         "PARALLEL_STATE_PEER_MEMORY=off."),
     "group-slow": Rule(WARNING, "a group is slower than others of its kind",
         find.slow_groups,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import AXES, PRESETS
 from parallel_state.tools.arguments import command_parser, positive
-from parallel_state.tools.output import add_json, as_json, write, write_chosen
+from parallel_state.tools.output import STDOUT, add_json, as_json, write
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
 from parallel_state.tools.plan.page import MAX_RANKS, default_kind, page
@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         plan = make_plan(request)
     except LayoutError as error:
-        return _refuse(request, error, options.json)
+        return _refuse(parser, request, error, options.json)
     _check(parser, plan, options)
     remarks, communicators = remarks_on(plan), count_communicators(plan)
-    makers = {
-        "json": lambda: as_json(plan_json(plan, remarks, communicators, options.rank)),
-        "html": lambda: page(plan, default_kind(plan), remarks),
-    }
-    if not write_chosen(parser, options, makers):
+    if options.json is not None:
+        write(parser, options.json, as_json(plan_json(plan, remarks, communicators, options.rank)))
+    if options.html is not None:
+        write(parser, options.html, page(plan, default_kind(plan), remarks))
+    if STDOUT not in (options.json, options.html):
         print(plan_text(plan, remarks, communicators) if options.rank is None else rank_text(plan, options.rank))
     return 0
 
@@ -80,10 +80,10 @@ def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namesp
         parser.error(f"--rank must be in 0 … {plan.world_size - 1}, but is {options.rank}")
 
 
-def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
+def _refuse(parser: argparse.ArgumentParser, request: Request, error: LayoutError, json_path: str | None) -> int:
     changes = changes_that_fit(request)
     if json_path is not None:
-        write(json_path, as_json(refusal_json(error, changes)))
+        write(parser, json_path, as_json(refusal_json(error, changes)))
     print(f"error: {error}", file=sys.stderr)
     for index, change in enumerate(changes):
         print(f"{'or' if index else 'smallest change'}: {change}", file=sys.stderr)

@@ -15,7 +15,6 @@ from typing import Any
 
 from parallel_state.layout.axes import BY_NAME
 from parallel_state.layout.ranks import Grid
-from parallel_state.tools.output import html_page
 from parallel_state.tools.plan.groups import Kind, Plan, whole_of
 from parallel_state.tools.plan.remarks import Remark
 
@@ -28,7 +27,20 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
     """Returns the page; `name` is the kind of group that it shows first."""
     data = json.dumps(page_data(plan, name), separators=(",", ":"), ensure_ascii=False)
     style, script = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
-    body = f"""<header>
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{escape(str(plan.layout))}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
 <h1>{escape(str(plan.layout))}</h1>
 <p>{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {escape(plan.request.order)}</p>
 {_remarks(remarks)}</header>
@@ -46,12 +58,13 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
 max="{plan.world_size - 1}" value="0"></form>
 <div id="panel"></div>
 </aside>
-</main>"""
-    scripts = f"""<script type="application/json" id="data">{for_script(data)}</script>
+</main>
+<script type="application/json" id="data">{for_script(data)}</script>
 <script>
 {script}</script>
+</body>
+</html>
 """
-    return html_page(str(plan.layout), f"\n{style}", body, scripts)
 
 
 def for_script(text: str) -> str:

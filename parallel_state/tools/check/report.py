@@ -1,20 +1,18 @@
-"""Formats the report: text for the terminal, and an HTML page with a matrix of hosts."""
+"""Formats the report as text for the terminal."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
 from parallel_state.tools.check.evidence import core_times, groups_of_kind
-from parallel_state.tools.check.facts import ERROR, INFO, WARNING, Facts, Finding, Link, rate
+from parallel_state.tools.check.facts import ERROR, INFO, WARNING, Facts, rate
 from parallel_state.tools.check.session import Report
-from parallel_state.tools.output import columns, html_page
+from parallel_state.tools.output import columns
 
 _MOST_ROWS = 16
 
@@ -127,9 +125,6 @@ def _groups(report: Report) -> Iterator[tuple[str, ...]]:
         )
 
 
-# The terminal.
-
-
 def _short(text: str) -> str:
     """Shortens a finding's text; the JSON has whole tracebacks."""
     return text if len(text) <= 1200 else f"{text[:1000]} … {text[-150:]}"
@@ -150,67 +145,3 @@ def text(report: Report, width: int | None = None) -> str:
 
 def _wrapped(label: str, words: str, width: int) -> list[str]:
     return textwrap.wrap(label + words, width, subsequent_indent="         ", break_on_hyphens=False)
-
-
-# HTML.
-
-
-def html(report: Report) -> str:
-    """Returns an HTML page without scripts or external resources."""
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    body = f"""<h1 class="{report.severity or "good"}">{escape(heading(report))}</h1>
-<p class="soft">{escape(started_by(report))}<br>{escape(versions(report))}</p>
-{"".join(map(_finding, report.findings))}
-{_matrix(report)}
-{"".join(map(_html_table, tables(report)))}"""
-    return html_page(f"check: {heading(report)}", f"\n{style}", body)
-
-
-def _finding(each: Finding) -> str:
-    return (
-        f'<section class="finding {each.severity}"><h2>{escape(each.code)} <small>{each.severity}'
-        f"{escape(f', {each.where}') if each.where else ''}</small></h2><p>{escape(each.found)}</p>"
-        f'<p class="soft">{escape(each.why)}</p><p><b>What to do:</b> {escape(each.fix)}</p></section>\n'
-    )
-
-
-def _matrix(report: Report) -> str:
-    if len(report.hosts) < 2:
-        return ""
-    cells: dict[tuple[str, str], Link] = {
-        (_host(report, link.source), _host(report, link.target)): link for link in report.evidence.links
-    }
-    best = max((link.bytes_per_s for link in cells.values()), default=0.0)
-    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in report.hosts)
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(one)}</th>"
-        + "".join(_cell(one == two, cells.get((one, two)), best) for two in report.hosts)
-        + "</tr>\n"
-        for one in report.hosts
-    )
-    return f"""<h2>Hosts</h2>
-<div class="wide"><table class="matrix"><caption>From the row's host to the column's:
-bandwidth of one TCP stream, and round trip. Darker cells are slower, compared with the fastest link.</caption>
-<thead><tr><th></th>{head}</tr></thead><tbody>
-{rows}</tbody></table></div>
-"""
-
-
-def _cell(same: bool, link: Link | None, best: float) -> str:
-    if same or link is None:
-        return f'<td class="none">{"" if same else "not measured"}</td>'
-    if link.problem:
-        return f'<td class="bad" title="{escape(link.problem)}">{escape(link.kind)}</td>'
-    level = min(4, int(5 * (1 - link.bytes_per_s / best))) if best else 0
-    loss = f", {link.retransmitted} of {link.segments} packets retransmitted" if link.retransmitted else ""
-    hover = escape(f"clock {link.clock_offset_s * 1e3:+.1f} ms{loss}")
-    return f'<td class="level{level}" title="{hover}">{rate(link.bytes_per_s)}<br>{link.rtt_us:.0f} µs</td>'
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
-    return (
-        f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}'
-        "</tbody></table></div>\n"
-    )
