@@ -57,7 +57,7 @@ def run(plugins: Path) -> Run:
 
 
 def test_nothing_that_its_own_tree_imports_is_missing() -> None:
-    """`MISSING` lists exceptions: two names of elastic expert parallelism."""
+    """`MISSING` has a reason for each exception."""
     from parallel_state.compat import vllm
 
     specification = find_spec("vllm")

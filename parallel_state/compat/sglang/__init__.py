@@ -71,9 +71,7 @@ NOTES = reasons({
     "raises InvalidArgumentError, a ValueError, not AssertionError": "divide ensure_divisibility",
     "supports CUDA and the CPU": "get_default_distributed_backend",
     "returns the engine that SGLang started in this process": "get_mooncake_transfer_engine",
-    "returns None, as SGLang does without NPUs": "get_torch_distributed_pg_options",
     "has no effect: get_parallel() has the flags": "initialize_dp_attention_flags",
-    "is a function that calls a registered op; the route chooses the kernel": "outplace_all_reduce",
     "has no effect: this library doesn't use these kernels of SGLang": (
         "set_mscclpp set_torch_symm_mem_all_reduce set_flashinfer_allreduce_only"
     ),
@@ -94,5 +92,9 @@ MISSING = reasons({
         "enable_joiner_all_gather update_dp_attention_post_scale"
     ),
     "a CUDA kernel of SGLang; the route chooses one of this library's kernels": "CustomAllReduceV2",
+    "used by SGLang's own coordinator only": (
+        "TensorMetadata outplace_all_reduce flashinfer_allreduce reg_all_gather_into_tensor reg_reduce_scatter_tensor "
+        "reg_all_to_all_single get_torch_distributed_pg_options"
+    ),
     "SGLang's private copies of vLLM's getters": "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group",
 })  # fmt: skip

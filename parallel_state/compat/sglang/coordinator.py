@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +22,13 @@ from torch import Tensor
 
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
 from parallel_state.collectives.capture_stream import GraphCaptureContext
-from parallel_state.compat import pickles, tables
+from parallel_state.compat import pickles
 from parallel_state.compat.coordinator import GroupView
 from parallel_state.compat.sglang.context import get_parallel
 from parallel_state.compat.tables import forward, renamed
 from parallel_state.groups.coordinator import GroupCoordinator as Ours
 from parallel_state.messages.wire import bytes_of
 
-TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 
 
@@ -269,39 +267,12 @@ class GroupCoordinator(GroupView):
         return received
 
 
-def named(group_name: str) -> GroupCoordinator:
-    """Returns the coordinator with this `unique_name`. Raises GroupDestroyedError if there is none."""
+def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
+    """Calls `all_reduce`, in place, of the group with this `unique_name`. Raises GroupDestroyedError without one."""
     group = _groups.get(group_name, lambda: None)()
     if group is None:
         raise GroupDestroyedError(f"there is no group {group_name!r}")
-    return group
-
-
-def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
-    """Calls the named group's `all_reduce`, in place."""
-    named(group_name).all_reduce(tensor)
-
-
-def outplace_all_reduce(tensor: Tensor, group_name: str, outplace_all_reduce_method: str) -> Tensor:
-    """Returns the sum as a new tensor. Ignores SGLang's choice of a kernel: the route chooses."""
-    return named(group_name).group.all_reduce(tensor)
-
-
-def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
-    """Returns the sum over the named group's ranks as a new tensor."""
-    return named(group_name).group.all_reduce(tensor)
-
-
-def _registered(method: str) -> Callable[[Tensor, Tensor, str], None]:
-    def call(output: Tensor, input: Tensor, group_name: str) -> None:
-        getattr(named(group_name), method)(output, input)
-
-    return tables.named(__name__, call, f"reg_{method}", f"Calls the named group's `{method}`.")
-
-
-reg_all_gather_into_tensor = _registered("all_gather_into_tensor")
-reg_reduce_scatter_tensor = _registered("reduce_scatter_tensor")
-reg_all_to_all_single = _registered("all_to_all_single")
+    group.all_reduce(tensor)
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:

@@ -31,13 +31,7 @@ from parallel_state.groups.same_node import in_the_same_node_as as in_the_same_n
 
 logger = logging.getLogger("parallel_state")
 
-_NAMES = {
-    coordinator: (
-        "REDUCE_OP_SUM P2PWork TensorMetadata _groups flashinfer_allreduce inplace_all_reduce outplace_all_reduce "
-        "reg_all_gather_into_tensor reg_all_to_all_single reg_reduce_scatter_tensor"
-    ),
-}
-globals().update(collect(_NAMES))
+globals().update(collect({coordinator: "REDUCE_OP_SUM P2PWork _groups inplace_all_reduce"}))
 _made: dict[str, GroupCoordinator] = {}
 """Existing groups by their name in the context. Groups that have all ranks of a stage are one object."""
 _patched: set[str] = set()
@@ -373,10 +367,6 @@ def _tag_groups_for_flashinfer_allreduce_only() -> None:
 def get_default_distributed_backend(device: str) -> str:
     """Returns PARALLEL_STATE_BACKEND if set, else NCCL for CUDA and gloo for other devices."""
     return settings.BACKEND.get() or ("nccl" if device == "cuda" else "gloo")
-
-
-def get_torch_distributed_pg_options(group_name: str | None = None) -> None:
-    """Returns None: SGLang has options for NPUs only."""
 
 
 def get_mooncake_transfer_engine() -> Any | None:
