@@ -14,16 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOp,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch.distributed import distributed_c10d as c10d
 
 from device_communicators.base.torch_internals import all_gather_base, reduce_scatter_base
 from device_communicators.calls.memory import as_bytes
@@ -34,8 +25,8 @@ from device_communicators.routing.communicator import Communicator, Request
 from device_communicators.routing.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN, "product": ReduceOp.PRODUCT,
-    "avg": ReduceOp.SUM,  # divided afterwards, because some backends lack AVG
+    "sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX, "min": c10d.ReduceOp.MIN, "product": c10d.ReduceOp.PRODUCT,
+    "avg": c10d.ReduceOp.SUM,  # divided afterwards, because some backends lack AVG
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -67,7 +58,7 @@ class PlainProcessGroup(Communicator):
         if x.numel() == 0:
             return DONE
         wide, wide_op, narrow = reducible(x, reduce_op)
-        options = _options(AllreduceOptions, is_async, reduceOp=_REDUCE_OPS[wide_op])
+        options = _options(c10d.AllreduceOptions, is_async, reduceOp=_REDUCE_OPS[wide_op])
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
         return ContinuedWork(work, lambda: self._finish(wide, wide_op, narrow))
 
@@ -79,7 +70,7 @@ class PlainProcessGroup(Communicator):
             return DONE
         wide_out, wide_op, narrow = reducible(out, reduce_op)
         wide_x, _, _ = reducible(x, reduce_op)
-        options = _options(ReduceScatterOptions, is_async, reduceOp=_REDUCE_OPS[wide_op])
+        options = _options(c10d.ReduceScatterOptions, is_async, reduceOp=_REDUCE_OPS[wide_op])
         work = reduce_scatter_base(self._group(x), wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
         return ContinuedWork(watched, lambda: self._finish(wide_out, wide_op, narrow))
@@ -90,7 +81,7 @@ class PlainProcessGroup(Communicator):
     def iall_gather(self, out: Tensor, x: Tensor, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
-        options = _options(AllgatherOptions, is_async)
+        options = _options(c10d.AllgatherOptions, is_async)
         return self._watched(all_gather_base(self._group(x), as_bytes(out), as_bytes(x), options), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
@@ -103,12 +94,12 @@ class PlainProcessGroup(Communicator):
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         if x.numel() == 0:
             return
-        options = _options(GatherOptions, rootRank=dst)
+        options = _options(c10d.GatherOptions, rootRank=dst)
         outs = [] if out is None else [[as_bytes(block) for block in out.unbind(0)]]
         self._watched(self._group(x).gather(outs, [as_bytes(x)], options), x, "gather").wait()
 
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        options = _options(ScatterOptions, rootRank=src)
+        options = _options(c10d.ScatterOptions, rootRank=src)
         blocks = [] if x is None else [[as_bytes(block) for block in x.unbind(0)]]
         self._watched(self._group(out).scatter([as_bytes(out)], blocks, options), out, "scatter").wait()
 
@@ -119,7 +110,7 @@ class PlainProcessGroup(Communicator):
             as_bytes(x),
             [rows * row_bytes for rows in output_splits],
             [rows * row_bytes for rows in input_splits],
-            _options(AllToAllOptions),
+            _options(c10d.AllToAllOptions),
         )
         self._watched(work, x, "all_to_all").wait()
 
@@ -129,7 +120,7 @@ class PlainProcessGroup(Communicator):
     def ibroadcast_(self, x: Tensor, src: int, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
-        options = _options(BroadcastOptions, is_async, rootRank=src)
+        options = _options(c10d.BroadcastOptions, is_async, rootRank=src)
         return self._watched(self._group(x).broadcast([as_bytes(x)], options), x, "broadcast")
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:

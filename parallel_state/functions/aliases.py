@@ -15,20 +15,8 @@ from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from parallel_state import state
 from parallel_state.groups.coordinator import GroupCoordinator
-from parallel_state.state import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    get_group,
-    get_group_rank,
-    get_group_ranks,
-    get_parallel_groups,
-    get_pp_group,
-    get_tp_group,
-    get_world_group,
-    model_parallel_is_initialized,
-    try_get_group,
-)
 
 # Data-parallel groups, with Megatron's flags
 
@@ -40,7 +28,7 @@ def get_data_parallel_group(
 
     With both arguments returns `intra_dp_cp`: the part of `dp_cp` with one instance of the distributed optimizer.
     """
-    return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
+    return state.get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
@@ -50,17 +38,17 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Returns the number of ranks in `get_data_parallel_group(…)`."""
-    return len(get_group_ranks(_data_parallel(with_context_parallel, partial_data_parallel)))
+    return len(state.get_group_ranks(_data_parallel(with_context_parallel, partial_data_parallel)))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Returns this rank's position in `get_data_parallel_group(…)`."""
-    return get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
+    return state.get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first rank in `get_data_parallel_group(…)`."""
-    return get_group_ranks(_data_parallel(with_context_parallel, False))[0]
+    return state.get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
 def get_tensor_and_data_parallel_group(
@@ -68,7 +56,7 @@ def get_tensor_and_data_parallel_group(
 ) -> GroupCoordinator | None:
     """Returns the `tp_dp` or `tp_dp_cp` group. Before init: raises, or None with `check_initialized=False`."""
     name = "tp_dp_cp" if with_context_parallel else "tp_dp"
-    return get_group(name) if check_initialized else try_get_group(name)
+    return state.get_group(name) if check_initialized else state.try_get_group(name)
 
 
 def get_expert_data_parallel_group(
@@ -76,29 +64,29 @@ def get_expert_data_parallel_group(
 ) -> GroupCoordinator | None:
     """Returns the `edp` group, or its part `intra_edp` of one optimizer instance."""
     name = "intra_edp" if partial_expert_data_parallel else "edp"
-    return get_group(name) if check_initialized else try_get_group(name)
+    return state.get_group(name) if check_initialized else state.try_get_group(name)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
     """Returns the gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
-    return get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
+    return state.get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """Returns the number of ranks in `get_expert_data_parallel_group(…)`."""
-    return len(get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
+    return len(state.get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """Returns this rank's position in `get_expert_data_parallel_group(…)`."""
-    return get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
+    return state.get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
     """Returns the group over which FP8 scales are reduced: `tp_dp`, or `tp` alone; either one also with `cp`."""
     if tp_only_amax_red:
-        return get_group("tp_cp" if with_context_parallel else "tp")
-    return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
+        return state.get_group("tp_cp" if with_context_parallel else "tp")
+    return state.get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
 
 
 def _data_parallel(context: bool, partial: bool) -> str:
@@ -112,39 +100,39 @@ def _data_parallel(context: bool, partial: bool) -> str:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Returns the global rank of this pipeline's first stage."""
-    return get_pp_group().first_global_rank
+    return state.get_pp_group().first_global_rank
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Returns the global rank of this pipeline's last stage."""
-    return get_pp_group().last_global_rank
+    return state.get_pp_group().last_global_rank
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Returns the global rank of the next stage; wraps around."""
-    return get_pp_group().next_global_rank
+    return state.get_pp_group().next_global_rank
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Returns the global rank of the previous stage; wraps around."""
-    return get_pp_group().prev_global_rank
+    return state.get_pp_group().prev_global_rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Returns the number of stages on each pipeline rank; None without virtual stages."""
-    virtual = get_parallel_groups().virtual_pipeline
+    virtual = state.get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Returns the virtual stage that this pipeline rank runs now, as set; None without virtual stages."""
-    virtual = get_parallel_groups().virtual_pipeline
+    virtual = state.get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
     """Sets the virtual stage that this pipeline rank runs; raises InvalidArgumentError unless it has that stage."""
-    virtual = get_parallel_groups().virtual_pipeline
+    virtual = state.get_parallel_groups().virtual_pipeline
     if virtual is None or not 0 <= rank < virtual.size:
         found = "there are no virtual stages" if virtual is None else f"there are {virtual.size}"
         raise InvalidArgumentError(
@@ -159,17 +147,17 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
     With `ignore_virtual=False`, `vp_stage` must also be the model's first stage. It defaults to the stage set by
     set_virtual_pipeline_model_parallel_rank.
     """
-    return get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
+    return state.get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True if this pipeline rank is the last; `ignore_virtual` and `vp_stage` as in is_pipeline_first_stage."""
-    virtual = get_parallel_groups().virtual_pipeline if not ignore_virtual else None
-    return get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
+    virtual = state.get_parallel_groups().virtual_pipeline if not ignore_virtual else None
+    return state.get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
 
 def _stage(vp_stage: int | None) -> int | None:
-    virtual = get_parallel_groups().virtual_pipeline
+    virtual = state.get_parallel_groups().virtual_pipeline
     if virtual is None:
         return None
     if vp_stage is not None and not 0 <= vp_stage < virtual.size:
@@ -180,7 +168,7 @@ def _stage(vp_stage: int | None) -> int | None:
 @host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True if this rank shares the word embedding, or with `ignore_virtual=False` its `vp_stage` does."""
-    groups = get_parallel_groups()
+    groups = state.get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")
     if ignore_virtual or not ranks:
         return bool(ranks)
@@ -194,13 +182,13 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 @host_call(OUTSIDE)
 def is_rank_in_position_embedding_group() -> bool:
     """Returns True if this rank has the position embedding."""
-    groups = get_parallel_groups()
+    groups = state.get_parallel_groups()
     return bool(groups.layout.group_of(groups.world.rank_in_group, "position_embedding"))
 
 
 def get_all_ranks() -> str:
     """Returns the ranks in the tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`: Megatron's shard names."""
-    return "_".join(str(get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
+    return "_".join(str(state.get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 # The world
@@ -208,54 +196,56 @@ def get_all_ranks() -> str:
 
 def get_world_size() -> int:
     """Returns `get_world_group().world_size`."""
-    return get_world_group().world_size
+    return state.get_world_group().world_size
 
 
 def get_rank() -> int:
     """Returns this process's rank in the world."""
-    return get_world_group().rank
+    return state.get_world_group().rank
 
 
 def is_unitialized() -> bool:
     """Returns True before initialize_model_parallel; the name is Megatron's, with its spelling."""
-    return not model_parallel_is_initialized()
+    return not state.model_parallel_is_initialized()
 
 
 def is_initialized() -> bool:
     """Returns `model_parallel_is_initialized()`, under Megatron's name."""
-    return model_parallel_is_initialized()
+    return state.model_parallel_is_initialized()
 
 
 def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
     """Calls `get_tp_group().all_reduce(input_)`."""
-    return get_tp_group().all_reduce(input_)
+    return state.get_tp_group().all_reduce(input_)
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
     """Calls `get_tp_group().all_gather(input_, dim)`."""
-    return get_tp_group().all_gather(input_, dim)
+    return state.get_tp_group().all_gather(input_, dim)
 
 
 def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
     """Calls `get_tp_group().reduce_scatter(input_, dim)`."""
-    return get_tp_group().reduce_scatter(input_, dim)
+    return state.get_tp_group().reduce_scatter(input_, dim)
 
 
 def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
     """Calls `get_tp_group().gather(input_, dst, dim)`."""
-    return get_tp_group().gather(input_, dst, dim)
+    return state.get_tp_group().gather(input_, dst, dim)
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
     """Calls `get_tp_group().broadcast_tensor_dict`; before init returns `tensor_dict`, as vLLM does."""
-    return get_tp_group().broadcast_tensor_dict(tensor_dict, src) if model_parallel_is_initialized() else tensor_dict
+    if not state.model_parallel_is_initialized():
+        return tensor_dict
+    return state.get_tp_group().broadcast_tensor_dict(tensor_dict, src)
 
 
 @host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Destroys all groups and frees unused memory, for vLLM's tests; `shutdown_ray` also shuts down a loaded Ray."""
-    destroy_model_parallel()
-    destroy_distributed_environment()
+    state.destroy_model_parallel()
+    state.destroy_distributed_environment()
     ray = sys.modules.get("ray")
     if shutdown_ray and ray is not None:
         ray.shutdown()

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from device_communicators.base import host, limits, settings
+from device_communicators.base import host, limits, settings, torch_internals
 from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -27,14 +27,6 @@ from device_communicators.base.errors import (
     format_ranks,
     int_advice,
     plain,
-)
-from device_communicators.base.torch_internals import (
-    default_store,
-    end_process_groups,
-    is_fake,
-    register_fake_backend,
-    reset_group_count,
-    set_timeout,
 )
 
 # Groups import host_memory and media when they are created. Imported here, because an import needs a file descriptor,
@@ -193,7 +185,7 @@ def _close(met: Met) -> None:
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
     """Destroys torch's default group if it is still `own`, and not one that the program created later."""
     if dist.is_initialized() and dist.group.WORLD is own:
-        end_process_groups()
+        torch_internals.end_process_groups()
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
@@ -286,7 +278,7 @@ def give_up(watcher: Watcher, error: BaseException) -> None:
 
 def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
     """Creates the default group over torch's `fake` backend, without a rendezvous."""
-    register_fake_backend()
+    torch_internals.register_fake_backend()
     dist.init_process_group(
         "fake",
         store=dist.HashStore(),
@@ -303,7 +295,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
     def init(is_abandoned: Callable[[], bool]) -> None:
         if bound is not None:
             torch.cuda.set_device(bound)  # the current device is per thread
-        reset_group_count()
+        torch_internals.reset_group_count()
         dist.init_process_group(
             options.backend,
             store=met.group_store.raw,
@@ -316,7 +308,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
         if is_abandoned():
             dist.destroy_process_group()
         elif connecting != options:
-            set_timeout(dist.group.WORLD, options.timeout_s)
+            torch_internals.set_timeout(dist.group.WORLD, options.timeout_s)
 
     started = time.monotonic()
     if "gloo" in str(options.backend):
@@ -336,7 +328,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
         missing = [] if verdict is None else verdict.ranks
     if not isinstance(failure, AbandonedError) and dist.is_initialized():
         dist.destroy_process_group()
-    reset_group_count()  # for a default group that the program may create itself
+    torch_internals.reset_group_count()  # for a default group that the program may create itself
     raise _not_connected(failure, place, str(options.backend), started, met, missing) from failure
 
 
@@ -381,14 +373,14 @@ def _not_connected(
 
 def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
     """Detects failures, from now on, among the ranks of a default group that the program made. Every rank calls it."""
-    if place.world_size == 1 or is_fake():
+    if place.world_size == 1 or torch_internals.is_fake():
         return None
     from device_communicators.c10d.world import address_of  # imported only if the program made a default group
     from device_communicators.cpu.watching import meet as meet_over_store
 
-    store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
+    store, watcher = torch_internals.default_store().prefixed(f"parallel_state{token}/start"), Watcher()
     try:
-        address = address_of(default_store().raw)
+        address = address_of(torch_internals.default_store().raw)
         meet_over_store(store, place.rank, range(place.world_size), watcher, address, "init_distributed_environment")
     except BaseException as error:
         give_up(watcher, error)
@@ -429,13 +421,13 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
     """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank must call it."""
     memory = world.context.host_memory
-    if is_fake():  # the other ranks are simulated
+    if torch_internals.is_fake():  # the other ranks are simulated
         return [world.ranks]
     return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
 
 
 def closing_barrier(world: GroupCoordinator) -> None:
-    if world.world_size == 1 or is_fake():
+    if world.world_size == 1 or torch_internals.is_fake():
         return
     limit_s = min(settings.BARRIER_TIMEOUT_S.get(), settings.START_TIMEOUT_S.get())
     started = time.monotonic()

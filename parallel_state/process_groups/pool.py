@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.base import limits, settings
+from device_communicators.base import limits, settings, torch_internals
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -32,15 +32,6 @@ from device_communicators.base.errors import (
     UnsupportedError,
     format_ranks,
     plain,
-)
-from device_communicators.base.torch_internals import (
-    bound_device,
-    end_process_groups,
-    is_fake,
-    is_registered,
-    name_ranks,
-    new_group_of_members,
-    set_timeout,
 )
 from device_communicators.liveness.health import Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
@@ -114,7 +105,7 @@ class ProcessGroupPool:
         self.prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
-        self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=is_fake())
+        self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=torch_internals.is_fake())
         self.address = ""
         """The address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
@@ -201,7 +192,7 @@ class ProcessGroupPool:
         keys = [key for key in keys if len(key[0]) > 1]
         mine = next((key for key in keys if self.rank in key[0]), None)
         # `new_group_of_members` temporarily unbinds a bound device: threads then take turns.
-        alone = strategy == "local" and bound_device() is None
+        alone = strategy == "local" and torch_internals.bound_device() is None
         with self._lock:
             creating = self._creation_locks.setdefault(own if alone else None, threading.Lock())
         with creating:
@@ -232,7 +223,7 @@ class ProcessGroupPool:
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
         chosen = settings.GROUP_CREATION.get()
-        splits = options.is_nccl and bound_device() is not None
+        splits = options.is_nccl and torch_internals.bound_device() is not None
         if chosen == "split" and not splits and options.is_nccl:
             raise SettingError(
                 f"{settings.GROUP_CREATION.name}=split needs a default group that is bound to its device "
@@ -251,7 +242,7 @@ class ProcessGroupPool:
 
     def _make(self, strategy: str, keys: Sequence[_Key]) -> None:
         if strategy == "split" and keys:
-            name_ranks(dist.group.WORLD)
+            torch_internals.name_ranks(dist.group.WORLD)
             made = dist.split_group(
                 parent_pg=dist.group.WORLD,
                 split_ranks=[list(key[0]) for key in keys],
@@ -266,7 +257,7 @@ class ProcessGroupPool:
                 limit = timedelta(seconds=connecting.timeout_s)
                 made = dist.new_group(list(ranks), limit, options.backend, connecting.for_backend())
                 if self.rank in ranks and connecting != options:
-                    set_timeout(made, options.timeout_s)
+                    torch_internals.set_timeout(made, options.timeout_s)
                 self._groups[key] = made if self.rank in ranks else None
             elif strategy == "local":
                 self._groups[key] = self._new_group_of_members(key)
@@ -299,11 +290,11 @@ class ProcessGroupPool:
 
             served = self.watcher.store_of(ranks)
             store = None if served is None else BoundedStore(for_torch(served.raw))
-            group = new_group_of_members(
+            group = torch_internals.new_group_of_members(
                 name, ranks, str(options.backend), connecting.timeout_s, connecting.for_backend(), store
             )
             if connecting != options:
-                set_timeout(group, options.timeout_s)
+                torch_internals.set_timeout(group, options.timeout_s)
             if is_abandoned():
                 _destroy(group)
             return group
@@ -448,15 +439,16 @@ class ProcessGroupPool:
                 self._default_made = dist.group.WORLD
             if dist.get_world_size() == 1 and options.backend == str(dist.get_backend()):
                 return dist.group.WORLD
-            if not is_registered(self._alone.get(options)):  # also if the program destroyed its default group
+            # Also if the program destroyed its default group.
+            if not torch_internals.is_registered(self._alone.get(options)):
                 rank = dist.get_rank()
                 name = f"{self.prefix}/alone/{rank}/{len(self._alone)}"
-                self._alone[options] = new_group_of_members(
+                self._alone[options] = torch_internals.new_group_of_members(
                     name, [rank], str(options.backend), options.timeout_s, options.for_backend()
                 )
             return self._alone[options]
 
 
 def _destroy(group: Any) -> None:
-    if group is not None and dist.is_initialized() and is_registered(group):
-        end_process_groups(group)
+    if group is not None and dist.is_initialized() and torch_internals.is_registered(group):
+        torch_internals.end_process_groups(group)

@@ -11,7 +11,7 @@ import torch
 
 from parallel_state import state
 from parallel_state.compat.errors import InitializedError, NotInitializedError
-from parallel_state.compat.megatron.lookup import BUFFERS, group_of, or_raise
+from parallel_state.compat.megatron.lookup import BUFFERS, required
 
 
 class GlobalMemoryBuffer:
@@ -55,7 +55,7 @@ def set_global_memory_buffer() -> None:
 
 def set_global_symmetric_memory_buffer() -> None:
     kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    group = or_raise(group_of("tp"), "tensor model parallel")
+    group = required("tp")
     _set("symmetric_memory", lambda: kind(size_in_mb=256, process_group=group))
 
 

@@ -16,27 +16,8 @@ import torch.distributed as dist
 from device_communicators.base.torch_internals import set_timeout
 from parallel_state import state
 from parallel_state.compat.errors import InitializedError, NotInitializedError, RefusedError, as_megatrons
-from parallel_state.compat.megatron import process_groups
+from parallel_state.compat.megatron import lookup, process_groups
 from parallel_state.compat.megatron.buffers import set_global_memory_buffer
-from parallel_state.compat.megatron.lookup import (
-    CHOSEN,
-    HIERARCHICAL,
-    HYBRID,
-    OPTIONS,
-    VARIABLES,
-    forget,
-    gloo_group_of,
-    group_of,
-    has_group,
-    size_of,
-)
-from parallel_state.compat.megatron.process_groups import (
-    backend_of_groups,
-    create_group,
-    create_hierarchical_groups,
-    create_hybrid_dp_cp_groups,
-    overwrite_nccl_comm_cfgs,
-)
 from parallel_state.compat.megatron.ranks import hierarchical_ranks
 from parallel_state.process_groups.options import GroupOptions
 
@@ -102,9 +83,9 @@ def initialize_model_parallel(
     if hierarchical_context_parallel_sizes:
         hierarchical_ranks(range(context_parallel_size), hierarchical_context_parallel_sizes)
     _join_world()
-    if has_group("dp"):
+    if lookup.has_group("dp"):
         raise InitializedError("the model-parallel groups already exist; call destroy_model_parallel() first")
-    on_gpu = backend_of_groups() is None and torch.cuda.is_available()
+    on_gpu = process_groups.backend_of_groups() is None and torch.cuda.is_available()
     nccl = _nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
     if on_gpu and pipeline_model_parallel_comm_backend is not None:
         nccl["pp"] = GroupOptions(pipeline_model_parallel_comm_backend)
@@ -127,23 +108,23 @@ def initialize_model_parallel(
                 inter_dist_opt=num_distributed_optimizer_instances,
                 virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
                 order=order,
-                backend=backend_of_groups(),
+                backend=process_groups.backend_of_groups(),
                 axis_options=nccl if on_gpu else None,
                 timeout=timeout,
                 eager=True,
                 get_embedding_ranks=get_embedding_ranks,
                 get_position_embedding_ranks=get_position_embedding_ranks,
             )
-        OPTIONS["gloo"] = create_gloo_process_groups
+        lookup.OPTIONS["gloo"] = create_gloo_process_groups
         if create_gloo_process_groups:
             for kind in _GLOO_KINDS:  # made now, on all ranks: later perhaps not all ranks of a group call the getter
-                gloo_group_of(kind)
+                lookup.gloo_group_of(kind)
         if create_all_gather_group:
-            OPTIONS["dp_cp_ag"] = _apart("dp_cp", timeout)
+            lookup.OPTIONS["dp_cp_ag"] = _apart("dp_cp", timeout)
         _make_context_parallel(hierarchical_context_parallel_sizes, hybrid_context_parallel, timeout)
         if virtual_pipeline_model_parallel_size is not None:
-            CHOSEN["get_virtual_pipeline_model_parallel_rank"] = 0
-            CHOSEN["get_virtual_pipeline_model_parallel_world_size"] = virtual_pipeline_model_parallel_size
+            lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = 0
+            lookup.CHOSEN["get_virtual_pipeline_model_parallel_world_size"] = virtual_pipeline_model_parallel_size
         set_global_memory_buffer()
     except BaseException:
         destroy_model_parallel()
@@ -154,21 +135,23 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
     """Makes the hierarchical groups of `cp`, by level, and the hybrid groups of `dp_cp`, by size."""
     me = dist.get_rank()
     for ranks in _lists("cp") if levels else ():
-        made, _ = create_hierarchical_groups(me, ranks, levels or (), timeout=timeout, group_desc="CONTEXT_PARALLEL")
-        HIERARCHICAL.extend(made)
+        made, _ = process_groups.create_hierarchical_groups(
+            me, ranks, levels or (), timeout=timeout, group_desc="CONTEXT_PARALLEL"
+        )
+        lookup.HIERARCHICAL.extend(made)
     for ranks in _lists("dp_cp") if hybrid else ():
         if len(ranks) % 2:
             raise RefusedError(
                 f"hybrid context parallelism needs an even product of the data- and context-parallel sizes, but it "
                 f"is {len(ranks)}"
             )
-        HYBRID.update(create_hybrid_dp_cp_groups(me, ranks, None))
+        lookup.HYBRID.update(process_groups.create_hybrid_dp_cp_groups(me, ranks, None))
 
 
 def destroy_model_parallel() -> None:
     """Destroys the groups and resets the values of setters. Every rank calls it, even repeatedly. The world stays."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
-    forget()
+    lookup.forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
         symmetric.SymmetricMemoryManager.destroy()
     try:
@@ -223,7 +206,7 @@ def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str
         with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file) or {}
     for name in high_priority or ():
-        overwrite_nccl_comm_cfgs(found, name, ("is_high_priority_stream", True))
+        process_groups.overwrite_nccl_comm_cfgs(found, name, ("is_high_priority_stream", True))
     kinds = process_groups.KINDS
     return {kinds[name]: process_groups.options_of(chosen) for name, chosen in found.items() if name in kinds}
 
@@ -234,7 +217,9 @@ def _lists(kind: str) -> list[list[int]]:
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
     """Makes another process group of the ranks of a kind of group. Calls on the two don't wait for each other."""
-    made = {tuple(ranks): create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)}
+    made = {
+        tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
+    }
     return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
 
@@ -248,10 +233,10 @@ def create_all_gather_groups(
     An all-gather over them can overlap a reduce-scatter over `dp_cp` and `edp`. The second is None unless
     `for_expert_parallelism` and `ep` has several ranks.
     """
-    if not has_group("dp"):
+    if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
     dense = _apart("dp_cp", timeout)
-    if not for_expert_parallelism or size_of("ep") == 1:
+    if not for_expert_parallelism or lookup.size_of("ep") == 1:
         return dense, None
     return dense, _apart("edp", timeout)
 
@@ -263,7 +248,7 @@ def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
     """
     groups = [pg]
     if pg is None:
-        kinds = [group_of(kind) for kind in dict.fromkeys(VARIABLES.values())]
+        kinds = [lookup.group_of(kind) for kind in dict.fromkeys(lookup.VARIABLES.values())]
         groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.CREATED]))
     dist.barrier(pg)  # no timeout may become shorter during a call
     if torch.cuda.is_available():

@@ -11,19 +11,7 @@ import torch.distributed as dist
 
 from parallel_state import state
 from parallel_state.compat.errors import NotInitializedError, RefusedError
-from parallel_state.compat.megatron.lookup import (
-    CHOSEN,
-    HIERARCHICAL,
-    HYBRID,
-    gloo_group_of,
-    group_of,
-    has_group,
-    is_before_start,
-    or_raise,
-    rank_of,
-    ranks_of,
-    size_of,
-)
+from parallel_state.compat.megatron import lookup
 from parallel_state.compat.tables import named
 
 # These return the kind for Megatron's flags. Names, order and defaults of the flags are those of Megatron's getters.
@@ -96,46 +84,46 @@ def _getter(kind: str | Callable[..., str], fact: str, name: str) -> Callable[..
 
         def get(check_initialized: bool = True, *given: bool, **named: bool) -> Any:
             kind = by_flags(*given, **named)
-            if not check_initialized and group_of(kind) is None:
+            if not check_initialized and lookup.group_of(kind) is None:
                 return None
-            return or_raise(group_of(kind), kind) if fact == "group" else ranks_of(kind)
+            return lookup.required(kind) if fact == "group" else lookup.ranks_of(kind)
 
         flags.insert(0, next(iter(inspect.signature(get).parameters.values())))
     elif fact in ("world_size", "rank"):
-        of = size_of if fact == "world_size" else rank_of
+        of = lookup.size_of if fact == "world_size" else lookup.rank_of
 
         def get(*given: bool, **named: bool) -> Any:
-            chosen = CHOSEN.get(name)
+            chosen = lookup.CHOSEN.get(name)
             return _number(by_flags(*given, **named), of, name) if chosen is None else chosen
 
     elif fact == "src_rank":
 
         def get() -> int:
-            return ranks_of(by_flags())[0]
+            return lookup.ranks_of(by_flags())[0]
 
     else:  # group_gloo
         flags = [each for each in flags if each.kind is not each.KEYWORD_ONLY]
 
         def get(*given: bool, **named: bool) -> Any:
-            return gloo_group_of(by_flags(*given, **named))
+            return lookup.gloo_group_of(by_flags(*given, **named))
 
     get.__signature__ = inspect.signature(get).replace(parameters=flags)
     return get
 
 
 def _number(kind: str, of: Callable[[str], int], name: str) -> Any:
-    has_none = kind in ("etp", "dp_replicate") and group_of(kind) is None
+    has_none = kind in ("etp", "dp_replicate") and lookup.group_of(kind) is None
     if has_none and kind == "etp":  # as in Megatron, for programs that set sizes without making groups
-        return CHOSEN.get(name.replace("expert_tensor", "tensor_model"))
-    return 0 if has_none or (kind not in _NOT_ZERO and is_before_start()) else of(kind)
+        return lookup.CHOSEN.get(name.replace("expert_tensor", "tensor_model"))
+    return 0 if has_none or (kind not in _NOT_ZERO and lookup.is_before_start()) else of(kind)
 
 
 def _setter(name: str) -> Callable[..., None]:
     def set_world_size(world_size: int | None) -> None:
-        CHOSEN[f"get_{name}"] = world_size
+        lookup.CHOSEN[f"get_{name}"] = world_size
 
     def set_rank(rank: int | None) -> None:
-        CHOSEN[f"get_{name}"] = rank
+        lookup.CHOSEN[f"get_{name}"] = rank
 
     text = f"Sets the value that get_{name}() returns; None resets it to the group's. Only this rank is affected."
     return named(__name__, set_rank if name.endswith("rank") else set_world_size, f"set_{name}", text)
@@ -144,7 +132,7 @@ def _setter(name: str) -> Callable[..., None]:
 def _stage(place: Callable[[int, int], int], name: str, words: str) -> Callable[[], int]:
     def get() -> int:
         rank, size = (_get(f"pipeline_model_parallel_{fact}") for fact in ("rank", "world_size"))
-        return ranks_of("pp")[place(rank, size)]
+        return lookup.ranks_of("pp")[place(rank, size)]
 
     return named(__name__, get, f"get_pipeline_model_parallel_{name}_rank", f"Returns the global rank of {words}.")
 
@@ -175,7 +163,7 @@ def _warn(name: str, instead: str) -> None:
 
 def is_initialized() -> bool:
     """Returns True if there are data-parallel groups."""
-    return has_group("dp")
+    return lookup.has_group("dp")
 
 
 def is_unitialized() -> bool:
@@ -186,7 +174,7 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Returns True if there are tensor-, pipeline- and data-parallel groups."""
-    return all(map(has_group, ("tp", "pp", "dp")))
+    return all(map(lookup.has_group, ("tp", "pp", "dp")))
 
 
 def get_data_parallel_group(
@@ -202,32 +190,29 @@ def get_data_parallel_group(
     `create_all_gather_group` made.
     """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
-        return or_raise(group_of("dp_cp_ag"), "dp_cp all-gather")
-    kind = _data_parallel(with_context_parallel, partial_data_parallel)
-    return or_raise(group_of(kind), kind)
+        return lookup.required("dp_cp_ag")
+    return lookup.required(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def has_separate_all_gather_group() -> bool:
     """Returns True if initialize_model_parallel had `create_all_gather_group=True`."""
-    return group_of("dp_cp_ag") is not None
+    return lookup.group_of("dp_cp_ag") is not None
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the first global rank of `dp`, or of `dp_cp`."""
-    return ranks_of("dp_cp" if with_context_parallel else "dp")[0]
+    return lookup.ranks_of("dp_cp" if with_context_parallel else "dp")[0]
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
     """Returns the group for the reduction of FP8 scales: `tp_dp` or `tp`, each with `_cp` if asked for."""
-    kind = ("tp" if tp_only_amax_red else "tp_dp") + ("_cp" if with_context_parallel else "")
-    return or_raise(group_of(kind), kind)
+    return lookup.required(("tp" if tp_only_amax_red else "tp_dp") + ("_cp" if with_context_parallel else ""))
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
     """Returns `get_expert_data_parallel_group(…)`, with a DeprecationWarning."""
     _warn("get_data_modulo_expert_parallel_group", "use get_expert_data_parallel_group instead")
-    kind = _expert_data_parallel(partial_expert_data_parallel)
-    return or_raise(group_of(kind), kind)
+    return lookup.required(_expert_data_parallel(partial_expert_data_parallel))
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
@@ -235,12 +220,12 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
     If there are none, returns None, or raises NotInitializedError if `check_initialized`.
     """
-    if not HIERARCHICAL and check_initialized:
+    if not lookup.HIERARCHICAL and check_initialized:
         raise NotInitializedError(
             "there are no hierarchical context-parallel groups; pass hierarchical_context_parallel_sizes to "
             "initialize_model_parallel"
         )
-    return list(HIERARCHICAL) or None
+    return list(lookup.HIERARCHICAL) or None
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Any:
@@ -248,9 +233,9 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 
     Raises KeyError for a size without a group.
     """
-    if (0 if is_before_start() else size_of(_data_parallel(True))) == group_size:
-        return or_raise(group_of("dp_cp"), "dp_cp") if check_initialized else group_of("dp_cp")
-    return HYBRID[group_size]  # type: ignore[index]
+    if (0 if lookup.is_before_start() else lookup.size_of(_data_parallel(True))) == group_size:
+        return lookup.required("dp_cp") if check_initialized else lookup.group_of("dp_cp")
+    return lookup.HYBRID[group_size]  # type: ignore[index]
 
 
 # Virtual pipeline stages.
@@ -258,7 +243,7 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Returns the virtual stage that was set last, or None."""
-    return CHOSEN.get("get_virtual_pipeline_model_parallel_rank")
+    return lookup.CHOSEN.get("get_virtual_pipeline_model_parallel_rank")
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -267,7 +252,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     If the groups of `parallel_state` have a virtual stage of this number, they use it too.
     """
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
-    CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
+    lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None
     if virtual is not None and rank is not None and 0 <= rank < virtual.size:
         virtual.rank = rank
@@ -275,7 +260,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Returns the number of virtual stages of each pipeline rank, or None."""
-    return CHOSEN.get("get_virtual_pipeline_model_parallel_world_size")
+    return lookup.CHOSEN.get("get_virtual_pipeline_model_parallel_world_size")
 
 
 def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
@@ -301,16 +286,16 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True if this rank shares the word embedding; with `ignore_virtual=False` if its `vp_stage` does."""
-    if group_of("embedding") is None:
+    if lookup.group_of("embedding") is None:
         return False
-    ranks, rank = ranks_of("embedding"), dist.get_rank()
+    ranks, rank = lookup.ranks_of("embedding"), dist.get_rank()
     if ignore_virtual or rank not in (ranks[0], ranks[-1]):
         return rank in ranks
     return _is_stage(rank != ranks[0], False, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    return group_of("position_embedding") is not None
+    return lookup.group_of("position_embedding") is not None
 
 
 def get_all_ranks() -> str:

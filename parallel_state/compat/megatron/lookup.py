@@ -88,8 +88,9 @@ def ranks_of(kind: str) -> list[int]:
         return state.get_group_ranks(kind)
 
 
-def or_raise(group: Any, kind: str) -> Any:
-    """Returns `group`. Raises NotInitializedError if it is None."""
+def required(kind: str) -> Any:
+    """Returns this rank's process group of a kind. Raises NotInitializedError without a group."""
+    group = group_of(kind)
     if group is None:
         raise NotInitializedError(f"the {kind} group is not initialized; call initialize_model_parallel() first")
     return group
