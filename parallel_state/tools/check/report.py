@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
@@ -15,12 +14,8 @@ from parallel_state.tools.check.session import Report
 from parallel_state.tools.output import columns
 
 _MOST_ROWS = 16
-
-
-class Table(NamedTuple):
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, head and rows."""
 
 
 def heading(report: Report) -> str:
@@ -58,24 +53,20 @@ def versions(report: Report) -> str:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core time"),
-                list(_hosts(report)))  # fmt: skip
-    links = [link for link in report.evidence.links if not link.problem]
+    head = ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core time")
+    yield "Hosts", head, list(_hosts(report))
+    links, host_of = [link for link in report.evidence.links if not link.problem], report.evidence.host_of
     if links:
         rows = [
-            (_host(report, link.source), _host(report, link.target), f"{link.rtt_us:.0f} µs", rate(link.bytes_per_s))
+            (host_of(link.source), host_of(link.target), f"{link.rtt_us:.0f} µs", rate(link.bytes_per_s))
             for link in sorted(links, key=lambda link: link.bytes_per_s)
-        ]  # fmt: skip
+        ]
         title = "Links between hosts" + (f", the slowest {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else "")
-        yield Table(title, ("from", "to", "round trip", "one TCP stream"), rows[:_MOST_ROWS])
+        yield title, ("from", "to", "round trip", "one TCP stream"), rows[:_MOST_ROWS]
     groups = list(_groups(report))
     if groups:
-        head = ("group", "ranks", "over", "all_reduce of 64 bytes", "bus bandwidth", "answers checked")
-        yield Table("Groups, the slowest of each kind", head, groups)
-
-
-def _host(report: Report, number: int) -> str:
-    return report.evidence.host_of(number)
+        figures = ("group", "ranks", "over", "all_reduce of 64 bytes", "bus bandwidth", "answers checked")
+        yield "Groups, the slowest of each kind", figures, groups
 
 
 def _hosts(report: Report) -> Iterator[tuple[str, ...]]:
