@@ -63,7 +63,7 @@ class GroupCoordinator(GroupView):
     ) -> None:
         """Makes the group. Every rank of the world passes the same lists of global ranks, and is in one of them.
 
-        Makes the world first if there is only torch's default group.
+        Makes the world first if there is only torch's default group. `use_all2all` is ignored.
         """
         if not dist.is_initialized():
             state.get_world_group()  # raises if there is no world

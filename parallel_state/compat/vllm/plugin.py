@@ -16,7 +16,6 @@ from parallel_state.compat.vllm.message_queue import MessageQueue
 GROUP = "vllm.platform_plugins"
 _NAME = "parallel_state"
 _PLATFORM = "parallel_state.compat.vllm.platform.ParallelStateCpuPlatform"
-_QUEUE_MODULE = "vllm.distributed.device_communicators.shm_broadcast"
 _asking = threading.local()
 
 
