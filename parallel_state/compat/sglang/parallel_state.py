@@ -8,7 +8,6 @@ our `tp`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -214,7 +213,9 @@ def model_parallel_is_initialized() -> bool:
 
 def destroy_model_parallel() -> None:
     """Destroys the groups; the world stays. Every rank calls it; repeated calls do nothing."""
-    _reset_bootstrap()
+    bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
+    if bootstrap is not None:  # SGLang's own bootstrap may run again in this process
+        bootstrap.reset_parallel_initialised()
     get_parallel().clear_stamp()
     made = {id(group): group for group in _made.values()}
     _made.clear()
@@ -222,13 +223,6 @@ def destroy_model_parallel() -> None:
         stack.callback(state.destroy_model_parallel)
         for group in made.values():
             stack.callback(group.destroy)
-
-
-def _reset_bootstrap() -> None:
-    """Lets SGLang's own bootstrap run again in this process."""
-    bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
-    if bootstrap is not None:
-        bootstrap.reset_parallel_initialised()
 
 
 def destroy_distributed_environment() -> None:
@@ -261,7 +255,6 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Destroys groups and world, and frees unused memory. Optionally shuts Ray down."""
     destroy_distributed_environment()
     aliases.cleanup_dist_env_and_memory(shutdown_ray)
-    gc.collect()
 
 
 # Scopes.
