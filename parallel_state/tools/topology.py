@@ -5,7 +5,6 @@ Without a driver it prints the reason; the exit code is 0 then, too.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,11 +14,13 @@ from device_communicators.base.cores import spans
 from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.visible_devices import Visible, visible_devices
 from parallel_state.tools.arguments import command_parser
-from parallel_state.tools.output import STDOUT, add_json, as_json, write
+from parallel_state.tools.output import STDOUT, add_json, as_json, columns, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    about = "Shows the GPUs of this machine: NVLink, PCIe, cores, peer access."
+    parser = command_parser("topology", "[options]", about)
+    add_json(parser)
     options = parser.parse_args(arguments)
     topology = read_topology()
     visible = visible_devices(topology.gpus, os.environ)
@@ -28,15 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json != STDOUT:
         print(topology_text(topology, visible))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "topology", "[options]",
-        "Shows the GPUs of this machine: NVLink, PCIe, cores, peer access.",
-    )  # fmt: skip
-    add_json(parser)
-    return parser
 
 
 def _as_json(topology: Topology, visible: Visible) -> dict[str, Any]:
@@ -102,8 +94,7 @@ def _matrix(topology: Topology) -> list[str]:
     if len(topology.gpus) < 2:
         return []
     labels = [path.label for path in topology.paths.values()]
-    lines = list(_table(topology, lambda path, _: path.label))
-    lines.append("")
+    lines = [*_table(topology, lambda path, _: path.label), ""]
     if any(label.startswith("NV") for label in labels):
         switched = any(path.switched for path in topology.paths.values())
         lines.append(f"  {'NV#':4}  # NVLinks" + (", through NVSwitch" if switched else ""))
@@ -140,9 +131,7 @@ def _table(topology: Topology, cell: Callable[[Path, tuple[int, int]], str]) -> 
     for row in indices:
         cells = ["X" if row == column else cell(topology.paths[row, column], (row, column)) for column in indices]
         rows.append([f"GPU{row}", *cells])
-    width = max(len(text) for row in rows for text in row)
-    for each in rows:
-        yield "  " + "  ".join(text.ljust(width) for text in each).rstrip()
+    return (f"  {line}" for line in columns(rows))
 
 
 def _remarks(topology: Topology, visible: Visible) -> Iterator[str]:
@@ -157,7 +146,7 @@ def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> 
     found: dict[str, list[str]] = {}
     for name, unknown in holders:
         for fact, reason in unknown.items():
-            if fact in _FACTS and not (fact in _OFTEN_ABSENT and reason in _ABSENT):
+            if fact in _FACTS and not (fact == "mig" and reason in _ABSENT):
                 found.setdefault(f"{_FACTS[fact]} unknown: {reason}", []).append(name)
     for text, names in found.items():
         yield f"{'all ' + of_what if len(names) == len(holders) > 1 else ', '.join(names)}: {text}"
@@ -166,5 +155,4 @@ def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> 
 _FACTS = {"pci_id": "PCI id", "name": "model", "memory_bytes": "memory", "cores": "cores",
           "links": "NVLinks", "link_ends": "what its NVLinks lead to is", "mig": "MIG mode",
           "pcie": "PCIe path", "p2p read": "P2P read", "p2p write": "P2P write"}  # fmt: skip
-_OFTEN_ABSENT = ("mig",)
 _ABSENT = ("Not Supported", "Function Not Found")

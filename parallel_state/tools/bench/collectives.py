@@ -98,10 +98,7 @@ class TensorTeam:
     def run(self, name: str, calls: int) -> Timing:
         call, x = self._prepared[name]
         with torch.inference_mode():
-            if self._zero:
-                x.zero_()
-            else:
-                x.copy_(self._source)
+            x.zero_() if self._zero else x.copy_(self._source)
             loop = self.loop()
             loop(call, x, max(1, calls // 10))
             return Timing(elapsed_s=loop(call, x, calls))
@@ -125,6 +122,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
     """Returns the coordinator's call, and its in-place call or None. all_gather is along the last dim."""
+    rank = group.rank_in_group
 
     def barrier(x: Tensor) -> Tensor:
         group.barrier()
@@ -137,12 +135,9 @@ def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Ca
         "broadcast": lambda x: group.broadcast(x, 0),
         "all_to_all": lambda x: group.all_to_all(x),
         "barrier": barrier,
-        PING_PONG: ping_pong(
-            group.rank_in_group, group.send, lambda x, src: group.recv(x.shape, x.dtype, src)),
-        OBJECT: ping_pong(
-            group.rank_in_group,
-            lambda x, dst: group.send_object(_request(x), dst),
-            lambda x, src: group.recv_object(src)["tensor"]),
+        PING_PONG: ping_pong(rank, group.send, lambda x, src: group.recv(x.shape, x.dtype, src)),
+        OBJECT: ping_pong(rank, lambda x, dst: group.send_object(_request(x), dst),
+                          lambda x, src: group.recv_object(src)["tensor"]),
     }  # fmt: skip
     in_place: dict[str, Call] = {"all_reduce": group.all_reduce_, "broadcast": lambda x: group.broadcast_(x, 0)}
     return functional[operation], in_place.get(operation)
@@ -212,12 +207,13 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
         found: Tensor = objects[0]["tensor"]
         return found
 
+    def send_object(x: Tensor, dst: int) -> None:
+        dist.send_object_list([_request(x)], dst, group=group)
+
     if operation == OBJECT:
-        return ping_pong(
-            dist.get_rank(), lambda x, dst: dist.send_object_list([_request(x)], dst, group=group), receive_object
-        )
+        return ping_pong(dist.get_rank(), send_object, receive_object)
     if operation == PING_PONG:
-        return ping_pong(dist.get_rank(), lambda x, dst: dist.send(x, dst, group=group), receive)
+        return ping_pong(dist.get_rank(), partial(dist.send, group=group), receive)
     call: Call = locals()[operation]
     return call
 

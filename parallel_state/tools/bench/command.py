@@ -27,16 +27,7 @@ from device_communicators.base.errors import SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.bench.names import OBJECT, OPERATIONS, OWN, PING_PONG
-from parallel_state.tools.bench.report import (
-    bandwidths,
-    figure,
-    nccl_bytes,
-    p50,
-    p99,
-    recorded,
-    size_name,
-    write_json,
-)
+from parallel_state.tools.bench.report import bandwidths, figure, nccl_bytes, p50, p99, recorded, size_name, write_json
 from parallel_state.tools.bench.rounds import Plan, Row
 from parallel_state.tools.output import require_writable
 
@@ -70,12 +61,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="use fewer operations, sizes and rounds")
-    parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="default: 2 to 4, by the number of GPUs, else of cores"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there are GPUs"
-    )
+    parser.add_argument("--ranks", type=positive, metavar="N", help="default: 2 to 4, by the number of GPUs or cores")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if GPUs exist")
     parser.add_argument("--operations", nargs="+", choices=operations, metavar="NAME",
                         help=f"default: all of {', '.join(operations)}")  # fmt: skip
     # benchmarks/report.py shares these options, and counts as nccl-tests on GPUs.
@@ -142,10 +129,8 @@ def table(rows: Sequence[Row]) -> list[str]:
         for row in chosen:
             cells = [p50(row.us[name]) if name in row.us else None for name in names]
             text = zip((*names, *heads), (*cells, *_of_the_best(row)), strict=True)
-            lines.append(
-                f"{size_name(row.case['bytes']):>10}"
-                + "".join(f"{figure(cell):>{_width(head)}}" for head, cell in text)
-            )
+            figures = "".join(f"{figure(cell):>{_width(head)}}" for head, cell in text)
+            lines.append(f"{size_name(row.case['bytes']):>10}{figures}")
         lines += [f"no figures of {name}: {why}" for row in chosen for name, why in row.wrong.items()]
     return lines
 

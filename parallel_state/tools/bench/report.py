@@ -107,9 +107,8 @@ def commit() -> str:
 
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        dumps({"benchmark": Path(sys.argv[0]).name, **circumstances(), "settings": settings}, rows), encoding="utf-8"
-    )
+    about = {"benchmark": Path(sys.argv[0]).name, **circumstances(), "settings": settings}
+    path.write_text(dumps(about, rows), encoding="utf-8")
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:

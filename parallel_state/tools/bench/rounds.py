@@ -44,10 +44,8 @@ class _Candidate(NamedTuple):
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
     """Measures one case. A team that fails is removed from `teams`, and its candidates from the row."""
     row = Row(case)
-    candidates = []
-    for team in list(teams):
-        for name in _ask(teams, row, team, "", "prepare", case) or ():
-            candidates.append(_Candidate(team, name))
+    prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
+    candidates = [_Candidate(team, name) for team, names in prepared for name in names]
     candidates = [candidate for candidate in candidates if _is_right(teams, row, candidate)]
     durations = {}
     for candidate in candidates:
@@ -60,7 +58,8 @@ def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
             durations[candidate.name] = call_s * row.calls[candidate.name] * 1.1 + 0.001
     rounds = max(3, min(plan.rounds, int(plan.case_s / max(sum(durations.values()), 1e-9))))
     for round_ in range(rounds):
-        for candidate in _rotated(candidates, round_):
+        start = round_ % max(1, len(candidates))  # each round begins with another candidate
+        for candidate in (*candidates[start:], *candidates[:start]):
             if candidate.name not in row.wrong and candidate.name in row.calls:
                 samples = _run(teams, row, candidate, row.calls[candidate.name])
                 row.us.setdefault(candidate.name, []).extend(samples)
@@ -70,11 +69,6 @@ def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
     for name in row.wrong:
         row.us.pop(name, None)
     return row
-
-
-def _rotated(candidates: Sequence[_Candidate], by: int) -> list[_Candidate]:
-    start = by % max(1, len(candidates))
-    return [*candidates[start:], *candidates[:start]]
 
 
 def _is_right(teams: list[Any], row: Row, candidate: _Candidate) -> bool:

@@ -15,7 +15,7 @@ from parallel_state.layout.axes import AXES, PRESETS
 from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.output import STDOUT, add_json, as_json, write
 from parallel_state.tools.plan.fit import changes_that_fit
-from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
+from parallel_state.tools.plan.groups import Request, count_communicators, make_plan
 from parallel_state.tools.plan.page import MAX_RANKS, default_kind, page
 from parallel_state.tools.plan.remarks import remarks_on
 from parallel_state.tools.plan.report import plan_json, plan_text, rank_text, refusal_json
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.html and options.world_size > MAX_RANKS:
         parser.error(f"--html draws at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; leave it out")
+    if options.rank is not None and not 0 <= options.rank < options.world_size:
+        parser.error(f"--rank must be in 0 … {options.world_size - 1}, but is {options.rank}")
     sizes = {axis.name: getattr(options, axis.name) for axis in AXES if axis.size_parameter}
     given = {name: size for name, size in sizes.items() if size is not None}
     request = Request(options.world_size, given, options.order, options.gpus_per_node)
@@ -35,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = make_plan(request)
     except LayoutError as error:
         return _refuse(parser, request, error, options.json)
-    _check(parser, plan, options)
     remarks, communicators = remarks_on(plan), count_communicators(plan)
     if options.json is not None:
         write(parser, options.json, as_json(plan_json(plan, remarks, communicators, options.rank)))
@@ -73,11 +74,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         if axis.size_parameter:
             short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
             sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
-
-
-def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namespace) -> None:
-    if options.rank is not None and not 0 <= options.rank < plan.world_size:
-        parser.error(f"--rank must be in 0 … {plan.world_size - 1}, but is {options.rank}")
 
 
 def _refuse(parser: argparse.ArgumentParser, request: Request, error: LayoutError, json_path: str | None) -> int:

@@ -25,9 +25,7 @@ MAX_VALUES = 12
 MAX_MULTIPLES = 16
 """World sizes to try below, and above."""
 _TABLE = tuple(axis.name for axis in AXES)
-DENSE = tuple(
-    axis.name for axis in AXES if axis.size_parameter and not axis.experts and axis.within is None
-)  # fmt: skip
+DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.experts and axis.within is None)
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ def changes_that_fit(request: Request) -> list[Change]:
     if orders:
         return orders
     sizes = list(islice(_sizes(request, 1), 1)) or list(islice(_sizes(request, 2), 1))
-    sizes = [*_experts_whole(request), *sizes]
-    worlds = _worlds(request)
+    sizes, worlds = [*_experts_whole(request), *sizes], _worlds(request)
     nodes, rest = divmod(request.world_size, request.gpus_per_node)
     return [*worlds, *sizes] if nodes and rest else [*sizes, *worlds]  # a partly filled node is more likely the mistake
 
@@ -99,7 +96,7 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
     options: list[tuple[float, tuple[tuple[str, int | None], ...]]] = []
     for names in combinations(request.sizes, count):
         limit = MAX_VALUES if count > 1 else len(candidates)
-        choices = [[*_nearest(request.sizes[name], candidates)[:limit], None] for name in names]
+        choices = [[*_nearest(request.sizes[name], candidates, limit), None] for name in names]
         options += (
             (prod(_distance(request.sizes[name], value) for name, value in zip(names, values, strict=True)),
              tuple(zip(names, values, strict=True)))
@@ -125,9 +122,9 @@ def _experts_whole(request: Request) -> list[Change]:
     return [Change({"etp": 1}, {"etp": f"{tp}, the tensor-parallel size unless given"})] if fits else []
 
 
-def _nearest(before: int, candidates: Sequence[int]) -> list[int]:
+def _nearest(before: int, candidates: Sequence[int], limit: int) -> list[int]:
     others = [value for value in candidates if value != before]
-    return sorted(others, key=lambda value: _distance(before, value))
+    return sorted(others, key=lambda value: _distance(before, value))[:limit]
 
 
 def _distance(before: int, after: int | None) -> float:
@@ -153,8 +150,7 @@ def _worlds(request: Request) -> list[Change]:
     up = request.world_size // step + 1
     found = []
     for multiples in (range(down, max(0, down - MAX_MULTIPLES), -1), range(up, up + MAX_MULTIPLES)):
-        worlds = _first_that_fits(request, (multiple * step for multiple in multiples))
-        found += worlds
+        found += _first_that_fits(request, (multiple * step for multiple in multiples))
     if not found and known != request.world_size:  # if all sizes are given, only their product fits
         found = _first_that_fits(request, [known])
     found.sort(key=lambda world: _distance(request.world_size, world))

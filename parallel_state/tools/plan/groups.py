@@ -211,6 +211,9 @@ class Figure:
     megabytes: float
     source: str
 
+    def __str__(self) -> str:
+        return f"{self.megabytes:g} MB ({self.what}, {self.source})"
+
 
 LOW = Figure("a communicator of 2 A100s after its first all-reduce", 544, "github.com/NVIDIA/nccl/issues/964")
 HIGH = Figure("a communicator after its first all-reduce, unknown GPU", 1600, "github.com/NVIDIA/nccl/issues/864")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel_state.layout.axes import BY_NAME
-from parallel_state.layout.ranks import Grid
 from parallel_state.tools.plan.groups import Kind, Plan, whole_of
 from parallel_state.tools.plan.remarks import Remark
 
@@ -113,10 +112,8 @@ def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
 
 
 def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
-    part_of = whole_of(plan.layout, kind.name)
-    whole = part_of or kind.name
-    grid: Grid = plan.layout.grid_of(whole)
-    places = None
+    whole = whole_of(plan.layout, kind.name) or kind.name
+    grid, places = plan.layout.grid_of(whole), None
     if kind.name in plan.layout.ends:
         parent = plan.layout.groups(whole)[0]
         places = [parent.index(rank) for rank in kind.first]

@@ -69,16 +69,13 @@ def _ranks(number: int) -> str:
 
 
 def _table(plan: Plan) -> Iterator[str]:
-    kinds = [kind for kind in plan.kinds if kind.size > 1]
-    yield from columns(
-        [["group", "groups", "ranks", "nodes", "first group", "process group", "made", "long name"]]
-        + [
-            [kind.name, str(kind.count), str(kind.size), str(kind.nodes), abbreviate(kind.first),
-             _process_group(plan, kind), "yes" if kind.made else "", kind.axis.long_name]
-            for kind in kinds
-        ],
-        right=(1, 2, 3),
-    )  # fmt: skip
+    rows = [["group", "groups", "ranks", "nodes", "first group", "process group", "made", "long name"]]
+    rows += [
+        [kind.name, str(kind.count), str(kind.size), str(kind.nodes), abbreviate(kind.first),
+         _process_group(plan, kind), "yes" if kind.made else "", kind.axis.long_name]
+        for kind in plan.kinds if kind.size > 1
+    ]  # fmt: skip
+    yield from columns(rows, right=(1, 2, 3))
     alone = [kind.name for kind in plan.kinds if kind.size == 1]
     if alone:
         yield ""
@@ -116,10 +113,9 @@ def _cost(communicators: Communicators) -> Iterator[str]:
     for number in dict.fromkeys((len(made), len(everything))):
         low, high = communicators.megabytes(number)
         yield f"GPU memory of {number} NCCL communicators: {low / 1000:.1f} … {high / 1000:.1f} GB per rank (estimate)"
-    terms = f"communicators × {LOW.megabytes:g} MB ({LOW.what}, {LOW.source}) … {HIGH.megabytes:g} MB "
-    terms += f"({HIGH.what}, {HIGH.source})"
+    terms = f"communicators × {LOW} … {HIGH}"
     if communicators.all_to_all:
-        terms += f"; the upper bound adds {ALL_TO_ALL.megabytes:g} MB ({ALL_TO_ALL.what}, {ALL_TO_ALL.source})"
+        terms += f"; the upper bound adds {ALL_TO_ALL}"
     yield _paragraph(f"  The figures are {BASIS}: {terms}. Memory is allocated at a group's first use.", indent="  ")
 
 
@@ -130,13 +126,10 @@ def rank_text(plan: Plan, rank: int) -> str:
     rows = [["group", "rank in it", "of", "ranks", "process group", "made"]]
     for kind in plan.kinds:
         if kind.size > 1:
-            group = facts["groups"].get(kind.name)
-            place = (
-                ["–", "–", "not in a group"]
-                if group is None
-                else [str(group["rank_in_group"]), str(len(group["ranks"])), abbreviate(group["ranks"])]
-            )
-            rows.append([kind.name, *place, _process_group(plan, kind), "yes" if kind.made else ""])  # fmt: skip
+            group, place = facts["groups"].get(kind.name), ["–", "–", "not in a group"]
+            if group is not None:
+                place = [str(group["rank_in_group"]), str(len(group["ranks"])), abbreviate(group["ranks"])]
+            rows.append([kind.name, *place, _process_group(plan, kind), "yes" if kind.made else ""])
     return "\n".join([
         *heading(plan),
         "",

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch  # imported here, as `tuning`: the import takes seconds, and `--help` doesn't need it
 
     from device_communicators.peer.thresholds import user_path
-    from parallel_state.tools.tune.tuning import Plan, tune_rank, write
+    from parallel_state.tools.tune.tuning import Plan, tune_rank
 
     options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
@@ -53,26 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torch finds no CUDA device: there is nothing to measure here", file=sys.stderr)
         return 2
     if environment.detect(rendezvous=False).world_size > 1:
-        found = tune_rank(options)
-        if found is not None:
-            write(found, path)
-            _report(found, path)
+        _keep(tune_rank(options), path)
         return 0
     code = 0
     for ranks in options.ranks or [each for each in (2, 4, 6, 8) if each <= gpus] or [2]:
         try:
-            row = ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0]
+            _keep(ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0], path)
         except ps.LaunchError as error:
             print(f"{ranks} ranks: {error}", file=sys.stderr)
             code = 1
-            continue
-        if row is not None:
-            write(row, path)
-            _report(row, path)
     return code
 
 
-def _report(row: Thresholds, path: Path) -> None:
+def _keep(row: Thresholds | None, path: Path) -> None:
+    """Writes the row, which only the first rank has, and reports it."""
+    from parallel_state.tools.tune.tuning import write
+
+    if row is None:
+        return
+    write(row, path)
     print(f"{row.world_size} ranks, {row.arch}, {row.link}: {row}; {row.proven_calls} calls proven")
     if row.one_gpu_each:
         print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, uses it from now on")

@@ -47,14 +47,8 @@ CALLS_IN_A_GRAPH = 20
 HIDDEN = 4096
 """Largest row length of a norm."""
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
-_UNBOUNDED: dict[str, Any] = {
-    **dict.fromkeys(_BOUNDS, 1 << 40),
-    "arch": "any",
-    "world_size": 8,
-    "measured": False,
-    "source": "for measurements only",
-}
-UNBOUNDED = Thresholds(**_UNBOUNDED)
+_MOST: dict[str, Any] = dict.fromkeys(_BOUNDS, 1 << 40)
+UNBOUNDED = Thresholds("any", 8, **_MOST, measured=False, source="for measurements only")
 Times = Mapping[int, Mapping[str, float]]
 
 
@@ -131,7 +125,7 @@ class Tuning:
         kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
         kinds.update({each: each for each in ALGORITHMS})
         never = {bound: 0 for bound, kind in kinds.items() if kind != name}
-        return self._by(call, Thresholds(**{**_UNBOUNDED, **never}))
+        return self._by(call, replace(UNBOUNDED, **never))
 
     def _by(self, call: Callable[[Communicator, Tensor], Tensor], thresholds: Thresholds) -> Call:
         admission = replace(self._peers.group.admission, pinned=None, thresholds=thresholds)
