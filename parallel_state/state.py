@@ -47,7 +47,7 @@ from parallel_state.groups.coordinator import (
 )
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
-from parallel_state.layout.ranks import Layout, check_division, position_in
+from parallel_state.layout.ranks import Layout, check_division
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.joining import agree_on_settings, agree_on_token
@@ -507,7 +507,7 @@ def init_model_parallel_group(
     options = pool.agreement.resolve_and_agree(
         "groups by lists of ranks", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
     )
-    ranks = group_ranks[position_in(group_ranks, world.rank)]
+    ranks = next(each for each in group_ranks if world.rank in each)
     traits = Traits(world.device, local_rank, options, allow_pickle, custom)
     return create_group(pool, ranks, group_name, traits, division=lambda: group_ranks)
 

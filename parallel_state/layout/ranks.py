@@ -14,7 +14,7 @@ with any axes in any order; the library's axes and preset orders are in `axes`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isqrt, prod
@@ -35,8 +35,7 @@ class Grid:
         `order` names every axis once, fastest first, joined by `-` (`"tp-dp-pp"`); it may omit axes of size 1. Raises
         LayoutError for a size below 1, a product other than `world_size`, and an order with a missing or unknown axis.
         """
-        names = split_order(order)
-        resolved = fill_in_rest(world_size, sizes)
+        names, resolved = split_order(order), fill_in_rest(world_size, sizes)
         check_order(order, names, resolved)
         return cls(tuple((name, resolved[name]) for name in names))
 
@@ -84,15 +83,14 @@ class Grid:
 
         The lists are ordered by their first ranks and together contain every rank once.
         """
-        inside = self.offsets([name for name in self.names if name in axes])
-        outside = self.offsets([name for name in self.names if name not in axes])
+        inside, outside = self.offsets(axes), self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """Returns the group of `groups(*axes)` that contains `rank`."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
-        return [start + offset for offset in self.offsets([name for name in self.names if name in axes])]
+        return [start + offset for offset in self.offsets(axes)]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
         """Returns the ascending offsets of a group that spans `names`, relative to its first rank."""
@@ -177,8 +175,7 @@ class Layout:
             return [_picked(names[0], pick, ranks) for ranks in self.groups(whole)]
         if len(names) == 1 and names[0] in self.parts:
             size, (whole, _) = self.size(*names), self.parts[names[0]]
-            cut = [ranks[at : at + size] for ranks in self.groups(whole) for at in range(0, len(ranks), size)]
-            return sorted(cut)
+            return sorted(ranks[at : at + size] for ranks in self.groups(whole) for at in range(0, len(ranks), size))
         grid, axes = self._find(names)
         found = grid.groups(*axes)
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
@@ -329,12 +326,3 @@ def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None
         if list(ranks) != sorted(ranks):
             # torch.distributed numbers a group's ranks in ascending order, whatever their order in the argument.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
-
-
-def position_in(ranks: Iterable[Sequence[int]], rank: int) -> int:
-    """Returns the index of the list that contains `rank`; raises LayoutError unless exactly one does."""
-    found = [index for index, group in enumerate(ranks) if rank in group]
-    if len(found) != 1:
-        where = "none" if not found else f"{len(found)} of them"
-        raise LayoutError(f"each rank must be in exactly one of the lists of ranks, but rank {rank} is in {where}")
-    return found[0]

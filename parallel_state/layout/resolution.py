@@ -36,9 +36,7 @@ from parallel_state.layout.ranks import (
     split_order,
 )
 
-_DENSE = tuple(
-    axis.name for axis in AXES if not (axis.spans or axis.experts or axis.within is not None or axis.ends_of)
-)
+_DENSE = tuple(axis.name for axis in AXES if not (axis.spans or axis.experts or axis.within or axis.ends_of))
 _NODES = ("dp_intra_node", "dp_inter_node")
 
 
@@ -203,7 +201,12 @@ def _expert_grid(
         sizes["etp"] = etp or preset.defaults.get("etp", sizes["tp"])
         del sizes["tp"], sizes["dp_shard"]
         sizes["ep"] = _given(given.get("ep"), "ep") or 1
-        rest = _rest_for_experts(world_size, sizes)
+        rest, left = divmod(world_size, prod(sizes.values()))
+        if left:
+            raise LayoutError(
+                f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of expert layers; "
+                "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: that of tp)"
+            )
         for name in open_sizes:
             sizes[name], rest = rest, 1
         sizes["efsdp"] = rest
@@ -215,21 +218,11 @@ def _expert_grid(
         check_order(preset.order, names, sizes)
         experts = _grid(names, sizes)
         _check_same_pipelines(preset.order, dense, experts)
+        return experts
     except LayoutError as error:
         if asked:
             raise
         return f"expert layers don't fit these sizes ({error})"
-    return experts
-
-
-def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:
-    known = prod(sizes.values())
-    if world_size % known:
-        raise LayoutError(
-            f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of expert layers; "
-            "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: that of tp)"
-        )
-    return world_size // known
 
 
 def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
@@ -263,9 +256,7 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Finds the axes of dcp (decode context parallelism): a grid with the axis, or those it spans.
-
-    Also returns a title.
+    """Returns a grid with the axis dcp (decode context parallelism), or the axes that it spans; and a title.
 
     As in vLLM, dcp spans pcp first, then tp. Without pcp it is any divisor of tp and consists of neighbouring tp ranks.
     With pcp it spans pcp, or pcp and tp.
@@ -327,13 +318,8 @@ def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
         return "dp_replicate doesn't follow dp_shard in the order"
     first = parts[0] if parts else "dp_shard"
     dp, stride = dense.size("dp_shard", "dp_replicate"), dense.stride(first)
-    merged = Grid(
-        tuple(
-            ("dp", dp) if name == first else (name, size)
-            for name, size in dense.axes
-            if name == first or name not in ("dp_shard", "dp_replicate")
-        )
-    )
+    kept = [axis for axis in dense.axes if axis[0] == first or axis[0] not in ("dp_shard", "dp_replicate")]
+    merged = Grid(tuple(("dp", dp) if name == first else (name, size) for name, size in kept))
     ranks_per_node = min(ranks_per_node, dense.world_size)
     inside = min(dp, max(1, ranks_per_node // stride))
     if dp > 1 and ranks_per_node > stride and (dp % inside or ranks_per_node % (stride * inside)):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from device_communicators.base.errors import LayoutError, UsageError
 from parallel_state.layout.axes import PRESETS
-from parallel_state.layout.ranks import Grid, Layout, position_in
+from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
 
 STEPS, STEPS_PER_RANK = 5_000, 50
@@ -228,14 +228,6 @@ def test_coordinates_outside_of_the_grid(axis: str, index: int) -> None:
         grid.rank_at({axis: index})
     assert grid.rank_at({"pp": 3}) == 6
     assert grid.rank_at({"ep": 0}) == 0
-
-
-def test_position_in() -> None:
-    assert position_in([[0, 2], [1, 3]], 3) == 1
-    with pytest.raises(LayoutError, match="rank 4 is in none"):
-        position_in([[0, 2], [1, 3]], 4)
-    with pytest.raises(LayoutError, match="rank 1 is in 2 of them"):
-        position_in([[0, 1], [1, 2]], 1)
 
 
 def test_a_grid_is_a_value() -> None:
