@@ -208,8 +208,9 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
     text = f"{first.explain()} (world size {config.world_size})"
     if later:
         text += "\nlater failures: " + "; ".join(rank.explain()[:200] for _, rank, _ in later)
-    where = report_of_first.text if report_of_first is not None else first.stacks()
-    exit_code = report_of_first.exit_code if report_of_first is not None else first.exit_code
+    where, exit_code = first.stacks(), first.exit_code
+    if report_of_first is not None:
+        where, exit_code = report_of_first.text, report_of_first.exit_code
     raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
 
 

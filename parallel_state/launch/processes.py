@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from device_communicators.base import limits
 from device_communicators.base.errors import LaunchError
@@ -34,12 +34,7 @@ _INTERRUPT_S = 0.8  # after Ctrl-C, for the function to handle KeyboardInterrupt
 _START_DESCRIPTORS = 8  # to start the fork server and the resource tracker
 _SERVER_END_S = 2.0  # a killed fork server has exited after this time
 _CUT_S = 1.0  # for the kernel to kill processes after the leash closes
-_AT_INIT = (
-    "parallel_state.launch.worker",
-    "parallel_state.groups.world",
-    "parallel_state.messages.media",
-    "device_communicators.cpu.host_memory",
-)
+_AT_INIT = ("parallel_state.launch.worker", "parallel_state.groups.world")
 """Modules that `import parallel_state` doesn't import, but every rank needs at init; preloaded before the fork."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
@@ -86,8 +81,7 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        code: int | None = self.process.exitcode
-        return code
+        return cast("int | None", self.process.exitcode)
 
     @property
     def failed(self) -> bool:
@@ -117,11 +111,8 @@ class Ranks:
     ) -> None:
         self.ranks = [Rank(rank, f"{config.name}-{rank}") for rank in (int(environ["RANK"]) for environ in environs)]
         self._content, self._secret, self._environs = content, secret, environs
-        self._start_method = config.start_method
-        self._deadline = deadline
-        self._grace = config.grace
-        self._failed = False
-        self._all_started = False
+        self._start_method, self._deadline, self._grace = config.start_method, deadline, config.grace
+        self._failed = self._all_started = False
         end, leash = os.pipe()
         self._leash_end, self._leash = os.fdopen(end, "rb", 0), os.fdopen(leash, "wb", 0)
 

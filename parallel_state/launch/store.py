@@ -42,7 +42,7 @@ from parallel_state.startup.stores import listen_on
 logger = logging.getLogger(__name__)
 
 _TORCH_DESCRIPTORS = 16
-
+_OPEN = "any process that reaches this job's store can change it:"
 SECRET_BYTES, _MOST_SECRET_BYTES = 32, 4096
 Listener = TypeVar("Listener", socket.socket, World)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't host the store on rank 0
@@ -52,10 +52,9 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
     """Opens the job's store and yields the environment variables by which ranks find it.
 
-    The node of rank 0 hosts it until the block ends.
-
-    The launcher binds the port itself. So no other process can take it between a probe and its use, only the given
-    address listens (a TCPStore would listen on all), and the store outlives rank 0. Without a secret it is a TCPStore.
+    The node of rank 0 hosts it until the block ends. The launcher binds the port itself. So no other process can take
+    it between a probe and its use, only the given address listens (a TCPStore would listen on all), and the store
+    outlives rank 0. Without a secret it is a TCPStore.
     """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
@@ -96,10 +95,7 @@ def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
         return b"", None
     secret = b"" if config.secret_file is None else read_secret(config.secret_file)
     if not secret and config.nproc != config.world_size:
-        logger.warning(
-            "any process that reaches this job's store can change it: several nodes have no secret_file. Pass "
-            "launch(secret_file=...) on each node"
-        )
+        logger.warning("%s several nodes have no secret_file. Pass launch(secret_file=...) on each node", _OPEN)
         return b"", None
     try:
         return secret or secrets.token_bytes(SECRET_BYTES), native.load()
@@ -109,10 +105,7 @@ def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
                 f"secret_file needs this library's C++ part, which isn't available: {error}. Install a C++ compiler, "
                 "or a wheel that contains it"
             ) from error
-        logger.warning(
-            "any process that reaches this job's store can change it: no compiled library is available (%s)",
-            error,
-        )
+        logger.warning("%s no compiled library is available (%s)", _OPEN, error)
         return b"", None
 
 

@@ -199,8 +199,7 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
         root.handlers, root.level = logging_before
         JOB_STORE.put(None)
         find_stores_by(None)
-        _keep_variables(before)
-        os.environ.update(before)
+        _set_environment(before)
 
 
 def work(start: Start) -> None:
@@ -212,8 +211,7 @@ def work(start: Start) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGTERM, stacks, chain=True)  # dumps the stacks of a rank that is stopped
     try:
-        _keep_variables(environ)  # a fork server has the variables of the first launch
-        os.environ.update(environ)
+        _set_environment(environ)  # a fork server has the variables of the first launch
         if lists := settings.CORES.get():  # first: memory is allocated on the NUMA node of the core that touches it
             bind_to_cores(lists)
         threads = environ.get("OMP_NUM_THREADS", "")
@@ -276,9 +274,10 @@ def _end_with(leash: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _keep_variables(environ: Mapping[str, str]) -> None:
+def _set_environment(environ: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(environ):
         del os.environ[name]
+    os.environ.update(environ)
 
 
 def _error_report(error: BaseException) -> Report:
