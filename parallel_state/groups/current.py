@@ -103,8 +103,7 @@ def _in_event_loop() -> bool:
 
 def _find(_: _Current) -> Any:
     node = node_in_backward() if _Forwards.exist else None
-    forwards = None if node is None else stashed_for_autograd()
-    if node is not None and forwards is not None:
+    if node is not None and (forwards := stashed_for_autograd()) is not None:
         groups = forwards.at(node)
         if groups is not _UNKNOWN:
             if isinstance(forwards, _Forwards):
@@ -130,12 +129,16 @@ class _Current:
 
 
 CURRENT = _Current()
+_OF_THREAD = threading.local()
 
 
 @contextmanager
 def using(groups: _Groups) -> Iterator[_Groups]:
     before = _CONTEXT.get()
-    forwards = _forwards_of_thread(before)
+    forwards: _Forwards | None = getattr(_OF_THREAD, "forwards", None)
+    if forwards is None:
+        forwards = _OF_THREAD.forwards = _Forwards(before)
+        stash_for_autograd(forwards)  # makes it available in autograd's own threads
     with _THREAD_STARTS.wrapped():
         _CONTEXT.set(groups)
         forwards.note(groups)
@@ -144,18 +147,6 @@ def using(groups: _Groups) -> Iterator[_Groups]:
         finally:
             _CONTEXT.set(before)
             forwards.note(before)
-
-
-_OF_THREAD = threading.local()
-
-
-def _forwards_of_thread(groups: Any) -> _Forwards:
-    """Returns the `_Forwards` of this thread, created at first use. Autograd makes it available in its own threads."""
-    forwards: _Forwards | None = getattr(_OF_THREAD, "forwards", None)
-    if forwards is None:
-        forwards = _OF_THREAD.forwards = _Forwards(groups)
-        stash_for_autograd(forwards)
-    return forwards
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")

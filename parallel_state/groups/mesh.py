@@ -36,24 +36,20 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: b
         raise InvalidArgumentError(f"get_device_mesh takes names or experts=True, but has both: {', '.join(names)}")
     grid = _grid_of(layout, ("ep",) if experts else names)
     wanted = list(names) or _usual(layout, grid)
-    if not (names or experts) and groups.is_coordinator and tuple(wanted) not in groups.meshes:
-        _warn_about_experts(layout, wanted)
+    is_new = not (names or experts) and groups.is_coordinator and tuple(wanted) not in groups.meshes
+    if is_new and _size(layout, "ep") > 1:
+        left_out = [name for name, size in reversed(layout.grid_of("ep").axes) if size > 1 and name not in wanted]
+        logger.warning(
+            "the mesh (%s) leaves out %s, because expert layers number the ranks in their own way; "
+            "get_device_mesh(experts=True) returns their mesh",
+            ", ".join(wanted), ", ".join(left_out),
+        )  # fmt: skip
     dims = _dims_of_root(layout, grid, wanted)
     process_groups = [_process_group(groups, name) for name in dims]
     root = groups.meshes.get(tuple(dims))
     if root is None or root.get_all_groups() != process_groups:  # patch_tensor_parallel_group may have changed them
         root = groups.meshes[tuple(dims)] = _root(groups, grid, dims, process_groups)
     return root if wanted == dims else root[tuple(wanted)]
-
-
-def _warn_about_experts(layout: Layout, dims: Sequence[str]) -> None:
-    if _size(layout, "ep") > 1:
-        left_out = [name for name, size in reversed(layout.grid_of("ep").axes) if size > 1 and name not in dims]
-        logger.warning(
-            "the mesh (%s) leaves out %s, because expert layers number the ranks in their own way; "
-            "get_device_mesh(experts=True) returns their mesh",
-            ", ".join(dims), ", ".join(left_out),
-        )  # fmt: skip
 
 
 def _grid_of(layout: Layout, names: Sequence[str]) -> Grid:
@@ -72,11 +68,8 @@ def _grid_of(layout: Layout, names: Sequence[str]) -> Grid:
 
 
 def _usual(layout: Layout, grid: Grid) -> list[str]:
-    sizes = dict(grid.axes)
-    kept = [name for name, size in reversed(grid.axes) if size > 1]
-    if "dp_shard" in sizes and "dp_shard" not in kept and (layout.size("tp") > 1 or _size(layout, "ep") > 1):
-        kept = [name for name, size in reversed(grid.axes) if size > 1 or name == "dp_shard"]
-    return kept or ["world"]
+    shards = layout.size("tp") > 1 or _size(layout, "ep") > 1
+    return [name for name, size in reversed(grid.axes) if size > 1 or (shards and name == "dp_shard")] or ["world"]
 
 
 def _size(layout: Layout, name: str) -> int:

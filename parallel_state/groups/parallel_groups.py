@@ -234,8 +234,7 @@ def try_get_current_groups() -> ParallelGroups | None:
         raise UsageError(
             "the current groups are unknown in this thread-pool worker, because it was started inside `with "
             "groups.use():` and may run tasks that were submitted elsewhere. Submit `contextvars.copy_context().run, "
-            "function`, or enter "
-            "`with groups.use():` in the function"
+            "function`, or enter `with groups.use():` in the function"
         )
     return groups
 
@@ -399,8 +398,8 @@ class _Division:
         ]
         return {
             "layout": str(layout),
-            "backends": _each_once(str(options.backend) for options in self.options.values()),
-            "timeout_s": _each_once(str(options.timeout) for options in self.options.values()),
+            "backends": ", ".join(dict.fromkeys(str(options.backend) for options in self.options.values())),
+            "timeout_s": ", ".join(dict.fromkeys(str(options.timeout) for options in self.options.values())),
             "custom_all_reduce": str(self.custom_all_reduce),
             "eager": str(self.eager),
             "virtual pipeline size": str(self.virtual_pipeline and self.virtual_pipeline.size),
@@ -557,7 +556,3 @@ def virtual_pipeline(layout: Layout, size: int | None) -> VirtualPipeline | None
     if layout.size("pp") == 1:
         raise LayoutError(f"virtual pipeline stages need a pipeline-parallel size above 1, but the layout is {layout}")
     return VirtualPipeline(size)
-
-
-def _each_once(values: Any) -> str:
-    return ", ".join(dict.fromkeys(values))

@@ -59,23 +59,18 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
     if is_source:
         with contextlib.suppress(SegmentError):
             made = Segment.make()
+    opened = None
     try:
         name = broadcast("" if made is None else made.name)
-        return gather(is_source or _exists(name))  # returns after every rank has tried
+        with contextlib.suppress(SegmentError):
+            opened = None if is_source else Segment.open(name)
+        return gather(is_source or opened is not None)  # returns after every rank has tried
     finally:
         if made is not None:
             made.unlink()
-            made.close()
-
-
-def _exists(name: str) -> bool:
-    try:
-        found = Segment.open(name)
-    except SegmentError:
-        return False
-    if found is not None:
-        found.close()
-    return found is not None
+        for segment in (made, opened):
+            if segment is not None:
+                segment.close()
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:

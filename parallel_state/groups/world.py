@@ -217,16 +217,19 @@ def make_default_group(
     init_method: str,
     backend: str | None,
     timeout_s: float,
-    bind_device: bool = False,
-    high_priority_stream: bool = False,
+    bind_device: bool,
+    high_priority_stream: bool,
 ) -> tuple[torch.device, Met | None]:
     """Finds the other ranks and creates torch's default group with them.
 
     Returns the device of its tensors and the result of the rendezvous.
     """
     backend = backend_of(backend)
-    if backend == "fake":
-        return _make_fake_group(place, timeout_s), None
+    if backend == "fake":  # without a rendezvous
+        torch_internals.register_fake_backend()
+        store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+        dist.init_process_group("fake", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        return torch.device("cpu"), None
     check_backend(backend)
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":
@@ -274,19 +277,6 @@ def make_default_group(
 def give_up(watcher: Watcher, error: BaseException) -> None:
     text = str(error).partition("\n")[0]
     watcher.give_up(f"gave up its start ({type(error).__name__}: {text})")
-
-
-def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
-    """Creates the default group over torch's `fake` backend, without a rendezvous."""
-    torch_internals.register_fake_backend()
-    dist.init_process_group(
-        "fake",
-        store=dist.HashStore(),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return torch.device("cpu")
 
 
 def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptions, bound: torch.device | None) -> None:
@@ -409,8 +399,7 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
     shared = find_shared_gpus(world.context, uuid)
     if not shared:
         return
-    refused = find_shared_gpus(world.context, None if settings.SHARE_GPUS.get() else uuid)
-    if refused:
+    if refused := find_shared_gpus(world.context, None if settings.SHARE_GPUS.get() else uuid):
         raise InvalidArgumentError(
             f"{shared_gpu_warning(world.context, refused)}; or allow it with {settings.SHARE_GPUS.name}=on"
         )
