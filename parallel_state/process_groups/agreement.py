@@ -155,13 +155,7 @@ class Agreement:
                 return name
             try:
                 problems = self._watcher.gather(
-                    key,
-                    ranks,
-                    problem.encode(),
-                    left_s,
-                    watched=watched,
-                    what=attempt,
-                    operation="new_group",
+                    key, ranks, problem.encode(), left_s, watched=watched, what=attempt, operation="new_group"
                 )
             except CommunicationError as error:
                 verdict = error.__cause__.verdict if isinstance(error.__cause__, UnmetError) else None

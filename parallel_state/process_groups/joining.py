@@ -131,16 +131,16 @@ def prepare(world_size: int) -> None:
     from device_communicators.cpu import native
     from device_communicators.cpu.segment import sweep
 
-    if world_size > 1 and (swept := sweep()):
+    if world_size == 1:
+        return
+    if swept := sweep():
         logger.info("removed %d shared segments of processes that exited", swept)
-    if world_size > 1:
-        extension.compile_ahead()
-    if world_size > 1 and settings.SHARED_MEMORY.get():
+    extension.compile_ahead()
+    if settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()
-    if world_size > 1:
-        control_store.try_load()
-    if world_size > 1 and settings.CPU_BACKEND.get() == "parallel_state":
+    control_store.try_load()
+    if settings.CPU_BACKEND.get() == "parallel_state":
         from device_communicators.c10d import creation
 
         with contextlib.suppress(UnsupportedError):  # raised again when the first group is created

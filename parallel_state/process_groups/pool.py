@@ -103,6 +103,7 @@ class ProcessGroupPool:
         self.default_backend = alone_over or str(dist.get_backend())
         self._default_made: Any = None
         self.prefix = f"parallel_state{token}"
+        self.default_options = GroupOptions(self.default_backend, timeout_s)
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
         self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=torch_internals.is_fake())
@@ -124,10 +125,6 @@ class ProcessGroupPool:
         """Guards the tables above. Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
         """Serialises threads that create the same group. Key None: groups that all ranks create together."""
-
-    @property
-    def default_options(self) -> GroupOptions:
-        return GroupOptions(self.default_backend, self.timeout_s)
 
     @property
     def groups_made(self) -> int:
@@ -306,16 +303,14 @@ class ProcessGroupPool:
         try:
             if options.meets:
                 deadline, watched = time.monotonic() + start_timeout_s, self.watched_with(ranks)
-                made = run_watched(make, self.watcher, watched, deadline, has_failed)
-            else:
-                made = make(lambda: False)
+                return run_watched(make, self.watcher, watched, deadline, has_failed)
+            return make(lambda: False)
         except BaseException as error:
             if not isinstance(error, AbandonedError):
                 self.agreement.fail(name, ranks, f"{type(error).__name__}: {plain(error)}")
             if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
                 raise
             raise self._not_made(error, what, name, ranks, started) from error
-        return made
 
     def _not_made(
         self, error: RuntimeError, what: str, name: str, ranks: Sequence[int], started: float
@@ -432,10 +427,8 @@ class ProcessGroupPool:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
         with self._lock:
             if not dist.is_initialized():
-                timeout = timedelta(seconds=self.timeout_s)
-                dist.init_process_group(
-                    self.default_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-                )
+                store, timeout = dist.HashStore(), timedelta(seconds=self.timeout_s)
+                dist.init_process_group(self.default_backend, store=store, rank=0, world_size=1, timeout=timeout)
                 self._default_made = dist.group.WORLD
             if dist.get_world_size() == 1 and options.backend == str(dist.get_backend()):
                 return dist.group.WORLD
