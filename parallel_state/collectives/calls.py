@@ -48,11 +48,8 @@ if TYPE_CHECKING:
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.default
 _BROADCAST, _BROADCAST_IN_PLACE = _OPS.broadcast.default, _OPS.broadcast_.default
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
-    _OPS.all_gather.default,
-    _OPS.reduce_scatter.default,
-    _OPS.all_to_all.default,
-)
+_ALL_GATHER, _REDUCE_SCATTER = _OPS.all_gather.default, _OPS.reduce_scatter.default
+_ALL_TO_ALL = _OPS.all_to_all.default
 # Bound once: `_OPS.all_reduce(…)` would look up the overload in each call, 0.3 of 3 to 4 µs.
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 _COLLECTIVE = "compiled code waits for its collectives; use the collective without _async there"
@@ -98,10 +95,6 @@ class GroupFacts:
 def _is_straight(x: Tensor) -> bool:
     """Returns True if `x` needs nothing of torch's dispatcher (no gradient, no mode), which takes 3 to 10 µs."""
     return not is_dynamo_compiling() and DIRECT.straight(x) is x
-
-
-def _copied(out: Tensor, received: Tensor) -> Tensor:
-    return copy_values(out, received)
 
 
 class TensorCalls(GroupFacts):
@@ -368,8 +361,7 @@ class TensorCalls(GroupFacts):
                 checks.check_no_gradient(self.context, "scatter", "use broadcast and take a slice", whole)
                 form = self._scattered(whole, dim), whole.dtype
             except InvalidArgumentError as error:
-                form = str(error)
-                wrong = error
+                form, wrong = str(error), error
         if self.world_size > 1:
             form = self._messenger.broadcast(form, src, "scatter")
         if wrong is not None:
@@ -566,9 +558,7 @@ class TensorCalls(GroupFacts):
 
     def _try_registered(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         is_groups = device.type == self.device.type and device.index in (None, self.device.index)
-        if not is_groups or dispatch_modes():  # tracers and fake tensors use the op
-            return None
-        return self.route.allocate(size, dtype)
+        return self.route.allocate(size, dtype) if is_groups and not dispatch_modes() else None  # tracers use the op
 
     @host_call("make the window before, outside the compiled function")
     def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
@@ -668,8 +658,7 @@ class TensorCalls(GroupFacts):
                 handles[at] = TensorHandle(self.route.start("isend", flat, peer, tag), x, keep=flat)
             else:
                 handle = self.route.start("irecv_", flat, peer, tag)
-                whole = is_dense(x)
-                handles[at] = TensorHandle(handle, x, None if whole else functools.partial(_copied, x, flat))
+                handles[at] = TensorHandle(handle, x, None if is_dense(x) else functools.partial(copy_values, x, flat))
         return [handles[at] for at in range(len(found))]
 
     # Started collectives: the handle's `wait()` returns the collective's result, detached. They overlap communication
@@ -757,7 +746,7 @@ class TensorCalls(GroupFacts):
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
         checks.check_scale(self.context, operation, scale)
-        if self._is_single_rank_reducing("all_reduce_add_rms_norm_static_fp8_quant", x):
+        if self._is_single_rank_reducing(operation, x):
             checks.check_no_gradient(self.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight, scale)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return static_fp8_quant(normed, scale), y
@@ -774,7 +763,7 @@ class TensorCalls(GroupFacts):
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
-        if self._is_single_rank_reducing("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant", x):
+        if self._is_single_rank_reducing(operation, x):
             checks.check_no_gradient(self.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return (*dynamic_per_token_fp8_quant(normed), y)

@@ -57,8 +57,8 @@ def check_tensor(context: GroupContext, operation: str, x: object, *, needs_valu
     """Raises unless `x` is a dense tensor. A meta tensor is valid in a simulated group or without `needs_values`."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
-            f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use calls on "
-            "objects, such as broadcast_object"
+            f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "
+            "on objects, such as broadcast_object"
         )
     # torch.compile can't read the layout in the backward of an autograd.Function (regions).
     if torch.compiler.is_compiling():
@@ -193,28 +193,24 @@ def check_rank(context: GroupContext, operation: str, name: str, rank: object) -
         )
 
 
-def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> None:
-    check_rank(context, operation, name, rank)
+def _check_peer(context: GroupContext, operation: str, name: str, rank: int) -> int:
+    if type(rank) is not int or not 0 <= rank < len(context.ranks):
+        check_rank(context, operation, name, rank)
     if rank == context.rank:
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} is this rank itself; a rank can't send to itself"
         )
+    return rank
 
 
 def destination(context: GroupContext, operation: str, dst: int | None) -> int:
     """Returns the checked `dst`, another rank in the group; the next rank by default."""
-    dst = (context.rank + 1) % context.size if dst is None else dst
-    if type(dst) is not int or dst == context.rank or not 0 <= dst < len(context.ranks):
-        check_peer(context, operation, "dst", dst)
-    return dst
+    return _check_peer(context, operation, "dst", (context.rank + 1) % context.size if dst is None else dst)
 
 
 def source(context: GroupContext, operation: str, src: int | None) -> int:
     """Returns the checked `src`, another rank in the group; the previous rank by default."""
-    src = (context.rank - 1) % context.size if src is None else src
-    if type(src) is not int or src == context.rank or not 0 <= src < len(context.ranks):
-        check_peer(context, operation, "src", src)
-    return src
+    return _check_peer(context, operation, "src", (context.rank - 1) % context.size if src is None else src)
 
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
@@ -252,7 +248,7 @@ def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequenc
 def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
     if not isinstance(lengths, (list, tuple)):
         raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
+            f"{name} of {operation} on {context} must be a list or tuple of ints, but is a {type(lengths).__name__}"
         )
     for length in lengths:
         if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or not must_hold(length >= 0):
@@ -300,10 +296,6 @@ def check_total(context: GroupContext, operation: str, name: str, total: int, x:
         )
 
 
-def _kind(x: Any) -> str:
-    return f"a {type(x).__name__}"
-
-
 def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object, eps: object) -> None:
     check_tensor(context, operation, x)
     if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
@@ -320,7 +312,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
     """Raises unless `scale` is a float32 tensor of one element. Doesn't read its value: that would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
-        found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else _kind(scale)
+        found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(
             f"scale of {operation} on {context} must be a tensor of one element, torch.float32, but is {found}"
         )

@@ -55,9 +55,7 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Functions of the library, named after the ops and with their arguments.
-
-    Without the library they return NotImplemented.
+    """Functions of the library, named after the ops and with their arguments; without it they return NotImplemented.
 
     They return the result of the group's method; functions that write to `out` or `x` return that tensor.
     """

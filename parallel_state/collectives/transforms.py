@@ -48,13 +48,9 @@ def _with_norm(
             f"{_name(op)} on {find_route(args[-1]).context} doesn't support torch.vmap over its weight or scale; "
             "call all_reduce and then the norm separately"
         )
-    size = next(
-        tensor.shape[dim] for tensor, dim in zip((x, residual), (dims[0], dims[2]), strict=True) if dim is not None
-    )
-    batches = [
-        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in ((x, dims[0]), (residual, dims[2]))
-    ]
+    inputs = ((x, dims[0]), (residual, dims[2]))
+    size = next(tensor.shape[dim] for tensor, dim in inputs if dim is not None)
+    batches = [tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0) for tensor, dim in inputs]
     results = op(batches[0], token, batches[1], weight, *args)
     return results, (0,) * len(results)
 

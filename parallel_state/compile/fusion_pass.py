@@ -110,7 +110,7 @@ def _move_inputs_up(graph: Graph, found: Found) -> None:
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))
     between = list(graph.nodes)[order[found.all_reduce] : last]
-    written = next(fuse_match.writers(between), None)
+    written = next(filter(fuse_match.writes, between), None)
     if written is not None:
         raise NoMatch(f"node {written.name} of the graph changes a tensor in place between the all_reduce and the norm")
     for node in needed:
@@ -141,7 +141,10 @@ def _replace(graph: Graph, found: Found) -> str:
     for node in list(old.users):
         if node is not found.reduced:  # the getitem of the token
             node.args = (fused, cast(int, node.args[1]) + 1)
-    _erase(graph, {found.normed, *found.inside, found.add, found.reduced, old})
+    fused_nodes = {found.normed, *found.inside, found.add, found.reduced, old}
+    for node in reversed(list(graph.nodes)):
+        if node in fused_nodes and not node.users:
+            graph.erase_node(node)
     name = torch_internals.schema_of(op).name.removeprefix("parallel_state::")
     return f"{name} of {list(results[1].shape)} {results[1].dtype} on {old.kwargs['group']}"
 
@@ -150,9 +153,3 @@ def _result(graph: Graph, fused: Node, index: int) -> Node:
     node = graph.call_function(getitem, (fused, index))
     node.meta["val"] = fused.meta["val"][index]
     return node
-
-
-def _erase(graph: Graph, nodes: set[Node]) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node in nodes and not node.users:
-            graph.erase_node(node)

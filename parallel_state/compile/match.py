@@ -11,7 +11,7 @@ In place of the written-out norm the graph may have aten's norm as one node. The
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -29,12 +29,7 @@ FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _TOKEN = {"_token_base_index", "_all_bases"}
 _ONE_NODE = (_ATEN.rms_norm.default, FUSED_RMS_NORM)
 _CLAMPS = (_ATEN.clamp.default, _ATEN.clamp_min.default, _ATEN.clamp_max.default)
-_WIDE = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-}
+_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32) | {torch.float64: torch.float64}
 """Dtype -> the dtype in which its norm must be computed."""
 
 
@@ -56,11 +51,6 @@ class Found:
     """The norm in the tensor's dtype, or its quantization."""
     scale: Node | None = None
     inside: list[Node] = field(default_factory=list)
-
-    @property
-    def inputs(self) -> list[Node]:
-        """Returns the inputs of the fused op in addition to those of the all-reduce."""
-        return [each for each in (self.residual, self.weight, self.scale) if each is not None]
 
 
 def all_reduces(graph: Graph) -> list[Node]:
@@ -313,17 +303,15 @@ def _is_square(node: Node) -> bool:
 
 
 def _is_result(node: Node, dtype: torch.dtype, found: Found) -> bool:
-    value = _value(node)
-    return bool(
-        value.dtype == dtype and _alike(node, found.reduced) and _same(value.stride(), _value(found.reduced).stride())
-    )
+    value, reduced = _value(node), _value(found.reduced)
+    return value.dtype == dtype and _alike(node, found.reduced) and _same(value.stride(), reduced.stride())
 
 
 def _alike(one: Node, other: Node) -> bool:
     return _value(one).device == _value(other).device and _same(_value(one).shape, _value(other).shape)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as the compiler does
 
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
@@ -333,7 +321,7 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
     """Returns the nodes that the fused op needs before the all-reduce. Raises NoMatch if they depend on it."""
     start = order[found.all_reduce]
     needed: set[Node] = set()
-    waiting = list(found.inputs)
+    waiting = [each for each in (found.residual, found.weight, found.scale) if each is not None]
     while waiting:
         node = waiting.pop()
         if node is found.all_reduce:
@@ -344,8 +332,6 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
     return sorted(needed, key=order.__getitem__)
 
 
-def writers(nodes: list[Node]) -> Iterator[Node]:
-    for node in nodes:
-        schema = schema_of(node.target)
-        if schema is not None and schema.is_mutable:
-            yield node
+def writes(node: Node) -> bool:
+    schema = schema_of(node.target)
+    return schema is not None and schema.is_mutable
