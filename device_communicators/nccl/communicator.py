@@ -90,11 +90,9 @@ class NcclCommunicator(Communicator):
     def refusal(self, request: Request) -> str | None:
         if request.device_type != self.context.device.type:
             return f"a tensor on {request.device_type}"
-        if request.operation in REDUCING and request.dtype is not None:
-            if request.dtype in UNSIGNED:
-                return None
-            return reduction_refusal(request.dtype, request.reduce_op)
-        return None
+        if request.operation not in REDUCING or request.dtype is None or request.dtype in UNSIGNED:
+            return None
+        return reduction_refusal(request.dtype, request.reduce_op)
 
     def __str__(self) -> str:
         count = len(self._handles())
@@ -112,22 +110,20 @@ class NcclCommunicator(Communicator):
         Raises PeerDiedError, CollectiveTimeoutError, CommunicationError; ConfigMismatchError if ranks have different
         versions of NCCL; GroupNotInitializedError during a capture.
         """
-        with self._making:
-            if self._handle is None:
-                self._set_up(divisible)
-
-    def _set_up(self, divisible: bool) -> None:
         context, started = self.context, time.monotonic()
-        self._refuse_capture("all ranks of the group make NCCL's communicator together")
-        records = gather_records(context, make_record(self.library, context, makes_id=context.rank == 0))
-        with self.streams.guard():
-            parent = Handle.meet(self.library, context, records[0].unique_id, context.size, context.rank)
-            handle = parent.split(context, 0, context.rank)
-            if divisible:
-                self._parent = parent
-            else:
-                parent.close()
-            self._use(handle, started)
+        with self._making:
+            if self._handle is not None:
+                return
+            self._refuse_capture("all ranks of the group make NCCL's communicator together")
+            records = gather_records(context, make_record(self.library, context, makes_id=context.rank == 0))
+            with self.streams.guard():
+                parent = Handle.meet(self.library, context, records[0].unique_id, context.size, context.rank)
+                handle = parent.split(context, 0, context.rank)
+                if divisible:
+                    self._parent = parent
+                else:
+                    parent.close()
+                self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
         """Splits off the communicator of `part`. Does nothing if this one was set up without `divisible=True`."""
@@ -434,7 +430,8 @@ class NcclCommunicator(Communicator):
             wide = reducible(rows, reduce_op)[0]
             numbers = (DTYPES[wide.dtype], REDUCE_OPS[_op_of(op, wide, narrow)])
             with self._launch("reduce_scatterv") as add:
-                for dst, block in enumerate(_blocks(wide, rows, sizes)):
+                row = wide.numel() // len(rows)  # `wide` has the elements of `rows` in the dtype of the reduction
+                for dst, block in enumerate(wide.view(-1).split([size * row for size in sizes])):
                     if block.numel():
                         what = (block.data_ptr(), wide_out.data_ptr(), block.numel(), *numbers, dst)
                         add(self.library.ncclReduce, *what)
@@ -558,12 +555,6 @@ class NcclCommunicator(Communicator):
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
     """Returns NCCL's op for `op`. Averages are computed as sums, which `_finish` divides; not those of integers."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
-
-
-def _blocks(wide: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Returns each rank's rows of `wide`, which has the elements of `rows` in the dtype of the reduction."""
-    row = wide.numel() // len(rows)
-    return wide.view(-1).split([size * row for size in sizes])
 
 
 def _by_rank(blocks: Sequence[Tensor]) -> _Transfers:

@@ -111,11 +111,9 @@ class Handle:
         Every rank of this communicator calls it. The two share no resources. `context` is that of the new communicator.
         Raises the errors of `meet`, after aborting this communicator.
         """
-        made = Handle(self.library, context)
-        name = context.name.encode()
-        self._divide(
-            made, color, key, self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
-        )
+        made, name = Handle(self.library, context), context.name.encode()
+        config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
+        self._divide(made, color, key, config)
         return made
 
     def join_split(self) -> None:
@@ -197,9 +195,8 @@ class Handle:
 
     def check(self, operation: str, result: int) -> None:
         """Waits for a call that is in progress and raises its error. The caller must hold the lock."""
-        if result == SUCCESS:
-            return
-        self.check_started(operation, result, self._usable())
+        if result != SUCCESS:
+            self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
         """Waits for a call's background work and raises its error. With NCCL_COMM_BLOCKING=0 every call has some."""
@@ -341,8 +338,7 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
     """Returns the records of all ranks. Every rank calls it. Raises ConfigMismatchError if versions differ."""
-    everyones = context.gather(bytes(mine), "nccl set-up")
-    records = [SetUpRecord.from_buffer_copy(each) for each in everyones]
+    records = [SetUpRecord.from_buffer_copy(each) for each in context.gather(bytes(mine), "nccl set-up")]
     _compare(context, context.ranks, records)
     return records
 

@@ -86,22 +86,17 @@ class Link:
             for operation in self.handles:  # `meet` orders them so that both ranks use the same communicator first
                 put = functools.partial(transfer, self, operation, (byte,))
                 self._sides[operation].begin((byte,)).finish(put)
-            while not self._is_drained():
-                pass
+            while not self._done.is_set():
+                with self._lock:
+                    waiting, self._waiting = self._waiting, []
+                    if not waiting:
+                        self._done.set()
+                for started in waiting:
+                    started.go()
         except BaseException as error:
             self.failure = error
         finally:
             self._done.set()
-
-    def _is_drained(self) -> bool:
-        """Starts queued transfers. If there are none, marks the link as made and returns True."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-            if not waiting:
-                self._done.set()
-        for started in waiting:
-            started.go()
-        return not waiting
 
 
 class _Started:

@@ -167,8 +167,7 @@ class Windows:
         agreed = self._exchange(size_bytes)
         if agreed is None:
             return None
-        is_new = False
-        number = self._ledger.take(size_bytes)
+        is_new, number = False, self._ledger.take(size_bytes)
         if number is None:
             is_new = self._add_window(size_bytes, agreed, register)
             number = self._ledger.take(size_bytes) if is_new else None
