@@ -42,9 +42,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=priority)
 
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
-        """Makes the side stream wait for the work of the current stream so far.
-
-        `tensors` may be freed before they are used.
+        """Makes the side stream wait for the current stream's work so far. `tensors` may be freed before their use.
 
         Works within a capture, too: the side stream's work is captured, and joined by its `wait`.
         """

@@ -116,19 +116,9 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
     """Returns this rank's view of each rank's GPU; None for its own, and for GPUs that its machine doesn't have."""
-    mine = gpus[rank]
-    views: list[_View | None] = []
-    for other in gpus:
-        path = None
-        if mine.uuid is not None and other.uuid is not None:
-            path = topology.path(mine.uuid, other.uuid)
-        if path is None:
-            views.append(None)
-            continue
-        views.append({
-            "nvlinks": path.nvlinks, "nvlink_problem": path.nvlink_problem, "peer_problem": path.peer_problem,
-        })  # fmt: skip
-    return views
+    mine, facts = gpus[rank].uuid, ("nvlinks", "nvlink_problem", "peer_problem")
+    paths = (topology.path(mine, other.uuid) if mine and other.uuid else None for other in gpus)
+    return [None if path is None else {fact: getattr(path, fact) for fact in facts} for path in paths]
 
 
 def _objection(
@@ -208,8 +198,8 @@ def describe_sharing(version: int) -> str:
 
 def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> str:
     """Returns CUDA_VISIBLE_DEVICES with one GPU for a rank: round robin over the visible ones."""
-    visible = [each.strip() for each in (os.environ if environ is None else environ).get(VISIBLE, "").split(",")]
-    visible = [each for each in visible if each]
+    text = (os.environ if environ is None else environ).get(VISIBLE, "")
+    visible = [each.strip() for each in text.split(",") if each.strip()]
     return visible[rank % gpus] if len(visible) >= gpus else str(rank % gpus)
 
 

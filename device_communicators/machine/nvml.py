@@ -92,13 +92,9 @@ class Nvml:
         return self._handles[gpu]
 
     def _cores(self, gpu: int) -> list[int]:
-        words = -(-(os.cpu_count() or 1) // 64)
-        return _bits(self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), words))
+        words = self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), -(-(os.cpu_count() or 1) // 64))
+        return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
 
     def _mig_enabled(self, gpu: int) -> bool:
         current, _ = self._pynvml.nvmlDeviceGetMigMode(self._handle(gpu))
         return bool(current == self._pynvml.NVML_DEVICE_MIG_ENABLE)
-
-
-def _bits(words: Any) -> list[int]:
-    return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]

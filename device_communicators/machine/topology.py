@@ -154,8 +154,7 @@ def _read(reader: Reader) -> Topology:
             gpus.append(_read_gpu(reader, index))
         except NoAnswerError as error:
             remarks.append(f"GPU {index} doesn't answer: {error}")
-    by_pci_id = {gpu.pci_id: gpu.index for gpu in gpus if gpu.pci_id}
-    paths = {(one.index, two.index): _read_path(reader, one, two, by_pci_id) for one, two in permutations(gpus, 2)}
+    paths = {(one.index, two.index): _read_path(reader, one, two) for one, two in permutations(gpus, 2)}
     facts = _Facts(reader)
     cuda = facts.get("cuda_version")
     return Topology(
@@ -232,7 +231,7 @@ def _link(facts: _Facts, gpu: int, number: int) -> Link:
     return Link(number, kind, pci_id)
 
 
-def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> Path:
+def _read_path(reader: Reader, one: Gpu, two: Gpu) -> Path:
     facts = _Facts(reader)
     level = facts.get("pcie", one.index, two.index, question="common_ancestor")
     if level is not None and level not in PCIE_PATHS:
@@ -242,28 +241,26 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) ->
         state = facts.get(f"p2p {capability}", one.index, two.index, number, question="p2p_status")
         if state is not None:
             p2p[capability] = P2P_STATUS[state] if state < len(P2P_STATUS) else f"state {state}"
-    links, switched = _count_links(one, two, by_pci_id)
+    links, switched = _count_links(one, two)
     if links is None:
         facts.unknown["nvlinks"] = (one if one.links is None else two).unknown.get("links", "not reported")
     return Path(links, switched, PCIE_PATHS.get(level, (None, ""))[0], p2p, facts.unknown)
 
 
-def _count_links(one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> tuple[int | None, bool]:
+def _count_links(one: Gpu, two: Gpu) -> tuple[int | None, bool]:
     """Returns the number of NVLinks between two GPUs, and True if they lead through switches."""
     if one.links is None or two.links is None:
         return None, False
-    direct = [_links_to(one, two.index, by_pci_id), _links_to(two, one.index, by_pci_id)]
+    direct = [_links_to(one, two), _links_to(two, one)]
     if any(direct):
         return min(direct), False
     through_switches = min(one.switch_links, two.switch_links)
     return through_switches, through_switches > 0
 
 
-def _links_to(gpu: Gpu, other: int, by_pci_id: dict[str, int]) -> int:
-    return sum(
-        link.kind == "gpu" and link.pci_id is not None and by_pci_id.get(link.pci_id) == other
-        for link in gpu.links or ()
-    )
+def _links_to(gpu: Gpu, other: Gpu) -> int:
+    ends = [link.pci_id for link in gpu.links or () if link.kind == "gpu"]
+    return 0 if other.pci_id is None else ends.count(other.pci_id)
 
 
 def short_pci_id(pci_id: str) -> str:
