@@ -140,9 +140,8 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
         """Returns True if the fused kernel is used for these tensors.
 
-        If PARALLEL_STATE_PEER_MEMORY_ALGORITHM fixes the algorithm, the fused kernel is used for every size.
-
-        The composed norm rounds differently, so results would otherwise depend on the size.
+        If PARALLEL_STATE_PEER_MEMORY_ALGORITHM fixes the algorithm, the fused kernel is used for every size: the
+        composed norm rounds differently, so results would otherwise depend on the size.
         """
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused

@@ -228,7 +228,7 @@ class PeerGroup:
         """Waits for all calls so far; returns True if they are done. After `timeout_s` it aborts them."""
         if self._order.last is None:
             return True
-        try:
+        with contextlib.suppress(RuntimeError):  # the CUDA context is lost, most likely by a kernel's trap
             marker = self.streams.marker()
             marker.record(self._order.last)
             deadline = time.monotonic() + timeout_s
@@ -237,8 +237,6 @@ class PeerGroup:
                     return True
                 time.sleep(_STEP_S)
             self._words[_ABORT] = 1
-        except RuntimeError:  # the CUDA context is lost, most likely by a kernel's trap
-            return False
         return False
 
     # Failures.
@@ -259,8 +257,7 @@ class PeerGroup:
                 return
 
     def _failed(self, operation: str) -> CommunicationError:
-        if self._failure is None:
-            self._failure = self._find_failure(operation)
+        self._failure = self._failure or self._find_failure(operation)
         return self._failure
 
     def _find_failure(self, operation: str) -> CommunicationError:

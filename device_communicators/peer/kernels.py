@@ -54,17 +54,12 @@ class Call(ctypes.Structure):
     ]  # fmt: skip
 
 
-_OF_EACH_DTYPE = (
-    "all_reduce_push", "all_reduce_pull", "all_reduce_two_shot", "reduce_scatter_push", "reduce_scatter_pull",
-)  # fmt: skip
-_NORMS = (
-    "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8", "all_reduce_add_rms_norm_token_fp8",
-)  # fmt: skip
+_SUMS = ("all_reduce_push", "all_reduce_pull", "all_reduce_two_shot", "reduce_scatter_push", "reduce_scatter_pull")
+_NORMS = tuple(f"all_reduce_add_rms_norm{kind}" for kind in ("", "_static_fp8", "_token_fp8"))
 _DTYPES = ("float32", "float16", "bfloat16")
 KERNELS: tuple[str, ...] = (
-    *(f"{what}_{dtype}" for what in _OF_EACH_DTYPE for dtype in _DTYPES),
-    "all_gather_push",
-    "all_gather_pull",
+    *(f"{what}_{dtype}" for what in _SUMS for dtype in _DTYPES),
+    *("all_gather_push", "all_gather_pull"),
     *(f"{what}_{dtype}" for what in _NORMS for dtype in _DTYPES),
 )
 """Kernel names. The index is `Call.operation`; append new ones at the end."""

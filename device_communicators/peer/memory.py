@@ -11,7 +11,6 @@ mappings, which the caller ensures.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +28,6 @@ from device_communicators.routing.failures import died
 
 _RENDEZVOUS_S = 60.0
 """Timeout of torch's rendezvous. If one rank fails in it, the others have no other way to detect that."""
-
-
 ALIGNMENT = 256
 """Alignment of a region's address, in bytes."""
 
@@ -261,8 +258,6 @@ def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) 
 
 
 def _one_line(error: Exception) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    with contextlib.suppress(AttributeError):
-        text = text or type(error).__qualname__
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__qualname__)
     known = isinstance(error, (NotSharedError, RuntimeError, SettingError))
     return (text if known else f"{type(error).__name__}: {text}")[:300]

@@ -199,15 +199,15 @@ def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> 
 
 def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
     """Returns the row that `tune` measured and tested under these conditions, or None."""
-    wanted = asdict(conditions).items()
-    for row in rows:
-        if _counts(row) and all(getattr(row, name) == value for name, value in wanted):
-            return row
-    return None
+    return next((row for row in rows if _counts(row) and _has(row, asdict(conditions))), None)
 
 
 def _counts(row: Thresholds) -> bool:
     return row.measured and row.one_gpu_each and row.proven_calls > 0
+
+
+def _has(row: Thresholds, facts: dict[str, Any]) -> bool:
+    return all(getattr(row, name) == value for name, value in facts.items())
 
 
 def auto_refusal(conditions: Conditions | None, setting: str) -> str:
@@ -225,12 +225,8 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
         return str(error)
-    if not rows:
-        return auto_refusal(None, setting)
-    facts = {"arch": arch_of(context.device), **versions()}
-    if any(all(getattr(row, name) == value for name, value in facts.items()) for row in rows):
-        return None
-    return auto_refusal(None, setting)
+    facts = {"arch": arch_of(context.device), **versions()} if rows else {}
+    return None if any(_has(row, facts) for row in rows) else auto_refusal(None, setting)
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
