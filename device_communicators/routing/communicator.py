@@ -114,9 +114,7 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns the text that names the group in ops' arguments.
-
-        It contains the size, on which compiled code depends.
+        """Returns the text that names the group in ops' arguments. It has the size, on which compiled code depends.
 
         Caches of compiled code outlive processes and are shared by ranks. The arguments of ops are part of their keys,
         so the arguments must contain all that the code depends on.

@@ -564,9 +564,7 @@ class Route:
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
         """Returns `failure` of operation `last`, or an error that explains it by what other ranks report."""
-        if last is None or last.name in PAIRS or self.first_failure is not None:
-            return failure
-        if self.context.deaths():
+        if last is None or last.name in PAIRS or self.first_failure is not None or self.context.deaths():
             return failure
         passed = {each.sequence: each.call for each in self.operations() if each.name not in PAIRS}
         return explained(self.context, last, failure, passed.get(last.sequence - 1, ""))
@@ -642,16 +640,12 @@ class Route:
 
     def _drop_references(self) -> None:
         self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-        # A destroyed group must not keep its failure alive. Frames of a thread that is still raising it can't be
-        # cleared yet.
-        failure, self.first_failure = self.first_failure, None
-        _clear_frames(failure)
-
-
-def _clear_frames(failure: BaseException | None) -> None:
-    """Clears the variables in an error's traceback and in its causes': they keep process groups and the store alive."""
-    seen: set[int] = set()  # an error that is raised from itself is its own cause
-    while failure is not None and id(failure) not in seen:
-        seen.add(id(failure))
-        traceback.clear_frames(failure.__traceback__)
-        failure = failure.__cause__ or failure.__context__
+        # A destroyed group must not keep its failure alive. The variables in the tracebacks of the failure and its
+        # causes keep process groups and the store alive. Frames of a thread that still raises it can't be cleared yet.
+        failure: BaseException | None = self.first_failure
+        self.first_failure = None
+        seen: set[int] = set()  # an error that is raised from itself is its own cause
+        while failure is not None and id(failure) not in seen:
+            seen.add(id(failure))
+            traceback.clear_frames(failure.__traceback__)
+            failure = failure.__cause__ or failure.__context__

@@ -557,7 +557,7 @@ def create_group(
             nccl_config=traits.options.nccl_config,
         )
         if given is None and len(ranks) > 1 and not fake:
-            timeout.follow(partial(_set_timeouts, (device, cpu_group), members.timeout_s))
+            timeout.follow(partial(_set_timeouts, device, cpu_group, members.timeout_s))
         for_callers, found = traits.options.for_callers, None
         is_programs = traits.device.type == "cpu" and pool.is_programs(device, everyone=domain.is_root)
         if given is not None:
@@ -576,12 +576,11 @@ def create_group(
         raise
 
 
-def _set_timeouts(owned: tuple[Acquired, LazyProcessGroup], at_creation_s: float, timeout_s: float) -> None:
+def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
     """Sets the timeout of a coordinator's process groups.
 
     That of gloo isn't set below the one at creation: groups of the same ranks share it, and waits have own deadlines.
     """
-    device, cpu_group = owned
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
