@@ -290,6 +290,18 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
+def _grad_all_gatherv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    return _OPS.reduce_scatterv(grad, token, dim, sizes, "sum", group)
+
+
+def _grad_reduce_scatterv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], op: str, group: str) -> Tensor:
+    return _OPS.all_gatherv(_averaged(grad, op, group), token, dim, sizes, group)
+
+
+def _grad_all_to_all(grad: Tensor, token: Tensor, outputs: Splits, inputs: Splits, group: str) -> Tensor:
+    return _OPS.all_to_all(grad, token, inputs, outputs, group)
+
+
 def _grad_broadcast(grad: Tensor, token: Tensor, src: int, group: str) -> Tensor:
     total = _OPS.all_reduce(grad, token, "sum", group)
     if _rank_in(group) == src:
@@ -353,8 +365,7 @@ def all_gather(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
 
 @register("Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str group",
           fake=lambda x, token, dim, sizes, group: x.new_empty(_resized(x, dim, sum(sizes))),
-          formula=lambda grad, token, dim, sizes, group: _OPS.reduce_scatterv(grad, token, dim, sizes, "sum", group),
-          )  # fmt: skip
+          formula=_grad_all_gatherv)  # fmt: skip
 def all_gatherv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
     return find_route(group).run("all_gatherv", x, x, dim, sizes)
 
@@ -369,8 +380,7 @@ def reduce_scatter(x: Tensor, token: Tensor, dim: int, reduce_op: str, group: st
 
 @register("Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str reduce_op, str group",
           fake=lambda x, token, dim, sizes, op, group: x.new_empty(_resized(x, dim, sizes[_rank_in(group)])),
-          advice=_SUM_OR_AVG, formula=lambda grad, token, dim, sizes, op, group: _OPS.all_gatherv(
-              _averaged(grad, op, group), token, dim, sizes, group))  # fmt: skip
+          formula=_grad_reduce_scatterv, advice=_SUM_OR_AVG)  # fmt: skip
 def reduce_scatterv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], reduce_op: str, group: str) -> Tensor:
     return find_route(group).run("reduce_scatterv", x, x, dim, sizes, reduce_op, reduce_op=reduce_op)
 
@@ -395,9 +405,7 @@ def scatter(
 
 
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
-          fake=fake_all_to_all,
-          formula=lambda grad, token, outputs, inputs, group: _OPS.all_to_all(grad, token, inputs, outputs, group),
-          )  # fmt: skip
+          fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
     """None in place of splits means equal slices: torch takes 1.5 µs to pass two lists, and 0.7 µs for empty ones."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))

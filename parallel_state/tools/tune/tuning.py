@@ -124,7 +124,7 @@ class Tuning:
         """Returns the call with thresholds that select this kernel at every size."""
         kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
         kinds.update({each: each for each in ALGORITHMS})
-        never = {bound: 0 for bound, kind in kinds.items() if kind != name}
+        never: dict[str, Any] = {bound: 0 for bound, kind in kinds.items() if kind != name}
         return self._by(call, replace(UNBOUNDED, **never))
 
     def _by(self, call: Callable[[Communicator, Tensor], Tensor], thresholds: Thresholds) -> Call:
