@@ -39,7 +39,8 @@ def call_op(group: GroupCoordinator, name: str, x: Tensor | Sequence[Tensor] | N
 
 def written_by(name: str, space: str = "parallel_state") -> list[str]:
     schema = getattr(getattr(torch.ops, space), name).default._schema
-    return [each.name for each in schema.arguments if ops._is_written(each) and each.name != "token"]
+    infos = {each.name: each.alias_info for each in schema.arguments if each.name != "token"}
+    return [name for name, info in infos.items() if info is not None and info.is_write]
 
 
 def forget_tokens(monkeypatch: Any) -> None:
