@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.base.errors import (
-    GroupDestroyedError,
     GroupNotInitializedError,
     InvalidArgumentError,
     LayoutError,
@@ -101,8 +100,9 @@ def _tensors() -> None:
         y = x.clone()
         assert call(y) is y
         assert torch.equal(y, total)
-    with pytest.raises(GroupDestroyedError, match="there is no group 'gone'"):
-        sglang.inplace_all_reduce(x, "gone")
+    y = x.clone()
+    assert torch.equal(sglang.flashinfer_allreduce(y, group.unique_name), total)
+    assert torch.equal(y, x)
     assert torch.equal(sglang.moe_tensor_model_parallel_all_reduce(x.clone()), x)  # of one rank
     for dim in (0, 1, -1):
         assert torch.equal(sglang.tensor_model_parallel_all_gather(x, dim), torch.cat(both, dim))
@@ -201,8 +201,8 @@ def _scopes() -> None:
     sglang.initialize_model_parallel(duplicate_tp_group=True)
     tp = sglang.get_tp_group()
     assert sglang.is_dp_attention_enabled()
-    assert sglang.get_dp_tp_group() is sglang.get_attn_tp_group() is not tp
-    assert (sglang.dp_gather_slot(), sglang.dp_slot_in("ab"), sglang.dp_slot_in("a")) == (tp.rank, tp.rank, 0)
+    assert sglang.get_dp_tp_group() is sglang.get_attn_tp_group() is sglang.get_attention_tp_group() is not tp
+    assert (sglang.get_attention_dp_rank(), sglang.dp_slot_in("ab"), sglang.dp_slot_in("a")) == (tp.rank, tp.rank, 0)
     with sglang.pdmux_prefill_tp_group():
         assert sglang.get_tp_group() is not tp
         assert sglang.get_tp_group().ranks == tp.ranks

@@ -68,11 +68,13 @@ def _exercise(tp: int, pp: int) -> dict[str, Any]:
                 after()
             assert tensors is not None
             passed = [tensors["hidden"].flatten()[0].item(), tensors["step"], pp_group.recv(5, torch.int64).tolist()]
+    hidden, logits, extra = tp_group.dispatch_router_logits(x, x, extra_tensors=[x])
+    assert hidden is x and logits is x and extra == [x] and tp_group.combine(x) is x
     facts = {
         "tp": tp_group.ranks, "next": tp_group.next_rank, "first": pp_group.first_rank, "passed": passed,
         "all_tp": tp_group.group_ranks, "nodes": vllm._node_count(world.cpu_group), "node_count": vllm.get_node_count(),
         "device_index": world.device_index, "model": vllm.get_inner_dp_world_group().ranks,
-        "dp": vllm.get_dp_group().world_size,
+        "dp": vllm.get_dp_group().world_size, "engram": (vllm.get_engram_dp_group(), vllm.get_engram_dp_size()),
     }  # fmt: skip
     own = vllm.init_model_parallel_group([[each] for each in range(size)], rank, "gloo", group_name="own")
     assert own.world_size == 1 and own.device_communicator is None and own.isend_tensor_dict({}) == []
@@ -94,7 +96,7 @@ def test_every_rank_has_what_vllm_has(pools: Any) -> None:
     assert [each["passed"] for each in results] == [[], [], [1.0, 3, [0, 1, 2, 3, 4]], [2.0, 3, [0, 1, 2, 3, 4]]]
     for rank, each in enumerate(results):
         assert each["all_tp"] == [[0, 1], [2, 3]] and each["model"] == [0, 1, 2, 3] and each["dp"] == 1
-        assert each["nodes"] == each["node_count"] == 1
+        assert each["nodes"] == each["node_count"] == 1 and each["engram"] == (None, 1)
         assert each["device_index"] == rank
 
 
@@ -104,6 +106,7 @@ def _replicas(port: int) -> list[list[int]]:
     config = types.SimpleNamespace(
         distributed_executor_backend="mp", nnodes=1, data_parallel_size=2, data_parallel_rank=me // 2,
         world_size_across_dp=4, data_parallel_master_ip="127.0.0.1", get_next_dp_init_port=lambda: port,
+        cpu_distributed_timeout=None, distributed_timeout_seconds=7,
     )  # fmt: skip
     current = types.SimpleNamespace(parallel_config=config)
     sys.modules["vllm.config"] = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: current)  # type: ignore[assignment]
@@ -156,6 +159,24 @@ def test_groups_without_a_view_and_after_their_end(pools: Any) -> None:
     assert pools(2).run(_unseen) == [(["suspend", "resume"] * 2, [True, True])] * 2
 
 
+def _dispatch() -> None:
+    rank = int(os.environ["RANK"])
+    vllm.init_distributed_environment(2, rank, "env://", rank, "gloo")
+    group = vllm.GroupCoordinator([[0, 1]], rank, "gloo", True, group_name="ep", use_all2all=True)
+    tokens = torch.arange(float(2 * (rank + 1))).reshape(-1, 2) + 10 * rank
+    hidden, weights, ids = group.dispatch(tokens, tokens + 1, tokens.long(), is_sequence_parallel=True)
+    assert hidden.tolist() == [[0, 1], [10, 11], [12, 13]] and weights.equal(hidden + 1) and ids.equal(hidden.long())
+    assert group.combine(hidden, is_sequence_parallel=True).equal(2 * tokens)
+    out = torch.empty_like(tokens)
+    assert group.combine_into_output(hidden, out, is_sequence_parallel=True).equal(2 * tokens)
+    group.destroy()
+    vllm.destroy_distributed_environment()
+
+
+def test_experts_in_the_plain_form(pools: Any) -> None:
+    pools(2).run(_dispatch)
+
+
 def _stateless(port: int, others_port: int) -> list[Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = vllm.StatelessProcessGroup.create("127.0.0.1", port, rank, size, store_timeout=20)
@@ -192,15 +213,22 @@ def test_without_groups_getters_raise_what_vllms_layers_catch() -> None:
 
 
 def test_names_that_need_no_ranks() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'memory_fence': .*its own ring"):
+        _ = vllm.memory_fence
+    assert vllm.get_worker_rank_suffix(3) == "rank3"
+    assert vllm.is_weak_contiguous(torch.ones(2, 3).T) and not vllm.is_weak_contiguous(torch.ones(4, 3)[:, :1])
+    vllm.check_shm_free_space(1)
+    with pytest.raises(RuntimeError, match="the arena needs"):
+        vllm.check_shm_free_space(1 << 60, allocation_name="the arena")
+    vllm.verify_group_size_divides_partition(256, 128)
+    with pytest.raises(ValueError, match=r"of layer\.0 on each rank, 200, must be a multiple"):
+        vllm.verify_group_size_divides_partition(200, 128, "layer.0")
     with pytest.raises(ValueError):
         vllm.ensure_divisibility(5, 2)
     store = vllm.create_tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client = vllm.get_cached_tcp_store_client("127.0.0.1", store.port)
     client.set("key", b"value")
-    assert store.get("key") == b"value"
-    for name, reason in (("check_shm_free_space", "vLLM's own code only"), ("memory_fence", "its own ring")):
-        with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{reason}"):
-            getattr(vllm, name)
+    assert store.get("key") == b"value" and client is vllm.get_cached_tcp_store_client("127.0.0.1", store.port)
 
 
 def test_layers_are_divided_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

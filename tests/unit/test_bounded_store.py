@@ -51,6 +51,7 @@ MAY_HOLD_RAW = {
     "parallel_state/compat/sglang/utils.py:StatelessProcessGroup.create": "used through `bounded`",
     "parallel_state/compat/vllm/stateless.py:StatelessProcessGroup.create": "used through `bounded`",
     "parallel_state/compat/vllm/utils.py:create_tcp_store": "the caller's",
+    "parallel_state/compat/vllm/utils.py:get_cached_tcp_store_client": "the caller's",
     "parallel_state/compat/vllm/utils.py:stateless_init_torch_distributed_process_group": "given to gloo",
     "parallel_state/tools/check/meeting.py:open_meeting": "given to Meeting, which makes it bounded",
     "parallel_state/tools/check/meeting.py:_serve": "made within a deadline",

@@ -93,8 +93,8 @@ MISSING = reasons({
     ),
     "a CUDA kernel of SGLang; the route chooses one of this library's kernels": "CustomAllReduceV2",
     "used by SGLang's own coordinator only": (
-        "TensorMetadata outplace_all_reduce flashinfer_allreduce reg_all_gather_into_tensor reg_reduce_scatter_tensor "
-        "reg_all_to_all_single get_torch_distributed_pg_options"
+        "TensorMetadata outplace_all_reduce reg_all_gather_into_tensor reg_reduce_scatter_tensor reg_all_to_all_single "
+        "get_torch_distributed_pg_options"
     ),
     "SGLang's private copies of vLLM's getters": "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group",
 })  # fmt: skip

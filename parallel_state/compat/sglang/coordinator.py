@@ -267,12 +267,22 @@ class GroupCoordinator(GroupView):
         return received
 
 
-def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
-    """Calls `all_reduce`, in place, of the group with this `unique_name`. Raises GroupDestroyedError without one."""
+def named(group_name: str) -> GroupCoordinator:
+    """Returns the coordinator with this `unique_name`. Raises GroupDestroyedError if there is none."""
     group = _groups.get(group_name, lambda: None)()
     if group is None:
         raise GroupDestroyedError(f"there is no group {group_name!r}")
-    group.all_reduce(tensor)
+    return group
+
+
+def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
+    """Calls the named group's `all_reduce`, in place."""
+    named(group_name).all_reduce(tensor)
+
+
+def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
+    """Returns the sum over the named group's ranks as a new tensor."""
+    return named(group_name).group.all_reduce(tensor)
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:

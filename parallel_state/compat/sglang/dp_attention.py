@@ -1,4 +1,7 @@
-"""The part of `sglang.srt.layers.dp_attention` that is parallel state: attention's sizes, ranks and groups."""
+"""The part of `sglang.srt.layers.dp_attention` that is parallel state: attention's sizes, ranks and groups.
+
+It also has getters of earlier releases: `get_attention_tp_group`, `get_attention_dp_rank`, …
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,14 @@ _GETTERS = {
     "get_moe_cp_group": ("moe_dp_group",),
     "get_moe_cp_rank": ("moe_dp_group", "rank_in_group"),
     "get_moe_cp_size": ("moe_dp_group", "world_size"),
+    "get_attention_tp_group": ("attn_tp_group",),
+    "get_attention_tp_rank": ("attn_tp_rank",),
+    "get_attention_tp_size": ("attn_tp_size",),
+    "get_attention_cp_group": ("attn_cp_group",),
+    "get_attention_cp_rank": ("attn_cp_rank",),
+    "get_attention_cp_size": ("attn_cp_size",),
+    "get_attention_dp_rank": ("attn_dp_rank",),
+    "get_attention_dp_size": ("attn_dp_size",),
 }
 """Getter -> field of `get_parallel()` and optionally an attribute of it.
 

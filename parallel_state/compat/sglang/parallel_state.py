@@ -30,7 +30,7 @@ from parallel_state.groups.same_node import in_the_same_node_as as in_the_same_n
 
 logger = logging.getLogger("parallel_state")
 
-globals().update(collect({coordinator: "REDUCE_OP_SUM P2PWork _groups inplace_all_reduce"}))
+globals().update(collect({coordinator: "REDUCE_OP_SUM P2PWork _groups flashinfer_allreduce inplace_all_reduce"}))
 _made: dict[str, GroupCoordinator] = {}
 """Existing groups by their name in the context. Groups that have all ranks of a stage are one object."""
 _patched: set[str] = set()

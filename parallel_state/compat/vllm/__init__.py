@@ -48,7 +48,6 @@ NOTES = reasons({
     "raises InvalidArgumentError where vLLM asserts": "split_tensor_along_last_dim divide ensure_divisibility",
     "refuses readers on other hosts; vLLM's own queue supports them": "MessageQueue",
     "always makes a gloo group, whatever `backend` is": "stateless_init_torch_distributed_process_group",
-    "ignores `use_all2all`": "GroupCoordinator init_model_parallel_group",
 })  # fmt: skip
 MISSING = reasons({
     "patches torch's float8 op on CUDA; torch has this fix now": (
@@ -57,20 +56,14 @@ MISSING = reasons({
     "elastic expert parallelism; use `parallel_state.reinitialize` to make a new world": (
         "_replace_active_groups _init_stateless_group"
     ),
-    "used by vLLM's own code only": (
+    "used by vLLM's own package `distributed` only": (
         "TensorMetadata _split_tensor_dict _get_unique_name _register_group all_reduce_fake reduce_scatter_fake "
-        "all_gather_fake get_engram_dp_group get_engram_dp_size get_cached_tcp_store_client is_weak_contiguous "
-        "get_cpu_distributed_timeout_or_none get_distributed_timeout_or_none get_worker_rank_suffix "
-        "verify_group_size_divides_partition check_shm_free_space MessageQueue.create_from_process_group_single_reader "
-        "GroupCoordinator.(make_sibling_device_group create_single_reader_mq_broadcasters)"
-    ),
-    "kernels for experts belong to engines; use `group.all_to_all`": (
-        "GroupCoordinator.(dispatch_router_logits dispatch combine allocate_combine_input combine_into_output)"
+        "all_gather_fake get_cpu_distributed_timeout_or_none get_distributed_timeout_or_none"
     ),
     "internal to vLLM's queue; this library's queue has its own ring": (
-        "SHM_PATH USE_SCHED_YIELD sched_yield memory_fence from_bytes_big to_bytes_big SPINLOOP_EXT_ENABLED "
-        "SPINLOOP_TIMEOUT_SECONDS VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG SpinCondition ShmRingBuffer "
-        "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S "
+        "USE_SCHED_YIELD sched_yield memory_fence from_bytes_big SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS "
+        "VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG "
+        "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S to_bytes_big SpinCondition ShmRingBuffer "
         "MessageQueue.(acquire_write acquire_read recv buffer current_idx deadline local_reader_rank local_socket "
         "n_warning remote_socket started tensor_arena timeout warning_wait_time_ms)"
     ),
@@ -81,7 +74,7 @@ MISSING = reasons({
 })  # fmt: skip
 
 _NAMES = {
-    utils: "* divide ensure_divisibility split_tensor_along_last_dim",
+    utils: ("* SHM_PATH divide ensure_divisibility get_cached_tcp_store_client split_tensor_along_last_dim"),
     state: (
         "destroy_model_parallel get_node_count is_global_first_rank is_local_first_rank model_parallel_is_initialized "
         "set_custom_all_reduce"
@@ -216,7 +209,9 @@ def init_model_parallel_group(
 ) -> GroupCoordinator:
     """Returns this rank's group from lists of global ranks. Every rank of the world passes the same lists."""
     with_queue = use_message_queue_broadcaster
-    return GroupCoordinator(group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name)
+    return GroupCoordinator(
+        group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
+    )
 
 
 def destroy_distributed_environment() -> None:
@@ -282,13 +277,13 @@ def get_world_group() -> GroupCoordinator:
         return GroupCoordinator.of(state.get_world_group())
 
 
-def _getter(axis: str, name: str = "") -> Callable[[], GroupCoordinator]:
+def _getter(axis: str, name: str = "", all2all: bool = False) -> Callable[[], GroupCoordinator]:
     def get() -> GroupCoordinator:
         try:  # as_assertion() would cost more than the rest of the getter
             made = state.get_group(axis)
         except GroupNotInitializedError as error:
             raise NotInitializedError(str(error)) from error
-        view = GroupCoordinator.of(made)
+        view = GroupCoordinator.of(made, None, True, all2all)
         if len(view.group_ranks) == 1 and view.world_size < state.get_world_group().world_size:
             view.group_ranks = state.get_parallel_groups().layout.groups(axis)
         return view
@@ -298,9 +293,19 @@ def _getter(axis: str, name: str = "") -> Callable[[], GroupCoordinator]:
 
 
 get_tp_group, get_pp_group, get_dp_group = _getter("tp"), _getter("pp"), _getter("dp")
-get_pcp_group, get_dcp_group, get_ep_group = _getter("pcp"), _getter("dcp"), _getter("ep")
+get_pcp_group, get_dcp_group, get_ep_group = _getter("pcp"), _getter("dcp"), _getter("ep", all2all=True)
 get_inner_dp_world_group = _getter("model", "inner_dp_world")
 get_etp_group, get_eplb_group = get_tp_group, get_ep_group
+
+
+def get_engram_dp_group() -> GroupCoordinator | None:
+    """Returns None: each data-parallel replica holds the whole engram table."""
+    return None
+
+
+def get_engram_dp_size() -> int:
+    """Returns 1: an engram table isn't divided over data-parallel replicas."""
+    return 1
 
 
 def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:

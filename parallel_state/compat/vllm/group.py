@@ -9,6 +9,7 @@ import weakref
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class GroupCoordinator(GroupView):
     ) -> None:
         """Makes the group. Every rank of the world passes the same lists of global ranks, and is in one of them.
 
-        Makes the world first if there is only torch's default group. `use_all2all` is ignored.
+        Makes the world first if there is only torch's default group.
         """
         if not dist.is_initialized():
             state.get_world_group()  # raises if there is no world
@@ -75,9 +76,11 @@ class GroupCoordinator(GroupView):
             use_device_communicator=use_device_communicator,
             use_message_queue_broadcaster=use_message_queue_broadcaster,
         )
-        self._show(made, group_ranks, use_device_communicator)
+        self._show(made, group_ranks, use_device_communicator, use_all2all)
 
-    def _show(self, made: Ours, group_ranks: list[list[int]] | None = None, has_communicator: bool = True) -> None:
+    def _show(
+        self, made: Ours, group_ranks: list[list[int]] | None = None, has_communicator: bool = True, a2a: bool = False
+    ) -> None:
         super()._show(made)
         self.group_ranks = group_ranks or [made.ranks]
         self.device_index = self.local_rank
@@ -87,7 +90,17 @@ class GroupCoordinator(GroupView):
         self.device_communicator = self if has_communicator and self.world_size > 1 else None
         self.mq_broadcaster = None
         self.use_custom_op_call = self.use_cpu_custom_send_recv = True
+        self._all2all = a2a
+        self._sizes: list[int] = []
         groups[self.unique_name] = self
+
+    def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
+        """Makes another process group of the same ranks. Every rank of the world calls it."""
+        made = [
+            (ranks, dist.new_group(ranks, backend=self.torch_distributed_backend, group_desc=group_desc))
+            for ranks in self.group_ranks
+        ]
+        return next(group for ranks, group in made if self.rank in ranks)
 
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
@@ -95,6 +108,15 @@ class GroupCoordinator(GroupView):
         """Makes a queue from one rank of the group to all others. Every rank of the group calls it."""
         return MessageQueue.create_from_process_group(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
+        )
+
+    def create_single_reader_mq_broadcasters(
+        self, reader_rank_in_group: int = 0, blocking: bool = False
+    ) -> tuple[MessageQueue, list[QueueHandle]]:
+        """Makes a queue from each rank to one reader. Returns this rank's queue, and on the reader all handles."""
+        reader = self.ranks[reader_rank_in_group]
+        return MessageQueue.create_from_process_group_single_reader(
+            self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
         )
 
     graph_capture = renamed(
@@ -155,3 +177,60 @@ class GroupCoordinator(GroupView):
         "call after them.",
         then=lambda handle: tuple(list(each) if at else each for at, each in enumerate(handle)),
     )
+
+    # Expert parallelism without token routing: every rank gets all tokens of the group.
+
+    def _expert_group(self, is_sequence_parallel: bool) -> GroupCoordinator:
+        return self if is_sequence_parallel else GroupCoordinator.of(state.get_dp_group())
+
+    def _dispatch(
+        self, tensors: list[Tensor], extra_tensors: list[Tensor] | None, is_sequence_parallel: bool
+    ) -> tuple[Any, ...]:
+        """Returns the tensors with the rows of all ranks, then the list of extra tensors if given."""
+        gathered = [*tensors, *(extra_tensors or ())]
+        if self._all2all:
+            group, rows = self._expert_group(is_sequence_parallel), tensors[0].shape[0]
+            self._sizes = group.all_gather(torch.tensor([rows], device="cpu"), 0).tolist()
+            gathered = group.all_gatherv(gathered, 0, self._sizes)
+        of_own = len(tensors)
+        return (*gathered[:of_own], *([gathered[of_own:]] if extra_tensors is not None else []))
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> Any:
+        """Returns the tensors, `[tokens, …]`, with the rows of all data-parallel ranks.
+
+        With `is_sequence_parallel` the rows of all ranks of this group. Returns the inputs without `use_all2all`.
+        """
+        return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> Any:
+        """Works as dispatch_router_logits, for tokens whose experts are already chosen."""
+        return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
+
+    def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        """Returns the sum of the ranks' results for this rank's tokens of the last dispatch."""
+        if not self._all2all:
+            return hidden_states
+        return self._expert_group(is_sequence_parallel).reduce_scatterv(hidden_states, 0, self._sizes)
+
+    def allocate_combine_input(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
+    ) -> Tensor | None:
+        """Returns None: `combine` takes any tensor."""
+        return None
+
+    def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        """Writes the result of `combine` into `output`; returns it."""
+        return output.copy_(self.combine(hidden_states, is_sequence_parallel))

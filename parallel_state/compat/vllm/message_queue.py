@@ -292,6 +292,21 @@ class MessageQueue:
         return self.dequeue()
 
     @staticmethod
+    def create_from_process_group_single_reader(
+        pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """Makes a queue from each rank to the global `reader_rank`. Every rank of the group calls it.
+
+        Returns this rank's queue, and on the reader the handles of all ranks' queues (elsewhere an empty list).
+        """
+        _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))
+        queue = MessageQueue(1, 1, None, max_chunk_bytes, max_chunks)
+        handles = _exchange(pg, queue.handle)
+        if blocking:
+            queue.wait_until_ready()
+        return queue, handles if dist.get_rank() == reader_rank else []
+
+    @staticmethod
     def create_from_process_group(
         pg: Any,
         max_chunk_bytes: int,

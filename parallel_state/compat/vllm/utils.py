@@ -1,8 +1,10 @@
-"""vLLM's `distributed.utils`."""
+"""vLLM's `distributed.utils`, and the names other than the queue that vLLM imports from `shm_broadcast`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import socket
 import sys
 import time
@@ -15,13 +17,17 @@ from torch import Tensor
 from device_communicators.base.errors import CollectiveTimeoutError
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.torch_internals import group_over_gloo, register_named, unregister_named
+from device_communicators.cpu.segment import DIRECTORY
+from parallel_state import state
 from parallel_state.compat.stages import divide as divide
 from parallel_state.compat.stages import ensure_divisibility as ensure_divisibility
 from parallel_state.compat.stages import layers_in
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
 from parallel_state.functions import utilities
 
+SHM_PATH = DIRECTORY
 split_tensor_along_last_dim = utilities.split_tensor_along_last_dim
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def parallel_config() -> Any:
@@ -31,12 +37,51 @@ def parallel_config() -> Any:
     return None if current is None else current.parallel_config
 
 
+def get_worker_rank_suffix(global_rank: int | None = None) -> str:
+    """Returns this rank's positions for file names: dp0_pp0_tp1_dcp0_ep0_rank1, or just rank1 before init."""
+    parts = []
+    if state.model_parallel_is_initialized():
+        parts = [f"{axis}{state.get_group_rank(axis)}" for axis in ("dp", "pp", "tp", "dcp", "ep")]
+    return "_".join(parts + ([] if global_rank is None else [f"rank{global_rank}"]))
+
+
+def verify_group_size_divides_partition(
+    input_size_per_partition: int, group_size: int, layer_name: str | None = None, extra_suggestion: str = ""
+) -> None:
+    """Raises ValueError unless `group_size`, of quantization, divides a layer's input size on each rank."""
+    if input_size_per_partition % group_size:
+        raise ValueError(
+            f"the input size of {layer_name or 'a layer'} on each rank, {input_size_per_partition}, must be a multiple "
+            f"of the quantization group_size, {group_size}; lower tensor_parallel_size{extra_suggestion}"
+        )
+
+
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
     """Returns a stage's first layer and the layer after its last. VLLM_PP_LAYER_PARTITION (5,2) overrides them."""
     layers = layers_in("VLLM_PP_LAYER_PARTITION", num_hidden_layers, pp_size)
     if layers is None:
         return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
     return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
+
+
+def is_weak_contiguous(inp: Tensor) -> bool:
+    """Returns True if the tensor is contiguous, or has as many bytes as its storage from the tensor's offset on."""
+    rest_bytes = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
+    return inp.is_contiguous() or rest_bytes == inp.numel() * inp.element_size()
+
+
+def check_shm_free_space(
+    required_bytes: int, shm_path: str = SHM_PATH, *, allocation_name: str = "shared-memory allocation"
+) -> None:
+    """Raises RuntimeError if `shm_path` exists and has less than `required_bytes` free."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.statvfs(shm_path)
+        free_bytes = found.f_bavail * found.f_frsize
+        if free_bytes < required_bytes:
+            raise RuntimeError(
+                f"{allocation_name} needs {required_bytes} bytes of {shm_path}, but {free_bytes} are free; enlarge it "
+                "(docker run --shm-size)"
+            )
 
 
 def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Tensor:
@@ -57,6 +102,12 @@ def create_tcp_store(host: str, port: int, listen_socket: socket.socket | None =
     if listen_socket is not None:
         kwargs["master_listen_fd"] = listen_socket.detach()
     return dist.TCPStore(host, port, **kwargs)
+
+
+@functools.lru_cache(maxsize=1)
+def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
+    """Returns a client of the store at an address. Caches the last client."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def init_gloo_process_group(
@@ -96,7 +147,7 @@ def stateless_init_torch_distributed_process_group(
     With `return_store`, returns the group and its store. Rank 0 serves the store, on `listen_socket` if given. Every
     rank calls it.
     """
-    limit = timeout or timedelta(minutes=30)
+    limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(
         host, port, listen_socket, world_size=world_size, is_master=rank == 0, timeout=limit, multi_tenant=True
     )
