@@ -1,8 +1,5 @@
 #include "connections.h"
 
-#include <errno.h>
-#include <string.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,15 +10,6 @@ namespace {
 
 constexpr int kPiecesAtOnce = 16;
 constexpr char kEnded[] = "this rank ended the connection";
-
-std::string in_words(int error) {
-  const bool broken = error == ECONNRESET || error == EPIPE || error == ECONNABORTED || error == ECONNREFUSED;
-  return std::string(strerror(error)) + (broken ? " (closed by peer)" : "");
-}
-
-bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
-
-std::uint64_t part_of(std::uint64_t bytes, std::size_t stripes) { return (bytes + stripes) / (stripes + 1); }
 
 }  // namespace
 
@@ -51,7 +39,7 @@ int Inbox::room(iovec* pieces) {
   int count = 0;
   if (state_ == State::kBody) {
     if (missing_ == 0) return 0;  // the rest is on other connections
-    if (place_ != nullptr) pieces[count++] = {place_, missing_};
+    pieces[count++] = {place_, missing_};
   } else if (state_ != State::kHead || (is_idle() && !listens_)) {
     return 0;
   }
@@ -68,7 +56,7 @@ int Inbox::room(iovec* pieces) {
 
 void Inbox::came(std::size_t bytes) {
   std::uint64_t direct = 0;
-  if (state_ == State::kBody && place_ != nullptr) {
+  if (state_ == State::kBody) {
     direct = std::min<std::uint64_t>(missing_, bytes);
     place_ += direct;
     missing_ -= direct;
@@ -79,7 +67,7 @@ void Inbox::came(std::size_t bytes) {
 
 void Inbox::stripe_came(std::size_t index, std::size_t bytes) {
   Stripe& stripe = stripes_[index];
-  if (stripe.place != nullptr) stripe.place += bytes;
+  stripe.place += bytes;
   stripe.missing -= bytes;
   if (stripe.missing == 0 && --stripes_left_ == 0) parse();
 }
@@ -87,23 +75,18 @@ void Inbox::stripe_came(std::size_t index, std::size_t bytes) {
 void Inbox::begin_body(char* at, std::uint64_t bytes) {
   state_ = State::kBody;
   place_ = at;
-  missing_ = bytes;
-  if (bytes < striped_bytes_ || is_failure_) return;
-  const std::uint64_t step = missing_ = part_of(bytes, stripes_.size());
-  std::uint64_t start = step;
-  for (Stripe& stripe : stripes_) {
-    stripe.missing = std::min(step, bytes - start);
-    stripe.place = at == nullptr ? nullptr : at + start;
-    if (stripe.missing > 0) ++stripes_left_;
-    start += stripe.missing;
-  }
+  const std::size_t others = bytes < striped_bytes_ || is_failure_ ? 0 : stripes_.size();
+  missing_ = divide(bytes, others, [&](std::size_t index, std::uint64_t begin, std::uint64_t end) {
+    stripes_[index] = {at + begin, end - begin};
+    ++stripes_left_;
+  });
 }
 
 void Inbox::parse() {
   for (;;) {
     if (state_ == State::kBody) {
       const std::uint64_t size = std::min<std::uint64_t>(missing_, end_ - begin_);
-      if (place_ != nullptr && size > 0) {
+      if (size > 0) {
         std::memcpy(place_, &buffer_[begin_], size);
         place_ += size;
       }
@@ -205,28 +188,20 @@ void Link::begin(const CallRecord* own) {
   in.begin(own);
   receives_before_ = receives;
   out_.begin();
-  for (StripeOut& stripe : stripes_) {
-    stripe.pieces.clear();
-    stripe.first = 0;
-  }
 }
 
 void Link::send(const CallRecord& head, const void* body, std::uint64_t bytes) {
   const auto* const at = static_cast<const char*>(body);
   CallRecord own = head;
   own.bytes = bytes;
-  const bool is_striped = !stripes_.empty() && bytes >= kStripedBytes;
-  const std::uint64_t step = is_striped ? part_of(bytes, stripes_.size()) : bytes;
+  const std::size_t others = bytes < kStripedBytes ? 0 : stripes_.size();
   const bool was_idle = out_.is_idle();
-  out_.post(own, at, step);
-  std::uint64_t start = step;
-  for (std::size_t index = 0; index < stripes_.size() && start < bytes; ++index) {
-    const std::uint64_t size = std::min(step, bytes - start);
-    stripes_[index].pieces.push_back({at + start, size, out_.posted()});
+  const std::uint64_t first = divide(bytes, others, [&](std::size_t index, std::uint64_t begin, std::uint64_t end) {
+    stripes_[index].add(at + begin, end - begin, out_.posted() + 1);
     ++striped_;
-    start += size;
-  }
-  if (was_idle || is_striped) write();
+  });
+  out_.post(own, at, first);
+  if (was_idle || others != 0) write();
 }
 
 void Link::read_behind() {
@@ -237,9 +212,8 @@ void Link::read_behind() {
 
 bool Link::has_sent(std::uint32_t count) const {
   if (out_.done() < count) return false;
-  return std::all_of(stripes_.begin(), stripes_.end(), [count](const StripeOut& stripe) {
-    return stripe.first == stripe.pieces.size() || stripe.pieces[stripe.first].message > count;
-  });
+  return std::all_of(stripes_.begin(), stripes_.end(),
+                     [count](const auto& stripe) { return stripe.is_idle() || stripe.owner() > count; });
 }
 
 // The peer may have reported its failure first.
@@ -265,26 +239,9 @@ bool Link::write() {
     moved = true;
     out_.sent(static_cast<std::size_t>(sent));
   }
-  for (std::size_t index = 0; index < stripes_.size(); ++index) moved |= write_stripe(index);
-  return moved;
-}
-
-bool Link::write_stripe(std::size_t index) {
-  StripeOut& stripe = stripes_[index];
-  bool moved = false;
-  while (stripe.first < stripe.pieces.size() && !broken_ && error_.empty()) {
-    Piece& piece = stripe.pieces[stripe.first];
-    const ssize_t sent = ::send(descriptors_[index + 1], piece.at, piece.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0) {
-      if (!would_block(errno)) break_off(errno);
-      return moved;
-    }
-    moved = true;
-    piece.at += sent;
-    piece.bytes -= static_cast<std::uint64_t>(sent);
-    if (piece.bytes > 0) continue;
-    ++stripe.first;
-    --striped_;
+  for (std::size_t index = 0; index < stripes_.size() && !broken_ && error_.empty(); ++index) {
+    const int error = stripes_[index].write(descriptors_[index + 1], &moved, [this](std::uint32_t) { --striped_; });
+    if (error != 0) break_off(error);
   }
   return moved;
 }
@@ -318,11 +275,7 @@ bool Link::read() {
 bool Link::read_stripe(std::size_t index) {
   Inbox::Stripe& stripe = in.stripe_at(index);
   if (stripe.missing == 0 || !error_.empty()) return false;
-  char nowhere[4096];
-  const bool stays = stripe.place != nullptr;
-  const ssize_t come =
-      recv(descriptors_[index + 1], stays ? stripe.place : nowhere,
-           stays ? stripe.missing : std::min<std::uint64_t>(stripe.missing, sizeof nowhere), MSG_DONTWAIT);
+  const ssize_t come = recv(descriptors_[index + 1], stripe.place, stripe.missing, MSG_DONTWAIT);
   if (come <= 0) {
     if (come == 0) error_ = "Connection closed by peer";
     if (come < 0 && !would_block(errno)) error_ = in_words(errno);
@@ -341,8 +294,7 @@ void Link::poll_for(std::vector<pollfd>* polled) const {
   iovec pieces[2];
   add(descriptors_[0], !out_.is_idle() && !broken_, wants_to_read() && inbox.room(pieces) > 0);
   for (std::size_t index = 0; index < stripes_.size(); ++index) {
-    const StripeOut& stripe = stripes_[index];
-    add(descriptors_[index + 1], stripe.first < stripe.pieces.size() && !broken_, inbox.stripe_at(index).missing > 0);
+    add(descriptors_[index + 1], !stripes_[index].is_idle() && !broken_, inbox.stripe_at(index).missing > 0);
   }
 }
 
@@ -366,7 +318,7 @@ void Link::end(const FailureNote* why) {
     write();
     out_.drop();
   }
-  for (StripeOut& stripe : stripes_) stripe = {};
+  for (auto& stripe : stripes_) stripe.clear();
   striped_ = 0;
   if (!broken_) broken_by_ = kEnded;
   broken_ = true;

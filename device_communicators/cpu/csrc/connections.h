@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "group.h"
+#include "sockets.h"
 #include "wait.h"
 
 namespace parallel_state {
@@ -59,7 +60,7 @@ class Inbox {
 
   // A stripe of a large body, received over another connection.
   struct Stripe {
-    char* place = nullptr;  // null: drop the bytes
+    char* place = nullptr;
     std::uint64_t missing = 0;
   };
   // Bodies of at least `bytes` arrive in parts, over this and `count` other connections.
@@ -70,7 +71,7 @@ class Inbox {
 
   // Begins a call without expected messages. `own` must stay unchanged during it.
   void begin(const CallRecord* own);
-  // Expects `bytes` next, to be written to `at` (null: dropped).
+  // Expects `bytes` next, to be written to `at`.
   void expect(char* at, std::uint64_t bytes);
   // Expects any number of bytes next: the state is kChosen from the head until `take`.
   void expect_any();
@@ -184,22 +185,12 @@ class Link {
   std::atomic<std::uint64_t> sends{0}, receives{0};  // successful system calls; read by any thread
 
  private:
-  struct Piece {
-    const char* at;
-    std::uint64_t bytes;
-    std::uint32_t message;
-  };
-  struct StripeOut {
-    std::vector<Piece> pieces;
-    std::size_t first = 0;
-  };
   void break_off(int error);
-  bool write_stripe(std::size_t index);
   bool read_stripe(std::size_t index);
 
   const std::vector<int> descriptors_;
   Outbox out_;
-  std::vector<StripeOut> stripes_;
+  std::vector<StripeSends<std::uint32_t>> stripes_;  // each part with the number of its message
   std::size_t striped_ = 0;
   bool broken_ = false;  // can't send any more
   std::string broken_by_, error_;

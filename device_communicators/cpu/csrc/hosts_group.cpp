@@ -22,8 +22,9 @@ constexpr std::int64_t kNoticeNs = 200'000'000;   // NOTICE_S of liveness/health
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // broadcasts up to this size go directly to every other host
 constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the deadline
 constexpr std::size_t kCopiedBytes = 1 << 20;
-constexpr std::size_t kMostKept = 1 << 20;      // of a message, for the next one
-constexpr std::uint64_t kPieceBytes = 4 << 20;  // forwarded while the next one arrives
+constexpr std::size_t kMostKept = 1 << 20;       // of a message, for the next one
+constexpr std::uint64_t kPieceBytes = 4 << 20;   // forwarded while the next one arrives
+constexpr std::uint64_t kSmallBytes = 32 << 10;  // neighbouring tensors up to this size are copied into one chunk
 
 // Reads the failure note of a rank that gave up after it had sent its part, as with a shorter timeout. Only looks at
 // what it may not read: the next call's message, or that the rank left.
@@ -510,6 +511,42 @@ Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   return finish();
 }
 
+// Sends the tensors of a message, or receives them. Those that are copied take at most kPieceBytes at a time.
+Status HostsGroup::send_tensors(const Piece* tensors, std::size_t count, std::uint64_t bytes, int src) {
+  const auto* const end = tensors + count;
+  const auto is_copied = [](const Piece& tensor) { return tensor.bytes <= kSmallBytes; };
+  const auto add = [&](std::uint64_t size, const Piece& tensor) {
+    return size + (is_copied(tensor) ? tensor.bytes : 0);
+  };
+  char* const copies = blocks_.take(std::min(kPieceBytes, std::accumulate(tensors, end, std::uint64_t{0}, add)));
+  while (tensors != end) {
+    const auto* const first = tensors;
+    std::uint64_t copied = 0;
+    bool joins = false;  // the last chunk has copies
+    chunks_.clear();
+    for (; tensors != end && add(copied, *tensors) <= kPieceBytes; ++tensors) {
+      if (tensors->bytes == 0) continue;
+      if (!is_copied(*tensors)) {
+        cut(static_cast<char*>(tensors->address), tensors->bytes);
+      } else {
+        if (!joins) chunks_.push_back({copies + copied, 0});
+        chunks_.back().bytes += tensors->bytes;
+        if (rank_ == src) std::memcpy(copies + copied, tensors->address, tensors->bytes);
+        copied += tensors->bytes;
+      }
+      joins = is_copied(*tensors);
+    }
+    RETURN_IF_FAILED(send_to_all(bytes, src));
+    const char* from = copies;
+    for (const auto* tensor = first; tensor != tensors && rank_ != src; ++tensor) {
+      if (!is_copied(*tensor) || tensor->bytes == 0) continue;
+      std::memcpy(tensor->address, from, tensor->bytes);
+      from += tensor->bytes;
+    }
+  }
+  return Status::kDone;
+}
+
 namespace {
 
 // Precedes the head of a message. Tensors that don't follow at once are broadcast next.
@@ -537,11 +574,7 @@ Status HostsGroup::send_message(const std::vector<Piece>& pieces, int heads, dou
   begin(Kind::kMessage, 0, Method::kNone, timeout_s, 0, -1, rank_);
   RETURN_IF_FAILED(share_message(message_.size(), rank_, 0));
   if (is_packed) return finish();
-  chunks_.clear();
-  for (auto piece = tensors; piece != pieces.end(); ++piece) {
-    if (piece->bytes != 0) cut(static_cast<char*>(piece->address), piece->bytes);
-  }
-  return send_to_all(sizes.tensor_bytes, rank_);
+  return send_tensors(pieces.data() + heads, pieces.size() - heads, sizes.tensor_bytes, rank_);
 }
 
 Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double timeout_s) {
@@ -584,17 +617,12 @@ Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double t
   std::uint64_t wanted = 0;
   for (const Piece& place : places) wanted += place.bytes;
   if (wanted != sizes.tensor_bytes) return refuse();
-  chunks_.clear();
+  if (!is_packed) return send_tensors(places.data(), places.size(), sizes.tensor_bytes, src);
   for (const Piece& place : places) {
-    if (place.bytes == 0) continue;
-    if (!is_packed) {
-      cut(static_cast<char*>(place.address), place.bytes);
-      continue;
-    }
-    std::memcpy(place.address, from, place.bytes);
+    if (place.bytes != 0) std::memcpy(place.address, from, place.bytes);
     from += place.bytes;
   }
-  return is_packed ? finish() : send_to_all(sizes.tensor_bytes, src);
+  return finish();
 }
 
 // Frees the memory of a long head.

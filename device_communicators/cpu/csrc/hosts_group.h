@@ -164,6 +164,7 @@ class HostsGroup final : public Group {
   void put_in_place(char* out, const char* blocks, std::size_t outer, std::size_t inner_bytes) const;
   void cut(char* data, std::uint64_t bytes);
   Status send_to_all(std::uint64_t bytes, int src);
+  Status send_tensors(const Piece* tensors, std::size_t count, std::uint64_t bytes, int src);
   void forget_message();
   Status share_message(std::uint64_t bytes, int src, std::uint64_t most_bytes);
   void find_tree(int root, int* parent, std::vector<int>* children) const;

@@ -156,7 +156,24 @@ Status SharedWindow::check(int rank, const char* call, bool maps, Refusal* refus
   return Status::kUnsupported;
 }
 
-Status SharedWindow::put(int dst, std::int64_t first, std::int64_t elements, int dtype, const void* data,
+Status SharedWindow::write(int dst, std::size_t offset, const void* data, std::size_t bytes, bool signals,
+                           const char* call, Refusal* refusal) {
+  Peer& to = peer(dst);
+  if (to.memory == nullptr) {
+    const double timeout_s = handle_->timeout_s();
+    return ended(streams_->put(dst, number_of(dst), offset, data, bytes, signals, timeout_s), call, dst, refusal);
+  }
+  if (bytes != 0) {
+    copy(to.memory + offset, data, bytes);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  if (!signals) return Status::kDone;
+  const std::lock_guard<std::mutex> lock(to.mutex);
+  to.to->publish(++to.sent, 0);
+  return Status::kDone;
+}
+
+Status SharedWindow::put(int dst, std::int64_t first, std::int64_t elements, int dtype, const void* data, bool signals,
                          Refusal* refusal) {
   Status status = check(dst, "put", false, refusal);
   if (status != Status::kDone) return status;
@@ -171,27 +188,16 @@ Status SharedWindow::put(int dst, std::int64_t first, std::int64_t elements, int
                     std::to_string(part.elements);
     return Status::kWrongArgument;
   }
-  if ((status = lost(dst, refusal)) != Status::kDone || elements == 0) return status;
-  const std::int64_t width = part.bytes / part.elements;
-  const auto offset = static_cast<std::size_t>(first * width), bytes = static_cast<std::size_t>(elements * width);
-  if (peer(dst).memory == nullptr) {
-    return ended(streams_->put(dst, number_of(dst), offset, data, bytes, handle_->timeout_s()), "put", dst, refusal);
-  }
-  copy(peer(dst).memory + offset, data, bytes);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  return Status::kDone;
+  if ((status = lost(dst, refusal)) != Status::kDone || (elements == 0 && !signals)) return status;
+  const std::int64_t width = elements == 0 ? 0 : part.bytes / part.elements;
+  return write(dst, static_cast<std::size_t>(first * width), data, static_cast<std::size_t>(elements * width), signals,
+               "put", refusal);
 }
 
 Status SharedWindow::signal(int dst, Refusal* refusal) {
   Status status = check(dst, "signal", false, refusal);
   if (status != Status::kDone || (status = lost(dst, refusal)) != Status::kDone) return status;
-  Peer& to = peer(dst);
-  if (to.memory == nullptr) {
-    return ended(streams_->put(dst, number_of(dst), 0, nullptr, 0, handle_->timeout_s()), "signal", dst, refusal);
-  }
-  const std::lock_guard<std::mutex> lock(to.mutex);
-  to.to->publish(++to.sent, 0);
-  return Status::kDone;
+  return write(dst, 0, nullptr, 0, true, "signal", refusal);
 }
 
 Status SharedWindow::wait_signal(int src, double timeout_s, Refusal* refusal) {

@@ -49,7 +49,9 @@ class SharedWindow {
   Status open(const WindowPart* parts, Refusal* refusal);
 
   // Ranks are those of the group, and may be this one.
-  Status put(int dst, std::int64_t first_element, std::int64_t elements, int dtype, const void* data, Refusal* refusal);
+  // `signals`: as `signal` after it, but between hosts in the same message.
+  Status put(int dst, std::int64_t first_element, std::int64_t elements, int dtype, const void* data, bool signals,
+             Refusal* refusal);
   Status signal(int dst, Refusal* refusal);
   // With a timeout of 0 it only polls.
   Status wait_signal(int src, double timeout_s, Refusal* refusal);
@@ -76,6 +78,9 @@ class SharedWindow {
   // Whether a call with `rank` may go on. `maps`: it needs the rank's memory.
   Status check(int rank, const char* call, bool maps, Refusal* refusal) const;
   Status lost(int rank, Refusal* refusal) const;
+  // Over memory if this rank maps that of `dst`, else over its connection.
+  Status write(int dst, std::size_t offset, const void* data, std::size_t bytes, bool signals, const char* call,
+               Refusal* refusal);
   // How a transfer with `rank`, -1 for all, ended.
   Status ended(int how, const char* call, int rank, Refusal* refusal) const;
   const WindowPart& part_of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }

@@ -48,7 +48,7 @@ int ps_window_open(void* window, const std::int64_t* parts) {
 }
 
 int ps_window_put(void* window, int dst, std::int64_t first, std::int64_t elements, int dtype, const void* data) {
-  return static_cast<int>(shared(window)->put(dst, first, elements, dtype, data, &refusal));
+  return static_cast<int>(shared(window)->put(dst, first, elements, dtype, data, false, &refusal));
 }
 
 int ps_window_signal(void* window, int dst) { return static_cast<int>(shared(window)->signal(dst, &refusal)); }
@@ -74,15 +74,16 @@ void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
 int ps_window_end(void* window) { return static_cast<int>(shared(window)->end(&refusal)); }
 void ps_window_delete(void* window) { delete static_cast<std::shared_ptr<SharedWindow>*>(window); }
 
-// window, dst, first element, elements, dtype, data.
+// window, dst, first element, elements, dtype, data, whether a signal follows.
 void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
-  if (count != 6) return nullptr;
+  if (count != 7) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
   const auto word = [given](int at) { return static_cast<std::int64_t>(number_of(given[at])); };
   const int dst = static_cast<int>(word(1)), dtype = static_cast<int>(word(4));
   const std::int64_t first = word(2), elements = word(3);
   const void* const data = pointer_of(given[5]);
-  return unlocked([&] { return window->put(dst, first, elements, dtype, data, &refusal); });
+  const bool signals = word(6) != 0;
+  return unlocked([&] { return window->put(dst, first, elements, dtype, data, signals, &refusal); });
 }
 
 // window, dst.

@@ -1,9 +1,6 @@
 #include "streams.h"
 
-#include <errno.h>
-#include <string.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -21,19 +18,12 @@ constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB",
 constexpr std::uint64_t kMessageBytes = 256;       // the memory that a kept message takes beside its body
 constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
 constexpr std::size_t kBufferBytes = 64 << 10;
-constexpr int kPiecesAtOnce = 64;
+constexpr int kPiecesAtOnce = 1024;              // the kernel's maximum
 constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
 constexpr char kEnded[] = "a call of this rank in this group failed";
 
-std::string in_words(int error) {
-  const bool broken = error == ECONNRESET || error == EPIPE || error == ECONNABORTED || error == ECONNREFUSED;
-  return std::string(strerror(error)) + (broken ? " (closed by peer)" : "");
-}
-
 constexpr TransferUser kNobody{nullptr, nullptr, nullptr};  // the caller's memory stays until its call returns
-
-bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
 
@@ -42,7 +32,7 @@ class Streams::Stream {
  public:
   Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
       : rank(rank), all_(all), descriptor_(descriptor), early_limit_(early_bytes), buffer_(kBufferBytes) {}
-  void add(int descriptor) { stripes_.push_back(Stripe{descriptor, {}}); }
+  void add(int descriptor) { stripes_.push_back(Stripe{descriptor}); }
 
   bool is_sending() const { return !sends_.empty() || striped_ > 0; }
   bool is_receiving() const { return reading_ != nullptr || !answers_.empty() || !asked_.empty() || wants(); }
@@ -95,9 +85,9 @@ class Streams::Stream {
   void end_part(const Held& transfer);
   bool write();
   bool write_messages();
-  bool write_stripe(Stripe& stripe);
   bool read();
   bool read_messages();
+  std::uint64_t receive(int descriptor, iovec* pieces, int count);
   bool read_stripe(Stripe& stripe);
   void parse();
   bool take_frame(const Frame& frame);
@@ -112,16 +102,14 @@ class Streams::Stream {
   void begin_reading(const Form& form);
   bool note_answer(const Form& form);
   bool begin_put(const Frame& frame);
+  void end_put();
   bool match(const Held& receive, const Form& form);
   void ask(const Held& receive, const Form& form);
   void answer(const Form& form) { post(frame_of(kAnswer, form), nullptr, false); }
   void expect(const std::vector<Piece>& pieces, std::uint64_t bytes);
   void consume();
   void end_message_if_whole();
-  bool is_striped(std::uint64_t bytes) const { return !stripes_.empty() && bytes >= all_.striped_bytes_; }
-  std::uint64_t stripe_bytes(std::uint64_t bytes) const {  // of each connection but the last ones
-    return (bytes + stripes_.size()) / (stripes_.size() + 1);
-  }
+  std::size_t stripes_of(std::uint64_t bytes) const { return bytes < all_.striped_bytes_ ? 0 : stripes_.size(); }
   bool awaits_stripes() const { return in_body_ && missing_.bytes_left() == 0; }
 
   Streams& all_;
@@ -143,12 +131,15 @@ class Streams::Stream {
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
-  bool in_head_ = false;       // the body's part is the head of an object or dict
-  bool asks_ = false;          // the taker of `reading_` looks at it, and nothing is read
-  Pieces missing_;             // of a body, on this connection
-  Held reading_;               // whose body is being read, or
-  Early early_;                // or
-  std::shared_ptr<char> put_;  // the window's memory
+  bool in_head_ = false;  // the body's part is the head of an object or dict
+  bool asks_ = false;     // the taker of `reading_` looks at it, and nothing is read
+  Pieces missing_;        // of a body, on this connection
+  Held reading_;          // whose body is being read, or
+  Early early_;           // or
+  struct Put {
+    std::shared_ptr<char> memory;
+    std::uint32_t window = 0, signals = 0;
+  } put_;  // without memory: none
 };
 
 bool Streams::Stream::wants() const {
@@ -165,7 +156,7 @@ Streams::Held Streams::Stream::unfinished() const {
     if (each.transfer != nullptr) return each.transfer;
   }
   for (const Stripe& stripe : stripes_) {
-    if (!stripe.sends.empty()) return stripe.sends.front().transfer;
+    if (!stripe.sends.is_idle()) return stripe.sends.owner();
   }
   const std::lock_guard<std::mutex> lock(all_.mutex_);
   return early_ == nullptr ? nullptr : early_->receiver;
@@ -188,8 +179,9 @@ Streams::Frame Streams::Stream::frame_of(const char* magic, const Form& form) co
 void Streams::Stream::start(const Held& transfer) {
   const TransferCall& call = transfer->call;
   if (call.window != 0) {
-    const Form form{static_cast<std::int32_t>(call.window), call.dtype, call.bytes, call.offset};
-    return post(frame_of(kPut, form), transfer, true);
+    Frame frame = frame_of(kPut, Form{static_cast<std::int32_t>(call.window), call.dtype, call.bytes, call.offset});
+    frame.signals = call.signals;
+    return post(frame, transfer, true);
   }
   const bool room = has_room(call.bytes);
   if (!room || is_answered(form_of(call))) {
@@ -208,19 +200,14 @@ void Streams::Stream::post(const Frame& frame, const Held& transfer, bool has_bo
     const std::vector<Piece> tensor{{call.address, call.bytes}};
     const std::vector<Piece>& pieces = call.outgoing == nullptr ? tensor : call.outgoing->tensors;
     const std::uint64_t bytes = frame.bytes - form_of(call).head_bytes;
-    std::uint64_t own = bytes;
-    if (is_striped(bytes)) {
-      const std::uint64_t step = own = stripe_bytes(bytes);
-      std::uint64_t start = step;
-      for (Stripe& stripe : stripes_) {
-        for_range(pieces, start, std::min(start + step, bytes), [&](char* at, std::uint64_t size) {
-          stripe.sends.push_back({at, size, transfer});
-          ++striped_;
-          ++transfer->parts;
-        });
-        start += step;
-      }
-    }
+    const auto add = [&](std::size_t index, std::uint64_t begin, std::uint64_t end) {
+      for_range(pieces, begin, end, [&](char* at, std::uint64_t size) {
+        stripes_[index].sends.add(at, size, transfer);
+        ++striped_;
+        ++transfer->parts;
+      });
+    };
+    const std::uint64_t own = divide(bytes, stripes_of(bytes), add);
     if (call.outgoing != nullptr) {
       for (const Piece& piece : call.outgoing->head) outgoing.body.add(piece.address, piece.bytes);
     }
@@ -236,27 +223,13 @@ void Streams::Stream::end_part(const Held& transfer) {
 
 bool Streams::Stream::write() {
   bool moved = write_messages();
-  for (Stripe& stripe : stripes_) moved |= write_stripe(stripe);
-  return moved;
-}
-
-bool Streams::Stream::write_stripe(Stripe& stripe) {
-  bool moved = false;
-  while (!stripe.sends.empty() && !has_error() && broken_.empty()) {
-    Stripe::Part& first = stripe.sends.front();
-    const ssize_t sent = ::send(stripe.descriptor, first.at, first.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0) {
-      if (!would_block(errno)) broken_ = in_words(errno);
-      return moved;
-    }
-    moved = true;
-    first.at += sent;
-    first.bytes -= static_cast<std::uint64_t>(sent);
-    if (first.bytes > 0) continue;
-    const Held transfer = std::move(first.transfer);
-    stripe.sends.pop_front();
-    --striped_;
-    end_part(transfer);
+  for (Stripe& stripe : stripes_) {
+    if (has_error() || !broken_.empty()) break;
+    const int error = stripe.sends.write(stripe.descriptor, &moved, [this](const Held& transfer) {
+      --striped_;
+      end_part(transfer);
+    });
+    if (error != 0) broken_ = in_words(error);
   }
   return moved;
 }
@@ -323,18 +296,13 @@ bool Streams::Stream::move() {
 
 void Streams::Stream::expect(const std::vector<Piece>& pieces, std::uint64_t bytes) {
   in_body_ = true;
-  std::uint64_t own = bytes;
-  if (is_striped(bytes)) {
-    const std::uint64_t step = own = stripe_bytes(bytes);
-    std::uint64_t start = step;
-    for (Stripe& stripe : stripes_) {
-      stripe.missing.clear();
-      for_range(pieces, start, std::min(start + step, bytes),
-                [&](char* at, std::uint64_t size) { stripe.missing.add(at, size); });
-      if (stripe.missing.bytes_left() > 0) ++stripes_left_;
-      start += step;
-    }
-  }
+  const auto add = [&](std::size_t index, std::uint64_t begin, std::uint64_t end) {
+    Pieces& missing = stripes_[index].missing;
+    missing.clear();
+    for_range(pieces, begin, end, [&](char* at, std::uint64_t size) { missing.add(at, size); });
+    ++stripes_left_;
+  };
+  const std::uint64_t own = divide(bytes, stripes_of(bytes), add);
   for_range(pieces, 0, own, [&](char* at, std::uint64_t size) { missing_.add(at, size); });
   consume();
 }
@@ -351,12 +319,12 @@ void Streams::Stream::end_message_if_whole() {
   if (std::exchange(in_head_, false)) {
     IncomingMessage& message = *reading_->call.incoming;
     const std::uint64_t left = message.head_bytes - message.head.size() + message.tensor_bytes;
-    message.is_at_hand = !is_striped(message.tensor_bytes) && end_ - begin_ >= left;
+    message.is_at_hand = stripes_of(message.tensor_bytes) == 0 && end_ - begin_ >= left;
     asks_ = true;
     return all_.ask_taker(reading_, rank, done);
   }
   if (const Held receive = std::exchange(reading_, nullptr)) return all_.finish(receive, rank, done);
-  if (std::exchange(put_, nullptr) != nullptr) return;
+  if (put_.memory != nullptr) return end_put();
   const Early message = std::exchange(early_, nullptr);
   Held receiver;
   {
@@ -373,19 +341,23 @@ bool Streams::Stream::read() {
   return (!asks_ && !awaits_stripes() && read_messages()) || moved;
 }
 
+// Returns the number of bytes that were read, 0 if there were none.
+std::uint64_t Streams::Stream::receive(int descriptor, iovec* pieces, int count) {
+  msghdr message{};
+  message.msg_iov = pieces;
+  message.msg_iovlen = static_cast<std::size_t>(count);
+  const ssize_t come = recvmsg(descriptor, &message, MSG_DONTWAIT);
+  if (come == 0) fail("Connection closed by peer");
+  if (come < 0 && !would_block(errno)) fail(in_words(errno));
+  return come < 0 ? 0 : static_cast<std::uint64_t>(come);
+}
+
 bool Streams::Stream::read_stripe(Stripe& stripe) {
   if (stripe.missing.bytes_left() == 0 || has_error()) return false;
   iovec pieces[kPiecesAtOnce];
-  msghdr message{};
-  message.msg_iov = pieces;
-  message.msg_iovlen = static_cast<std::size_t>(stripe.missing.next(pieces, kPiecesAtOnce));
-  const ssize_t come = recvmsg(stripe.descriptor, &message, MSG_DONTWAIT);
-  if (come <= 0) {
-    if (come == 0) fail("Connection closed by peer");
-    if (come < 0 && !would_block(errno)) fail(in_words(errno));
-    return false;
-  }
-  stripe.missing.pass(static_cast<std::uint64_t>(come));
+  const std::uint64_t come = receive(stripe.descriptor, pieces, stripe.missing.next(pieces, kPiecesAtOnce));
+  if (come == 0) return false;
+  stripe.missing.pass(come);
   if (stripe.missing.bytes_left() > 0) return true;
   --stripes_left_;
   end_message_if_whole();
@@ -408,17 +380,10 @@ bool Streams::Stream::read_messages() {
   }
   // What comes after these places may belong to the next ones.
   if (!in_body_ || at_place == missing_.bytes_left()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
-  msghdr message{};
-  message.msg_iov = pieces;
-  message.msg_iovlen = static_cast<std::size_t>(count);
-  const ssize_t come = recvmsg(descriptor_, &message, MSG_DONTWAIT);
-  if (come <= 0) {
-    if (come == 0) fail("Connection closed by peer");
-    if (come < 0 && !would_block(errno)) fail(in_words(errno));
-    return false;
-  }
-  const std::uint64_t direct = std::min<std::uint64_t>(at_place, static_cast<std::uint64_t>(come));
-  end_ += static_cast<std::uint64_t>(come) - direct;
+  const std::uint64_t come = receive(descriptor_, pieces, count);
+  if (come == 0) return false;
+  const std::uint64_t direct = std::min(at_place, come);
+  end_ += come - direct;
   if (direct > 0) {
     missing_.pass(direct);
     end_message_if_whole();
@@ -479,17 +444,21 @@ bool Streams::Stream::take_frame(const Frame& frame) {
 bool Streams::Stream::begin_put(const Frame& frame) {
   const auto found = all_.windows_.find(frame.tag);
   if (found == all_.windows_.end()) return refuse();
-  Window& window = found->second;
+  const Window& window = found->second;
   const std::uint64_t bytes = frame.bytes, offset = frame.head_bytes;
   if (bytes > window.bytes || offset > window.bytes - bytes) return refuse();
   received_bytes_ = frame.received;
-  if (bytes == 0) {
-    ++window.signals[static_cast<std::size_t>(rank)].come;
-    return all_.match_signals(window, rank, done), true;
-  }
-  put_ = window.memory;
+  put_ = {window.memory, frame.tag, frame.signals};
   missing_.clear();
-  return expect({{put_.get() + offset, bytes}}, bytes), true;
+  return expect({{put_.memory.get() + offset, bytes}}, bytes), true;
+}
+
+void Streams::Stream::end_put() {
+  const Put put = std::exchange(put_, {});
+  const auto window = all_.windows_.find(put.window);
+  if (window == all_.windows_.end()) return;  // it was closed meanwhile
+  window->second.signals[static_cast<std::size_t>(rank)].come += put.signals;
+  all_.match_signals(window->second, rank, done);
 }
 
 bool Streams::Stream::begin_body(const Form& form) {
@@ -604,7 +573,8 @@ void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
   };
   add(descriptor_, !sends_.empty(), !awaits_stripes() && !asks_);
-  for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), stripe.missing.bytes_left() > 0);
+  for (const Stripe& stripe : stripes_)
+    add(stripe.descriptor, !stripe.sends.is_idle(), stripe.missing.bytes_left() > 0);
 }
 
 void Streams::Stream::stop(const char* why) {
@@ -621,7 +591,7 @@ void Streams::Stream::stop(const char* why) {
   in_body_ = in_head_ = asks_ = false;
   reading_ = nullptr;
   early_ = nullptr;
-  put_ = nullptr;
+  put_ = {};
   shutdown(descriptor_, SHUT_WR);
 }
 
@@ -711,9 +681,10 @@ void Streams::close_window(std::uint32_t number) {
 }
 
 int Streams::put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes,
-                 double timeout_s) {
+                 bool signals, double timeout_s) {
   TransferCall call{dst, 1, 0, kWindowDtype, const_cast<void*>(data), bytes, 0, &kNobody, nullptr};
   call.window = window;
+  call.signals = signals ? 1 : 0;
   call.offset = offset;
   return carry(call, timeout_s);
 }

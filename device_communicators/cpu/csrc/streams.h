@@ -19,10 +19,11 @@
 // its receive. Its sender is done once the answer is there, so that it fails, too, if the two differ; the sender of a
 // smaller one once the kernel has it.
 //
-// Windows are memory of this rank that ranks of other hosts write to. A put is a frame and its body, a signal a frame
-// alone; whoever reads the connection writes the body to its place, and counts the signal. So a rank that has taken a
-// signal sees what its sender put to this rank before. While a window is open, the progress thread reads all
-// connections. What isn't inside of an open window is refused, and fails the group.
+// Windows are memory of this rank that ranks of other hosts write to. A put is a frame and its body. Its frame also has
+// the number of signals that follow the body; a signal alone is a frame without a body. The thread that reads the
+// connection writes the body to its place, then counts the signals. So a rank that has taken a signal sees what its
+// sender put to this rank before. While a window is open, the progress thread reads all connections. A put outside of
+// an open window is refused, and fails the group.
 //
 // Descriptors are the caller's, who closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
@@ -39,6 +40,7 @@
 #include <vector>
 
 #include "pieces.h"
+#include "sockets.h"
 #include "transfers.h"
 
 namespace parallel_state {
@@ -68,9 +70,10 @@ class Streams final : public Transfers {
   // Opens a window of memory that is kept until it is closed; returns its number, which the other ranks need.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
-  // Each of these waits, and returns how its wait ended. `put` signals if there are no bytes. Its wait ends once the
-  // kernel has them.
-  int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, double timeout_s);
+  // Each of these waits, and returns how its wait ended. That of `put` ends once the kernel has the bytes. `signals`: a
+  // signal follows them.
+  int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, bool signals,
+          double timeout_s);
   // A signal of `src`. At its timeout nothing fails; at 0 it only looks.
   int take_signal(int src, std::uint32_t window, double timeout_s);
   // Until the ranks, by whose numbers of it the window is named, have called this, too, and all has come that they put
@@ -106,7 +109,7 @@ class Streams final : public Transfers {
     char magic[4];
     std::uint32_t tag;
     std::int32_t dtype;
-    std::uint32_t unused;
+    std::uint32_t signals;     // of a put: they follow its body
     std::uint64_t received;    // bytes that the sender of this frame has received so far
     std::uint64_t bytes;       // of the body; of an answer: of the receive
     std::uint64_t head_bytes;  // of these, the head of an object or dict; of a put, its offset
@@ -116,13 +119,8 @@ class Streams final : public Transfers {
   // A further connection to the same rank, for a stripe of each large body: their bytes alone, in the order of the
   // bodies.
   struct Stripe {
-    struct Part {
-      const char* at;
-      std::uint64_t bytes;
-      Held transfer;
-    };
     int descriptor;
-    std::deque<Part> sends;
+    StripeSends<Held> sends = {};
     Pieces missing = {};  // of the body that is read
   };
 

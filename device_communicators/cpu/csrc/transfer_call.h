@@ -46,9 +46,10 @@ struct TransferCall {
   // receive.
   const OutgoingMessage* outgoing = nullptr;
   IncomingMessage* incoming = nullptr;
-  // In place of `tag`, over connections: see Streams. A send writes to a window of the peer, from `offset` on, or
-  // signals there if it has no bytes. A receive takes a signal of the peer from a window of this rank.
+  // In place of `tag`, over connections: see Streams. A send writes to a window of the peer, from `offset` on, and then
+  // adds `signals` there. A receive takes a signal of the peer from a window of this rank.
   std::uint32_t window = 0;  // 0: none
+  std::uint32_t signals = 0;
   std::uint64_t offset = 0;
 };
 constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;  // no dtype has these numbers

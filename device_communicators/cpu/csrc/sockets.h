@@ -1,0 +1,73 @@
+// Errors of sockets, and large bodies that are striped over several of them: for connections.h and streams.h.
+#pragma once
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+
+namespace parallel_state {
+
+inline std::string in_words(int error) {
+  const bool broken = error == ECONNRESET || error == EPIPE || error == ECONNABORTED || error == ECONNREFUSED;
+  return std::string(strerror(error)) + (broken ? " (closed by peer)" : "");
+}
+
+inline bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+// Divides a body evenly among a rank's first connection and `others`. Calls `use(index, begin, end)` with the stripe of
+// each other connection, unless it is empty. Returns the bytes of the first connection.
+template <typename Use>
+std::uint64_t divide(std::uint64_t bytes, std::size_t others, Use use) {
+  const std::uint64_t stripe = (bytes + others) / (others + 1);
+  std::uint64_t begin = stripe;
+  for (std::size_t index = 0; index < others && begin < bytes; ++index, begin += stripe) {
+    use(index, begin, std::min(begin + stripe, bytes));
+  }
+  return stripe;
+}
+
+// What is sent over one of the other connections, in order. `owner` says of which message a part is.
+template <typename Owner>
+class StripeSends {
+ public:
+  void add(const char* at, std::uint64_t bytes, Owner owner) { parts_.push_back({at, bytes, std::move(owner)}); }
+  void clear() { parts_.clear(); }
+  bool is_idle() const { return parts_.empty(); }
+  const Owner& owner() const { return parts_.front().owner; }
+
+  // Sends as much as the kernel accepts. Calls `ended(owner)` after each part. Returns the error that ended the
+  // connection, or 0.
+  template <typename Ended>
+  int write(int descriptor, bool* moved, Ended ended) {
+    while (!parts_.empty()) {
+      Part& first = parts_.front();
+      const ssize_t sent = ::send(descriptor, first.at, first.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent < 0) return would_block(errno) ? 0 : errno;
+      *moved = true;
+      first.at += sent;
+      first.bytes -= static_cast<std::uint64_t>(sent);
+      if (first.bytes > 0) continue;
+      const Owner owner = std::move(first.owner);
+      parts_.pop_front();
+      ended(owner);
+    }
+    return 0;
+  }
+
+ private:
+  struct Part {
+    const char* at;
+    std::uint64_t bytes;
+    Owner owner;
+  };
+  std::deque<Part> parts_;
+};
+
+}  // namespace parallel_state
