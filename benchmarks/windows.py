@@ -4,9 +4,9 @@
     python benchmarks/windows.py --rounds 10
     python benchmarks/windows.py --hosts                 between two hosts, which are namespaces here: needs root
 
-`8 KiB there and back` is put, signal and wait_signal against send and recv: half of a ping-pong. `16 MiB` is a put,
-against the C library's memcpy from and to the same memory, which the other rank doesn't use meanwhile. The answers are
-checked first. The candidates take turns; a row has the medians of the rounds, and their ratio. Copies count the CPU
+`8 KiB there and back` is a put with its signal, and wait_signal, against send and recv: half of a ping-pong; `apart`
+the same where `put` and `signal` are two calls. `16 MiB` is a put, against the C library's memcpy from and to the same
+memory, which the other rank doesn't use meanwhile. The answers are checked first. The candidates take turns; a row has the medians of the rounds, and their ratio. Copies count the CPU
 time of the thread, which other programs on the machine change less. Between hosts both sizes go there and back.
 """
 
@@ -32,7 +32,7 @@ from tests.hosts import Hosts, problem
 
 SMALL, LARGE = 8 << 10, 16 << 20
 CALLS = 200
-SIGNALLED, SENT = "put, signal, wait", "send, recv"
+SIGNALLED, APART, SENT = "put with signal, wait", "put, signal, wait", "send, recv"
 LARGE_SIGNALLED, LARGE_SENT = f"{SIGNALLED} of 16 MiB", f"{SENT} of 16 MiB"
 
 
@@ -50,13 +50,15 @@ def measure(rounds: int, is_far: bool) -> dict[str, list[float]]:
     window = group.window([LARGE], torch.uint8)
     small, large = (torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (SMALL, LARGE))
 
-    def one_sided(x: torch.Tensor = small) -> None:
+    def one_sided(x: torch.Tensor = small, together: bool = True) -> None:
         for turn in (0, 1):
-            if turn == rank:
+            if turn != rank:
+                window.wait_signal(peer)
+            elif together:
+                window.put(x, peer, signal=True)
+            else:
                 window.put(x, peer)
                 window.signal(peer)
-            else:
-                window.wait_signal(peer)
 
     def two_sided(x: torch.Tensor = small) -> torch.Tensor:
         received = x
@@ -76,6 +78,7 @@ def measure(rounds: int, is_far: bool) -> dict[str, list[float]]:
     there = window.tensor if is_far else window.map_remote_tensor(peer)
     found: dict[str, list[float]] = {
         SIGNALLED: [],
+        APART: [],
         SENT: [],
         LARGE_SIGNALLED: [],
         LARGE_SENT: [],
@@ -83,7 +86,7 @@ def measure(rounds: int, is_far: bool) -> dict[str, list[float]]:
         "memcpy": [],
     }
     for _ in range(rounds):
-        for name, call in ((SIGNALLED, one_sided), (SENT, two_sided)):
+        for name, call in ((SIGNALLED, one_sided), (APART, lambda: one_sided(together=False)), (SENT, two_sided)):
             group.barrier()
             _timed_us(call, 20)
             found[name].append(_timed_us(call, CALLS) / 2)
@@ -121,7 +124,8 @@ def main() -> None:
         if options.hosts
         else ("16 MiB", "put", "memcpy", 1.05)
     )
-    for title, ours, other, most in (("8 KiB there and back", SIGNALLED, SENT, 1.0), second):
+    small = "8 KiB there and back"
+    for title, ours, other, most in ((small, SIGNALLED, SENT, 1.0), (f"{small}, apart", APART, SENT, 1.0), second):
         us = {name: statistics.median(found[name]) for name in (ours, other)}
         ratio = us[ours] / us[other]
         rows[title] = {**us, "ratio": ratio}

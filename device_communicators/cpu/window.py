@@ -163,19 +163,22 @@ class Window:
         """This rank's memory, zeros at first."""
 
     @host_call(_ADVICE)
-    def put(self, x: Tensor, dst: int, offset: int = 0) -> None:
+    def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
         """Copies `x` to the memory of rank `dst`, from its element `offset` on. Then `x` may be changed.
 
         `x` is a CPU tensor of the window's dtype and any shape. When it returns, the bytes are there within a host, and
-        on their way between hosts. Raises InvalidArgumentError if it doesn't fit, CollectiveTimeoutError if another
-        host doesn't take it within the group's timeout.
+        on their way between hosts. With `signal`, a signal follows: as `signal(dst)` after it, but between hosts in the
+        same message. Raises InvalidArgumentError if it doesn't fit, CollectiveTimeoutError if another host doesn't take
+        it within the group's timeout.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
         if not is_dense(x):
             x = dense(x)
         number, started = DTYPE_NUMBERS.get(x.dtype, -1), time.monotonic()
-        status = self._putting(self._address, index(dst), index(offset), x.numel(), number, x.data_ptr())
+        status = self._putting(
+            self._address, index(dst), index(offset), x.numel(), number, x.data_ptr(), int(bool(signal))
+        )
         if status:
             self._fail(status, "put", dst, started)
 

@@ -55,8 +55,9 @@ def _around() -> int:
             group.barrier()
             for turn in range(3):
                 sent = ((torch.arange(2 * count) + rank + turn) % 2).to(dtype)[::2]  # strided
-                window.put(sent, after, rank * count)
-                window.signal(after)
+                window.put(sent, after, rank * count, signal=turn > 0)
+                if turn == 0:
+                    window.signal(after)
                 window.wait_signal(before)
                 came = ((torch.arange(2 * count) + before + turn) % 2).to(dtype)[::2]
                 assert torch.equal(window.tensor[before], came), (dtype, count, turn)
@@ -69,8 +70,7 @@ def _around() -> int:
             window.signal(after)
             window.wait_signal(before)
             assert torch.equal(window.tensor[rank], torch.ones(count, dtype=dtype))
-            window.put(torch.zeros(count, dtype=dtype), rank, 0)  # to itself
-            window.signal(rank)
+            window.put(torch.zeros(count, dtype=dtype), rank, 0, signal=True)  # to itself
             window.wait_signal(rank)
             assert torch.equal(window.tensor[0], torch.zeros(count, dtype=dtype))
             window.deregister()
@@ -91,6 +91,9 @@ def _parts_differ() -> list[Any]:
         other = window.map_remote_tensor(1 - rank)
         empty = group.window([0, 4])
         empty.put(torch.empty(0), 1 - rank, 0)
+        empty.put(torch.empty(0), 1 - rank, 0, signal=True)
+        empty.wait_signal(1 - rank)
+        assert attempt(empty.wait_signal, 1 - rank, 0).kind == "CollectiveTimeoutError"
         assert empty.map_remote_tensor(1 - rank).shape == (0, 4)
         group.barrier()
         address = window.tensor.data_ptr()
@@ -118,7 +121,7 @@ def _wrong() -> list[Outcome]:
             attempt(call)
             for call in (
                 lambda: window.put(torch.ones(2), peer, 7),
-                lambda: window.put(torch.ones(9), peer),
+                lambda: window.put(torch.ones(9), peer, signal=True),
                 lambda: window.put(torch.ones(1), peer, -1),
                 lambda: window.put(torch.ones(2, dtype=torch.int32), peer),
                 lambda: window.put(torch.ones(2, device="meta"), peer),

@@ -57,8 +57,9 @@ def _to_all(placement: Sequence[int], connections: str) -> int:
             for turn in range(2):
                 for dst in range(size):
                     x = ((torch.arange(2 * count) + rank + dst + turn) % 2).to(dtype)[::2]  # strided
-                    window.put(x, dst, rank * count)
-                    window.signal(dst)
+                    window.put(x, dst, rank * count, signal=turn > 0)
+                    if turn == 0:
+                        window.signal(dst)
                 for src in range(size):
                     window.wait_signal(src)
                     x = ((torch.arange(2 * count) + src + rank + turn) % 2).to(dtype)[::2]
@@ -152,9 +153,9 @@ def _both_ways() -> bool:
         window = group.window([LARGE], torch.uint8)
         sent = group.isend(torch.full([3 << 20], peer, dtype=torch.uint8), peer)
         x = torch.randint(0, 256, [LARGE], dtype=torch.uint8, generator=torch.Generator().manual_seed(peer))
-        for _ in range(2):
-            window.put(x, peer)
-            window.signal(peer)
+        for together in (False, True):
+            window.put(x, peer, signal=together)
+        window.signal(peer)
         window.wait_signal(peer)
         window.wait_signal(peer)
         own = torch.Generator().manual_seed(1 - peer)
@@ -189,8 +190,8 @@ def _message_passing_to_two(rounds: int) -> int:
                 window.wait_signal(rank - 1)
                 wrong += bool(window.tensor.ne(number).any())
             if rank < 2:
-                window.put(window.tensor if rank else values.fill_(number), rank + 1)
-                window.signal(rank + 1)
+                window.put(window.tensor if rank else values.fill_(number), rank + 1, signal=number % 2 == 0)
+                window.signal(rank + 1) if number % 2 else None
             window.signal(0) if rank == 2 else None
             window.wait_signal(2) if rank == 0 else None
         return wrong

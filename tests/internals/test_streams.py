@@ -225,6 +225,16 @@ def test_messages_come_whole_and_by_tag(ends: tuple[Rank, Rank]) -> None:
     assert _both(lambda: run(0), lambda: run(1)) == [None, None]
 
 
+def test_a_message_of_many_tensors_is_one_system_call() -> None:
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps what each call sent apart
+    rank, tensors = Rank(0, {1: [own]}), [_room(16) for _ in range(1000)]
+    sent = rank.isend_message(1, b"head", *tensors)
+    assert len(other.recv(1 << 20)) == HEAD.size + len(b"head") + 16 * len(tensors)
+    sent.wait()
+    rank.close()
+    other.close()
+
+
 def test_an_early_message_waits_for_its_receive(ends: tuple[Rank, Rank]) -> None:
     there, here = ends
     there.send(_bytes(b"early"), 1, 4)
