@@ -35,7 +35,7 @@ def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None 
     (folder / "empty.cpp").write_text("int main() {}\n")
     if _run([*compiler, *flags, str(folder / "empty.cpp"), "-o", folder / "empty"]).returncode != 0:
         pytest.skip(f"the compiler has no {flags[0]}")
-    names = ("cpu_ranks", "hosts_ranks")
+    names = ("cpu_ranks", "hosts_ranks", "transfers_ranks")
     sources = [*native_build.plain_recipe().sources, *(EMULATION / f"{name}.cpp" for name in names)]
     include = f"-I{sources[0].parent}"
     if weakened is not None:
@@ -63,8 +63,8 @@ def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None 
 def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: str) -> None:
     programs = _built(tmp_path / "build", flags)
     options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "TSAN_OPTIONS": "exitcode=66"}
-    for program in programs.values():
-        done = _run([program, ranks], **options)
+    for name, program in programs.items():
+        done = _run([program, *([] if name == "transfers_ranks" else [ranks])], **options)
         if "unexpected memory mapping" in done.stderr:
             pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
         assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
@@ -74,10 +74,11 @@ def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: st
 
 def test_ranks_of_several_hosts(tmp_path: Path) -> None:
     """Without a sanitizer many more programs run. Bounds the system calls of a call, too."""
-    program = _built(tmp_path / "build", ("-O2",))["hosts_ranks"]
-    done = _run([program, "processes", "1", "100"])
-    assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
-    assert " checks, 0 wrong" in done.stdout
+    programs = _built(tmp_path / "build", ("-O2",))
+    for command in (["hosts_ranks", "processes", "1", "100"], ["transfers_ranks", "1", "100"]):
+        done = _run([programs[command[0]], *command[1:]])
+        assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
+        assert " checks, 0 wrong" in done.stdout
 
 
 def test_a_weaker_order_is_noticed(tmp_path: Path) -> None:

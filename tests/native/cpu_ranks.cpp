@@ -395,8 +395,9 @@ void windows(const World& world, const File& segment, const File& arenas) {
   for (std::int64_t round = 1; round <= 3000; ++round) {
     const std::int64_t count = 1 + round % kCount, first = kCount - count;
     std::fill(values.begin(), values.end(), round);
-    CHECK(window.put(after, first, count, 4, values.data(), &refusal) == Status::kDone);
-    CHECK(window.signal(after, &refusal) == Status::kDone);
+    const bool together = round % 2 == 0;
+    CHECK(window.put(after, first, count, 4, values.data(), together, &refusal) == Status::kDone);
+    if (!together) CHECK(window.signal(after, &refusal) == Status::kDone);
     CHECK(window.wait_signal(before, kTimeoutS, &refusal) == Status::kDone);
     CHECK(std::all_of(own + first, own + kCount, [&](std::int64_t value) { return value == round; }));
     CHECK(window.signal(before, &refusal) == Status::kDone);  // it may write again
@@ -414,8 +415,7 @@ void windows(const World& world, const File& segment, const File& arenas) {
   });
   for (std::int64_t round = 1; round <= 3000; ++round) {
     std::fill(values.begin(), values.end(), -round);
-    CHECK(window.put(world.rank, 0, kCount, 4, values.data(), &refusal) == Status::kDone);
-    CHECK(window.signal(world.rank, &refusal) == Status::kDone);
+    CHECK(window.put(world.rank, 0, kCount, 4, values.data(), true, &refusal) == Status::kDone);
     while (read.load(std::memory_order_acquire) != round) sched_yield();
   }
   reads.join();
@@ -438,11 +438,11 @@ void windows(const World& world, const File& segment, const File& arenas) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(window.wait_signal(world.rank, 0, &refusal) == Status::kTimedOut);
-  CHECK(window.put(after, 1, kCount, 4, values.data(), &refusal) == Status::kWrongArgument);
-  CHECK(window.put(after, 0, 1, 6, values.data(), &refusal) == Status::kWrongArgument);
-  CHECK(window.put(kRanks, 0, 1, 4, values.data(), &refusal) == Status::kWrongArgument);
+  CHECK(window.put(after, 1, kCount, 4, values.data(), false, &refusal) == Status::kWrongArgument);
+  CHECK(window.put(after, 0, 1, 6, values.data(), false, &refusal) == Status::kWrongArgument);
+  CHECK(window.put(kRanks, 0, 1, 4, values.data(), false, &refusal) == Status::kWrongArgument);
   CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
-  window.end();
+  CHECK(window.end(&refusal) == Status::kDone);
   CHECK(window.signal(after, &refusal) == Status::kWrongArgument);
   close_group(group);
 }

@@ -277,10 +277,14 @@ Status receive_message(Handle& handle, int root, Taker& taker, HostsGroup::Taken
              [&](Group&, double limit) { return handle.hosts()->receive_message(root, taker, taken, limit); });
 }
 
-// A head in two pieces and three tensors, one of no bytes. A receiver leaves it once.
-void message(Handle& handle, int root, std::size_t head_bytes, std::size_t bytes) {
+// A head in two pieces and tensors, one of no bytes. A receiver leaves it once.
+void message(Handle& handle, int root, std::size_t head_bytes, std::size_t bytes, std::size_t small = 0) {
   const std::vector<char> head = bytes_of(root + 1, head_bytes);
-  const std::vector<std::vector<char>> tensors{bytes_of(root, bytes), {}, bytes_of(root + 2, bytes / 3)};
+  std::vector<std::vector<char>> tensors{bytes_of(root, bytes), {}, bytes_of(root + 2, bytes / 3)};
+  for (std::size_t each = 0; each < small; ++each) tensors.push_back(bytes_of(root + 3, 20'000 + each % 3));
+  if (small > 0) tensors.push_back(tensors.front());
+  std::uint64_t tensor_bytes = 0;
+  for (const auto& each : tensors) tensor_bytes += each.size();
   if (handle.rank() == root) {
     const auto piece = [](const char* at, std::size_t size) { return Piece{const_cast<char*>(at), size}; };
     std::vector<Piece> pieces{piece(head.data(), head_bytes / 2),
@@ -298,7 +302,7 @@ void message(Handle& handle, int root, std::size_t head_bytes, std::size_t bytes
   for (const auto& each : tensors) places.places.emplace_back(each.size());
   CHECK(receive_message(handle, root, places, &taken) == Status::kDone && !taken.is_refused);
   CHECK(places.head == head && places.places == tensors);
-  CHECK(taken.head_bytes == head_bytes && taken.tensor_bytes == bytes + bytes / 3);
+  CHECK(taken.head_bytes == head_bytes && taken.tensor_bytes == tensor_bytes);
 }
 
 void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed, Draw& draw) {
@@ -326,6 +330,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
   for (const std::size_t tensor_bytes : {bytes, bytes * 3, std::size_t{90'000}}) {
     message(handle, root, 1 + draw(tensor_bytes > 80'000 ? 90'000 : 5000), tensor_bytes);
   }
+  message(handle, root, 100, bytes, draw(3) == 0 ? 500 : 7);  // 10 MB of small tensors: several rounds
   CHECK(run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); }) ==
         Status::kDone);
   if (!meshed) {  // refused before sending; the group stays usable
@@ -796,6 +801,22 @@ void system_calls() {
       CHECK(link->sends == kCalls);
       CHECK(link->receives <= 3 * kCalls);
     }
+  });
+  // A message of many small tensors: its head, then all tensors.
+  team.run([&](Handle& handle) {
+    std::vector<std::vector<char>> tensors(1000, bytes_of(1, 80));
+    std::vector<char> head(100);
+    if (handle.rank() == 0) {
+      std::vector<Piece> pieces{{head.data(), head.size()}};
+      for (auto& tensor : tensors) pieces.push_back({tensor.data(), tensor.size()});
+      CHECK(send_message(handle, pieces, 1) == Status::kDone);
+      for (const auto& link : handle.hosts()->connections().links()) CHECK(link->sends <= 2);
+      return;
+    }
+    HostsGroup::Taken taken;
+    Places places;
+    places.places.assign(tensors.size(), std::vector<char>(80));
+    CHECK(receive_message(handle, 0, places, &taken) == Status::kDone && places.places == tensors);
   });
 }
 
