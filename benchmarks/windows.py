@@ -6,8 +6,9 @@
 
 `8 KiB there and back` is a put with its signal, and wait_signal, against send and recv: half of a ping-pong; `apart`
 the same where `put` and `signal` are two calls. `16 MiB` is a put, against the C library's memcpy from and to the same
-memory, which the other rank doesn't use meanwhile. The answers are checked first. The candidates take turns; a row has the medians of the rounds, and their ratio. Copies count the CPU
-time of the thread, which other programs on the machine change less. Between hosts both sizes go there and back.
+memory, which the other rank doesn't use meanwhile. The answers are checked first. The candidates take turns; a row has
+the medians of the rounds, and their ratio. Copies count the CPU time of the thread, which other programs on the machine
+change less. Between hosts both sizes go there and back.
 """
 
 from __future__ import annotations
