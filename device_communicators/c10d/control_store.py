@@ -1,7 +1,7 @@
-"""The control plane's store for torch's C++ threads: they call it without the interpreter lock.
+"""Gives torch the control plane's store in C++, which torch's threads call without the interpreter lock.
 
-torch asks a store from threads of its own: NCCL's monitor and heartbeat, gloo's lazily connected pairs. A store in
-Python makes each of them wait for a thread that holds the interpreter lock, and is not safe at exit.
+torch uses a store from its own threads: NCCL's monitor and heartbeat, gloo's lazily connected pairs. A store in Python
+makes each of them wait for the interpreter lock, and isn't safe at exit.
 """
 
 from __future__ import annotations

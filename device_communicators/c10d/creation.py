@@ -42,10 +42,11 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
+    """Returns the backend of one group, a `c10d::Backend`. torch calls it on every rank of the group.
 
     `options` are torch's DistributedBackendOptions. With `enable_reconfigure` the backend has no group until its
-    `reconfigure` is called. Raises UnsupportedError for `backend_options` of another backend, and as `create_group`.
+    `reconfigure` is called. Raises UnsupportedError for `backend_options` of another backend, and what `create_group`
+    raises.
     """
     _check_backend_options(backend_options)
     if not getattr(options, "enable_reconfigure", False):
@@ -73,10 +74,11 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Returns the backend of one group. Every rank of the group calls it. `world`: one that begins with the group.
+    """Returns the backend of one group. Every rank of the group calls it.
 
-    If a rank of the world has no compiled module, all groups of that world use gloo, with one warning. Raises
-    CommunicationError if ranks are missing.
+    `world`: a World whose first group this is; by default, the current one or a new one. If a rank of the world has no
+    compiled module, all groups of that world use gloo, with one warning. Raises CommunicationError if ranks are
+    missing.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
@@ -84,7 +86,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, Timeout(timeout.total_seconds()))
     is_default = not options.global_ranks_in_group
-    # Megatron's ranks make groups of one name at the same time, each by its own ranks alone.
+    # Megatron creates groups of disjoint ranks with one name at the same time.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
     world = world or World.of(store, ranks, is_default)
@@ -132,7 +134,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
 
 @contextlib.contextmanager
 def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None]:
-    """Raises a failure of the store as CommunicationError with the cause and the ranks."""
+    """Converts an error of the store to CommunicationError with the cause and the suspect ranks."""
     started = time.monotonic()
     try:
         yield
@@ -163,7 +165,7 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Ends threads before the interpreter, whose lock their errors would need, and reports that this rank leaves.
+    """Stops the backends' threads while the interpreter still runs, and reports that this rank leaves.
 
     A rank that ends by an exception reports nothing, so that peers detect a death.
     """

@@ -1,7 +1,7 @@
-"""The module of Python that is compiled for the installed torch and Python, because it uses the C++ classes of torch.
+"""Compiles and loads this folder's C++ as a Python module, built for the installed torch and Python.
 
-It has the backend, and the control plane's store as a store of torch: one module, because most of a compile is torch's
-headers.
+It has the backend, and the control plane's store as a torch store. They are one module, because torch's headers take
+most of the compile time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def try_load() -> tuple[Any, str]:
         advice = _ADVICE
     if path is None:
         return None, f"has no compiled part: {problem}{advice}"
-    with _IMPORTING:  # two threads may come at once, and the module's types can be registered only once
+    with _IMPORTING:  # the module's types can be registered only once
         return _import(path)
 
 
@@ -58,7 +58,7 @@ def _import(path: Path) -> tuple[Any, str]:
 
 @cache
 def compile_ahead() -> None:
-    """Compiles the module, and beside it the library that it calls, if they are missing. Raises nothing.
+    """Compiles the module and, at the same time, the library that it calls, if they are missing. Raises nothing.
 
     Called before a deadline starts. `try_load` and `native.load` report what could not be compiled.
     """

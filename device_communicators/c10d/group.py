@@ -1,7 +1,7 @@
-"""One group of the backend, as the compiled class calls it: its errors, and gloo.
+"""The Python part of one group of the backend: errors, and gloo. The compiled class calls it.
 
-A gloo backend of the same ranks carries what shared memory doesn't. It is made on first use, or with the group if not
-all ranks can be connected.
+A gloo backend of the same ranks carries the calls that shared memory doesn't support. It is created on first use, or
+with the group if not all ranks can be connected.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns a communication error that is also one of torch's, for programs that catch those; others unchanged.
+    """Returns a copy of a CommunicationError that also is a DistBackendError, which programs catch; others unchanged.
 
-    `error_of` finds it even if torch's autograd keeps only its text.
+    `routing.failures.error_of` finds it even if torch's autograd keeps only its text.
     """
     if not isinstance(error, CommunicationError):
         return error
@@ -82,7 +82,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Pickle finds classes by name, so name the class of the module."""
+        """Returns the parts for pickle. They name `kind`, because pickle finds classes by module and name."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -95,7 +95,7 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """The compiled backend's callbacks into Python: errors, gloo, and backends of parts of the group."""
+    """Callbacks of the compiled backend: errors, gloo, and backends of parts of the group."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """`is_worlds`: whether `world` begins and ends with this group. `create` makes the backend of a part."""
+        """`is_worlds`: True if `world` begins and ends with this group. `create`: makes the backend of a part of it."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -144,7 +144,10 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """None if gloo carries collectives: without the library, or if only the hosts' first ranks are connected."""
+        """Returns the group that carries collectives; None if gloo does.
+
+        gloo does without the compiled library, or if only the hosts' first ranks are connected.
+        """
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
@@ -155,15 +158,15 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Ends waits for living ranks: gloo's waits ignore deaths. What the dead rank sent before may still arrive."""
+        """Ends gloo's waits for living ranks, because deaths don't. Pauses first: data of the dead may still arrive."""
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self._context.deaths()}
         peers = [rank for rank in range(self._context.size) if rank != self._context.rank]
-        if self._gloo is not None:  # first the peers that accept a connection
+        if self._gloo is not None:  # living peers first: they accept connections
             abandon(self._gloo, sorted(peers, key=lambda peer: self._context.ranks[peer] in dead), _NOBODYS_TAG)
 
     def leave(self) -> None:
-        """Reports that this rank leaves on purpose. May be called twice."""
+        """Reports that this rank leaves on purpose. Idempotent."""
         if os.getpid() != self._pid:
             return
         if self._note_death in self._world.watcher.on_death:
@@ -181,13 +184,13 @@ class Group:
         return self._context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The compiled backend has the new timeout already."""
+        """Sets the timeout of errors and of gloo. The compiled backend has set its own."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error for a status of group.h; raises what interrupted the call."""
+        """Returns the error for a status of csrc/group.h. Raises a signal handler's exception that ended the call."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -200,7 +203,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error of a window's call in this thread; raises what interrupted it."""
+        """Returns the error of a window's call. Raises a signal handler's exception that ended the call."""
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
@@ -212,7 +215,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error of a call that begins after a failure, or after a death that no call has detected."""
+        """Returns the error of a call that starts after the group failed, or after a death that no call reported."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self._context, first)
@@ -222,7 +225,7 @@ class Group:
         return self._failed(died(self._context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
-        """Returns the error of a call, with all dead ranks. The group is unusable afterwards."""
+        """Returns the error of a failed call, with all dead ranks. Makes the group unusable."""
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
@@ -243,7 +246,7 @@ class Group:
         return as_torch_error(error)
 
     def transfer_error(self, words: Sequence[int]) -> BaseException:
-        """Returns the error for a failed transfer; raises what interrupted it."""
+        """Returns the error of a failed transfer. Raises a signal handler's exception that ended it."""
         failed = Failed(*words)
         if failed.is_interruption:
             native.load().raise_interruption()
@@ -254,7 +257,7 @@ class Group:
         return self._failed(found, operation, elapsed_s)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
-        """Returns the error for gloo's text; None if the call itself was wrong."""
+        """Returns the error for a text of gloo; None if gloo refused a wrong call."""
         said = RuntimeError(text)
         if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
             return None
@@ -264,7 +267,7 @@ class Group:
         self, said: RuntimeError, operation: str, peer: int, elapsed_s: float, where: str
     ) -> BaseException:
         started = time.monotonic() - elapsed_s
-        if self._context.deaths():  # this rank closed gloo's connections for them, as if by a timeout
+        if self._context.deaths():  # `_end_waits_in_gloo` caused gloo's error
             return self._failed(died(self._context, operation, started), operation, elapsed_s)
         kind = kind_of_failure(str(said))
         error: CommunicationError = self._context.failure(
@@ -327,9 +330,9 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Returns when all ranks have arrived. Rank 0 waits for `timeout`, and names the first missing rank, or all.
+        """Returns when all ranks have called it. Rank 0 waits for `timeout`, then names the first missing rank, or all.
 
-        The ranks meet over the control plane, so the group stays usable. Raises CollectiveTimeoutError.
+        Uses the control plane, so the group stays usable. Raises CollectiveTimeoutError.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s
@@ -373,8 +376,8 @@ class Group:
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
         """Returns the backend of the ranks that aren't `excluded`. Each of them calls it; this group stays as it is.
 
-        The ranks meet at the control plane of this group, which deaths don't end. The new group is a failure domain of
-        its own, so deaths of other ranks don't fail it. `renumber`: its ranks are their own global ranks.
+        The new group is a failure domain of its own, so deaths of other ranks don't fail it. `renumber`: its ranks are
+        their own global ranks.
         """
         members, watcher, what = self._members, self._world.watcher, "shrink_group"
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]

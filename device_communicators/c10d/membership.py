@@ -1,9 +1,9 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
 Each process has a door: a listener of the control plane that belongs to no world and serves a store. A handle is the
-address of a door and the token that opens it. `reconfigure` meets at the store of the process with the lowest handle,
-and makes a group there as `init_process_group` makes one at torch's store. So a living process serves the store of each
-group, and the death of one that served an earlier store doesn't matter.
+address of a door and its token. The members of `reconfigure` use the store of the process with the lowest handle, as
+`init_process_group` uses torch's. So each group's store is served by a living member, and it doesn't matter if the
+server of an earlier one dies.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Membership:
     """The callbacks of the compiled `ReconfigurableBackend`: its handle and its successive groups."""
 
     end_group: Callable[[], None]
-    """Ends the calls of the backend's group, and drops it; set by the compiled backend."""
+    """Set by the compiled backend: ends the calls of the backend's group, and releases it."""
 
     def __init__(self, options: Any, create_group: Callable[..., Any]) -> None:
         self._name, self._timeout = options.group_id, options.timeout
@@ -121,7 +121,7 @@ class Membership:
         self._store: ControlStore | None = None
         """The store of the current group, which torch doesn't keep alive."""
         self._problem = ""
-        """The reason that there is no group any more; "" before the first `reconfigure`."""
+        """The reason that there is no group; "" before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:
@@ -147,8 +147,8 @@ class Membership:
     ) -> Any:
         """Returns the backend of the group of the processes with these handles. Each of them calls it.
 
-        The former group ends first, but after the arguments were checked. If this raises a CommunicationError, there
-        is no group until the next call, with another uuid.
+        Checks the arguments, then ends the former group. If it raises a CommunicationError, there is no group until the
+        next call, with another uuid.
         """
         if not self._lock.acquire(blocking=False):
             raise UsageError("reconfigure is under way in another thread of this process; wait until it returned")
@@ -229,14 +229,14 @@ class Membership:
         return as_torch_error(GroupFailedError(text, group=self._name, operation=method))
 
     def revoke(self) -> None:
-        """Ends the calls of the group's other ranks: those under way, and those to come."""
+        """Makes current and later calls of the group fail on its other ranks."""
         world = self._world
         if world is not None:
             world.watcher.give_up("aborted the group")
             world.leaves_in_background = True
 
     def _end(self) -> None:
-        """Ends the group, without waiting until other ranks know it."""
+        """Ends the group, without waiting until other ranks have received that."""
         world, self._world = self._world, None
         if world is not None:
             world.leaves_in_background = True
@@ -244,7 +244,7 @@ class Membership:
         self._store = None
 
     def close(self) -> None:
-        """Ends the membership. Twice is fine."""
+        """Ends the membership. Idempotent."""
         if os.getpid() != self._pid:
             return
         self._world = self._store = None
@@ -254,7 +254,7 @@ class Membership:
 
 
 class _SameCall:
-    """Finds out at the store whether all members pass the same handles in the same order."""
+    """Checks through the store that all members pass the same handles in the same order."""
 
     def __init__(self, store: BoundedStore, names: list[str], peers: list[Handle], uuid: int) -> None:
         self._store, self._uuid = store, uuid

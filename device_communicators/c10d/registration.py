@@ -29,7 +29,7 @@ _TRUSTED = ("torch", "parallel_state", "device_communicators")
 
 
 def register() -> None:
-    """Registers the backend for `init_process_group("parallel_state")`. May be called twice.
+    """Registers the backend for `init_process_group("parallel_state")`. Idempotent.
 
     A device's default backend stays the same.
     """

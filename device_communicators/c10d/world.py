@@ -1,8 +1,8 @@
 """The failure domain of the backend's groups: the ranks of the default process group in which they were made.
 
 A rank may wait in one group for a living rank that waits in another for a dead one. So each rank watches all others,
-and a death ends the calls of all groups. That begins with the first group of all ranks, usually the default group.
-Before it, each group is a domain of its own.
+and a death ends the calls of all groups. This starts with the first group of all ranks, usually the default group.
+Until then, each group is a domain of its own.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ class World:
         may_borrow: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ranks`: global. `store`: of the group with which the world begins. `caller`: the function that makes it.
+        """`ranks`: global. `store`: of the world's first group.
 
-        `check`: see `meet` in cpu/watching.py. `may_borrow`: False for a watch of its own.
+        `caller`: the function that makes the world, for errors.
+
+        `may_borrow`: False if the world must not use a watcher that exists. `check`: see `meet` in cpu/watching.py.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._check = caller, check
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
-        """Borrowed from the `ParallelGroups` whose default group this world begins with, if any."""
+        """Borrowed if the `ParallelGroups` of this process already watch these ranks."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
-        """How other hosts reach this process, if known."""
+        """Address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank on this host."""
         self.begun = False
@@ -63,7 +65,7 @@ class World:
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the world of a new group of global `ranks`. A new world may begin with the group."""
+        """Returns the world of a new group of global `ranks`: the current one if it has them, else a new one."""
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
@@ -79,9 +81,9 @@ class World:
             World._current = self
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
-        """Starts to watch the ranks of the first group, unless a watch is borrowed. Each rank calls it.
+        """Starts to watch the ranks of the first group, unless a watcher is borrowed. Each rank calls it.
 
-        Returns why all groups must use gloo: the first `problem` of a rank, or that there is no control plane.
+        Returns why all groups must use gloo (the first `problem` of a rank, or no control plane), or "".
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
@@ -107,19 +109,19 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store for what a group of `ranks` makes later. `store`: at which they met."""
+        """Returns the store for later connections of a group. `store`: the one with which the group was made."""
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))
 
     def hand_over(self, world: World) -> None:
-        """Makes `world` the world of later groups, if this is. Call it before the group of this one is destroyed."""
+        """If this is the world of later groups, makes `world` that. Call it before this one's group is destroyed."""
         with _LOCK:
             if World._current is self:
                 World._current = world
         self.leaves_in_background = True
 
     def close(self) -> None:
-        """Ends the world. May be called twice."""
+        """Ends the world. Idempotent."""
         with _LOCK:
             if World._current is self:
                 World._current = None
@@ -129,7 +131,7 @@ class World:
             self.end_watch()
 
     def end_watch(self) -> None:
-        """Ends the watch, unless it is borrowed. May be called twice."""
+        """Ends the watch, unless it is borrowed. Idempotent."""
         if not self._is_borrowed:
             self.watcher.close()
 

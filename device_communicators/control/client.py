@@ -18,7 +18,7 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""As kMostStoreBytes in csrc/store.h."""
+"""Equals kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
 """A listener's first bytes."""
 _MOST_PARTS = 1 << 17
@@ -66,7 +66,7 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 
 
 class Request:
-    """One request, used by one thread at a time. `ControlStore.hold` keeps it: the server detects its close."""
+    """A request, for one thread at a time. When a request of `hold` closes, the server removes the held key."""
 
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float) -> None:
         self._library = library

@@ -47,11 +47,11 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""Limit of an agreement's value."""
+"""Maximum size of an agreement's value."""
 MOST_STATUS_BYTES = 64 << 10
 """A larger question gets no reply; a larger reply is truncated."""
 MOST_TEXT_BYTES = 256
-"""Limit of an agreement's purpose; longer causes of failures are truncated."""
+"""Maximum size of an agreement's purpose. Longer causes of failures are truncated to it."""
 LINGER_S = 1.0
 GREETING_BYTES = 44
 """Size of a listener's first bytes: its hello and the head of its nonce frame (docs/protocol.md)."""
@@ -60,9 +60,9 @@ _GRACE_S = 5.0
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""As kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
+"""Equal to kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
-"""HMAC would hash a longer key first."""
+"""Block size of HMAC-SHA-256, which would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
 """Position of the endpoint on a board; see BoardHead in csrc/machine.h."""
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
@@ -130,7 +130,7 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes) -> Endpoint:
-        """Raises ValueError."""
+        """Decodes the text of `str(endpoint)`. Raises ValueError or TypeError for other text."""
         proc, host, port, token, board = json.loads(text)
         return cls(int(proc), str(host), int(port), str(token), int(board))
 
@@ -569,7 +569,7 @@ class World:
 
 
 def describe(library: Any, record: bytes) -> str:
-    """Returns a replay as text: events, actions, exits, and whether the final state matches."""
+    """Replays a record of `World.record` and describes it: events, actions, exits, and if the final state matches."""
     return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
 
 

@@ -88,7 +88,7 @@ class ControlStore(dist.Store):
         self.library.ps_store_close(self._client)
 
     def clone(self) -> ControlStore:
-        """This store, because its requests never wait for each other."""
+        """Returns this store: its requests never wait for each other."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:

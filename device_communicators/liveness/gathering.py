@@ -1,4 +1,4 @@
-"""Helpers of `Watcher.gather`: splits records into parts of 4 KiB, and gathers parts over gloo."""
+"""Parts of `Watcher.gather`: cuts records into parts of 4 KiB, and gathers parts over gloo."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which ranks of the world died. The control plane reports deaths to a `Watcher`; calls that wait for peers poll it.
+"""Records which ranks of the world died. The control plane reports deaths to a `Watcher`; waiting calls poll it.
 
-They poll `deaths_of` at intervals; calls that needn't wait never do. A rank that left on purpose is not dead: it has
-sent everything that its peers wait for.
+A rank that left on purpose is not dead: it has sent everything that its peers wait for.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Place(NamedTuple):
     began: str
     """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: Endpoint | None
-    """Of its control plane."""
+    """Address of the rank's control plane."""
 
     @property
     def domain(self) -> str:
@@ -202,7 +201,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """Describes why the control plane is unavailable. Only valid if it is."""
+        """Describes why there is no control plane. Meaningless while there is one."""
         return self._problem
 
     @property
@@ -265,12 +264,12 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Makes `shared_by` find this watcher, for torch backend groups, which must be closed before it."""
+        """Adds this watcher to those of `shared_by`. Groups of the torch backend that use it must close first."""
         _SHARED.add(self)
 
     @classmethod
     def shared_by(cls, ranks: Iterable[int]) -> Watcher | None:
-        """Returns a watcher of this process that watches all these global ranks and was shared by `share`, or None."""
+        """Returns a watcher that was shared by `share` and watches all these global ranks; None if there is none."""
         return next((each for each in list(_SHARED) if each.watches(ranks)), None)
 
     def ask(

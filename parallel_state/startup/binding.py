@@ -1,4 +1,4 @@
-"""Binds this rank to its cores: its share of the host's, or those of a list. `base.cores` reads the CPU topology."""
+"""Binds this process to CPU cores: its share of the host's, or a given list. `base.cores` reads the CPU topology."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds this process to the cores of PARALLEL_STATE_CORES. Returns the previous cores; None if it is unset."""
+    """Binds this process to the cores of PARALLEL_STATE_CORES. Returns the previous cores; None if it's unset."""
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
         return None
@@ -41,7 +41,7 @@ def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | Non
 
 
 def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | None:
-    """Returns the cores of a rank of this host by PARALLEL_STATE_CORES; None if it is unset."""
+    """Returns the cores that PARALLEL_STATE_CORES assigns to a local rank; None if the variable is unset."""
     lists = settings.CORES.get()
     if lists is None:
         return None
@@ -54,7 +54,7 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Finds a host whose ranks divide its cores but were started with different ones.
+    """Finds a host whose ranks divide its cores, but started with different sets of allowed cores.
 
     Returns the host and two lists of cores with their ranks, or []. Each rank computes its own share, so all of a host
     must start with the same cores.

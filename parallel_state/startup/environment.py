@@ -127,7 +127,7 @@ def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets the unset variables that torch's `env://` reads, except to None. Returns the new ones."""
+    """Sets torch's `env://` variables that are unset and known here. Returns the new ones."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,
@@ -165,8 +165,8 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
     """Returns True if torchrun or `launch` hosts the store at an address. Rank 0 must not host one then.
 
-    torchrun sets a variable; `launch` passes the store itself. Programs that a rank starts inherit a variable: torch in
-    them would then expect a launcher's store at their own address.
+    torchrun sets a variable. `launch` passes the store object instead, because programs that a rank starts inherit
+    variables: torch in them would expect a launcher's store at their own address.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True

@@ -1,9 +1,9 @@
 """Network interfaces: the address at which other hosts reach this process, and the variables of NCCL and gloo.
 
-gloo announces the address of the interface in GLOO_SOCKET_IFNAME. If unset, it resolves this host's name and takes the
-first local address, or loopback without one. On many hosts /etc/hosts maps that name to 127.0.1.1. This module finds
-the address first, so that start-up can check it. It never changes a variable that is set, and sets none for a world on
-one node.
+gloo announces the address of the interface in GLOO_SOCKET_IFNAME. If it's unset, gloo resolves this host's name and
+takes the first local address, or loopback without one. On many hosts /etc/hosts maps that name to 127.0.1.1. This
+module finds the address first, so that start-up can check it. It never changes a variable that is set, and sets none
+for a world on one node.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Address(NamedTuple):
     cores: str = ""
     """The cores to divide among the host's ranks, as `0-3,8`; empty if they don't share cores."""
     obstacle: str = ""
-    """Why it can't listen for the other ranks; empty if it can, or if it lacks the compiled library."""
+    """The reason that this process can't listen for the other ranks; empty if it can, or has no compiled library."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
@@ -89,7 +89,10 @@ def process() -> Address:
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Returns host, address and ranks of a loopback address in a world of several hosts; [] if there is none."""
+    """Finds a host that announces a loopback address in a world of several hosts.
+
+    Returns its name, the address and its ranks; [] if there is none.
+    """
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -97,7 +100,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Returns an address that two hosts announce, and name, interface and ranks of each; [] if there is none."""
+    """Finds an address that two hosts announce. Returns it, then each host's name, interface and ranks; [] if none."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -111,9 +114,10 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Returns a rank that the control plane can't reach, its Address and the reason; [] if there is none.
+    """Finds a rank whose control plane other ranks can't reach. Returns the rank, its Address and the reason, or [].
 
-    Without the compiled library on rank 0, the world has no control plane. Exits are then detected at deadlines only.
+    Also returns [] without the compiled library on rank 0: the world then has no control plane, and exits are detected
+    at deadlines only.
     """
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:

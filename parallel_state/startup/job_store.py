@@ -1,4 +1,4 @@
-"""Holds the store that `launch` gave to this process, and describes the store of the default group."""
+"""Keeps the store that `launch` gave to this process, and describes the store of the default group."""
 
 from __future__ import annotations
 

@@ -62,18 +62,18 @@ E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
-_OWN_NAME_S = 2.0  # to resolve this host's own name
+_OWN_NAME_S = 2.0  # timeout of resolving this host's own name
 _FAREWELL_S = 1.0  # a rank 0 that gives up keeps serving for this long, so that peers can read the verdict
 _READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
-_LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
-_LINGER_S = 3.0  # after it has raised, its process tells late ranks why; less than _PORT_RETRY_S of stores.py
+_LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
+_LINGER_S = 3.0  # after rank 0 raised, late ranks can read its verdict for this long; below stores._PORT_RETRY_S
 _TOGETHER_S = 0.1  # ranks that exit within this time are reported together
 _SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
 _LOOK_S = 1.0  # poll interval of other ranks for a later round's world
-_CONNECT_S = 2.0  # one attempt to reach rank 0's store
+_CONNECT_S = 2.0  # timeout of one attempt to reach rank 0's store
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
-_ANSWER_S = 1.2  # for rank 0 to answer a complaint; then the rank connects again
+_ANSWER_S = 1.2  # timeout of rank 0's answer to a complaint; then the rank connects again
 _DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time after it deleted the first one
 
 _WORLD, _COMPLAINT = "world", "complaint"
@@ -95,10 +95,10 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
 _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, ForeignServiceError, ConfigMismatchError)
 """Causes of a failed request to the store of an exited process. Another process may have taken its port."""
 _LONGEST = 400
-"""Longer obstacles are cut to this many characters."""
+"""Longer obstacles are truncated to this many characters."""
 _WARN_S = 10.0  # a waiting rank warns at this interval
 _SURVEY_S = 0.2  # minimum poll interval for entries of ranks beyond the first missing one
-_LOOKED_AT_PER_S = 1024  # at most so many entries are polled per second
+_LOOKED_AT_PER_S = 1024  # maximum number of entries polled per second
 
 
 class Met(NamedTuple):
@@ -154,7 +154,7 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 _LINGERING: dict[int, contextlib.ExitStack] = {}
-"""By process, as a forked child can't close them: the stores of a failed start, where late ranks read the verdict."""
+"""PID -> stores of a failed start, where late ranks read the verdict. A forked child must not close its parent's."""
 
 
 def end_linger() -> None:
@@ -430,12 +430,10 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a rank has complained twice, or about something else than the network.
+        """Returns True if a rank repeated its complaint, or complains about something else than the network.
 
-        Deletes a first complaint.
-
-        If this process was only stopped, or the network interrupted for a moment, the rank then enters after all.
-        Otherwise it complains again.
+        Deletes a first complaint. If this process was only stopped, or the network interrupted for a moment, the rank
+        then enters. Otherwise it complains again.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
@@ -503,7 +501,7 @@ class _Meeting:
                 if newest == "":
                     self._check_late(launcher)
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
-                # No server yet, or the server of an earlier world was shutting down.
+                # There is no server yet, or an earlier world's server is shutting down.
                 launcher = None
                 if not name:  # after a world was found, its obstacle explains more
                     prefix = "rank 0 doesn't answer there: " if self.way.server is not None else ""
@@ -533,7 +531,10 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises the verdict of a start that failed without this rank, once; the next call waits for the next start."""
+        """Raises the error of a start that failed before this rank entered, once.
+
+        Later calls wait for the next start.
+        """
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)

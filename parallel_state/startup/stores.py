@@ -36,9 +36,9 @@ logger = logging.getLogger("parallel_state")
 
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
-_RESOLVE_S = 60.0  # to resolve rank 0's name: a name server caches that a name doesn't exist for up to 30 s
-_STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
-_ARRIVAL_S = 1.0  # for a connection to arrive here through a proxy that accepted it
+_RESOLVE_S = 60.0  # timeout of resolving rank 0's name: name servers cache a missing name for up to 30 s
+_STRANGER_S = 0.2  # timeout for the service on rank 0's port to identify itself
+_ARRIVAL_S = 1.0  # timeout for a connection that a proxy accepted to arrive here
 _PAUSES_S = (0.002, 0.5)  # first and longest pause between two polls
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # polls by all ranks together: at first, and later
 

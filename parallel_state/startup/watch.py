@@ -1,4 +1,4 @@
-"""Waits for torch calls that can't be interrupted, until a rank exits or the start's deadline."""
+"""Runs torch calls that can't be interrupted in threads, and stops waiting when a rank exits or the deadline passes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def run_watched(
 ) -> T:
     """Returns the result of `call(is_abandoned)`, which runs in a thread that this function may abandon.
 
-    It does so, and raises AbandonedError, if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns True, or
-    the deadline passes. torch's calls that connect ranks don't detect exits and can't be interrupted. A call that
-    returns after it was abandoned must check `is_abandoned()` and undo its work.
+    Raises AbandonedError if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns True, or the deadline
+    passes: torch's calls that connect ranks don't detect exits. The abandoned call goes on; when it returns, it must
+    check `is_abandoned()` and undo its work.
     """
     ranks = list(ranks)
     abandoned = threading.Event()
