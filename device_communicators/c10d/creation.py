@@ -141,7 +141,9 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
     except dist.DistError as error:
         kind, why, suspects = world.watcher.explain_lost_store(store, error, members.ranks)
         elapsed_s = time.monotonic() - started
-        text = f"the start of {members} failed after {elapsed_s:.3f} s: {why}. Look at the process that serves it"
+        text = (
+            f"the start of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves it"
+        )
         raise members.failure(kind, text, "new_group", suspect_ranks=suspects, elapsed_s=elapsed_s) from error
 
 
@@ -151,8 +153,8 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
         logger.warning(
-            'the backend "parallel_state" of torch.distributed goes over gloo, without shared memory and without the '
-            "watch of deaths: %s",
+            'the backend "parallel_state" of torch.distributed uses gloo, without shared memory, and detects exits '
+            "of ranks at deadlines, or when a gloo connection breaks: %s",
             world.over_gloo,
         )
     rank, size = members.rank, len(members.ranks)

@@ -324,7 +324,9 @@ class Group:
     def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
         members, elapsed_s = self._members, time.monotonic() - started
         kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self._context.failure_ranks)
-        text = f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. Look at the process that serves it"
+        text = (
+            f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves it"
+        )
         failure = members.failure(kind, text, operation, suspect_ranks=suspects, elapsed_s=elapsed_s)
         failure.__cause__ = error
         return as_torch_error(failure)

@@ -308,7 +308,10 @@ class World:
             )
         ordered = sorted(set(ranks))
         if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
-            raise InvalidArgumentError(f"ranks must be of this world and include this one: {format_ranks(ranks)}")
+            raise InvalidArgumentError(
+                f"the agreement '{purpose}' needs global ranks of this world, this one included, but got "
+                f"{format_ranks(ranks)}"
+            )
         procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])
         digest, what = ctypes.c_uint64(), f"the agreement '{purpose}' (attempt {attempt})"
         call = (self._handle, purpose.encode(), attempt, procs, len(ordered), value, len(value))
@@ -347,7 +350,7 @@ class World:
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
-            raise UsageError(f"{what} can't be awaited in the control plane's callback thread; give on_replies")
+            raise UsageError(f"{what} can't be awaited in the control plane's callback thread; pass on_replies")
         with self._lock:
             numbers = {self._asked + 1 + at: rank for at, rank in enumerate(ranks)}
             self._asked += len(numbers)

@@ -245,7 +245,7 @@ class Watcher:
                 self._problem = "rank {} {}".format(*unreachable)
             if logs.is_first_of_host():
                 logger.warning(
-                    "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
+                    "exits of ranks are detected at deadlines, or when a gloo connection breaks: %s", self._problem
                 )
             self._leave()
             return
@@ -510,7 +510,7 @@ class Watcher:
         """Describes why exits of these ranks are detected late; "" if they are detected at once."""
         if self.watches(ranks):
             return ""
-        return f"exits of ranks are noticed at deadlines, or when a gloo connection breaks: {self._problem}"
+        return f"exits of ranks are detected at deadlines, or when a gloo connection breaks: {self._problem}"
 
     def neighbours_of(self, rank: int) -> list[int]:
         """Returns the other ranks that can watch the process of `rank` by its PID."""

@@ -728,15 +728,15 @@ class _Meeting:
             )
         if kind == _ENDED:
             error = self._error(
-                f"{self._name} met the others at {self.way.where}, but global ranks {format_ranks(words)} exited while "
-                "they waited there; see the logs of these ranks",
+                f"{self._name} can't start: global ranks {format_ranks(words)} exited during the rendezvous at "
+                f"{self.way.where}; see the logs of these ranks",
                 words,
                 PeerDiedError,
             )
             error.group = "world"
             return error
         return self._error(
-            f"{self._name} was at {self.way.where}, but ranks {format_ranks(words)} did not come within "
+            f"{self._name} waited at {self.way.where}, but ranks {format_ranks(words)} did not come within "
             f"{self.timeout_s:g} s. Check that these ranks were started and did not exit early; for a slow start, "
             "raise PARALLEL_STATE_START_TIMEOUT_S",
             words,

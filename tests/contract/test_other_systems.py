@@ -79,7 +79,7 @@ for again in (True, False):
     tp = ps.get_tp_group()
     explained = tp.explain()
     assert "the compiled library needs Linux, and this is darwin" in explained, explained
-    assert "exits of ranks are noticed at deadlines, or when a gloo connection breaks" in explained, explained
+    assert "exits of ranks are detected at deadlines, or when a gloo connection breaks" in explained, explained
     assert ps.get_nodes() == [[0, 1]]
     x = torch.arange(4.0) + rank
     assert tp.all_reduce(x).tolist() == [1.0, 3.0, 5.0, 7.0]

@@ -31,7 +31,7 @@ def test_a_world_over_gloo_without_the_compiled_part(without: tuple[int, ...]) -
     ended = run_in_ranks(PROGRAM.replace("WITHOUT", repr(without)), dict(os.environ), 2, DEADLINE_S)
     for code, output in ended:
         assert code == 0 and "sum 2.0" in output, output
-    text = "exits of ranks are noticed at deadlines, or when a gloo connection breaks"
+    text = "exits of ranks are detected at deadlines, or when a gloo connection breaks"
     assert [output.count(text) for _, output in ended] == [1, 0], ended
 
 

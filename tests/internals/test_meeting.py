@@ -105,7 +105,7 @@ def test_a_rank_that_ends_is_named_at_once(job: Job, monkeypatch: pytest.MonkeyP
     began = time.monotonic()
     entered[2].raw.close()
     for rank in (0, 3):
-        with pytest.raises(PeerDiedError, match=r"global ranks \[2\] exited while") as told:
+        with pytest.raises(PeerDiedError, match=r"global ranks \[2\] exited during") as told:
             futures[rank].result(AMPLE_S)
         assert told.value.suspect_ranks == (2,)
     assert time.monotonic() - began < SOON_S
