@@ -11,9 +11,9 @@
 namespace parallel_state::control {
 namespace {
 
-// Values for agreements not called here are refused beyond this total.
+// Maximum size of all values for agreements that were not called here; more are refused.
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
-// Older agreements that are over are erased, even if members aren't done.
+// Number of finished agreements that are kept; older ones are erased, even if members aren't done.
 constexpr std::size_t kMostKept = 256;
 // Lifetime of an agreement that is known only from a decider's question.
 constexpr Nanos kAskedTime = 600 * kSecond;
@@ -108,7 +108,7 @@ void Core::tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> 
   action.verdict = std::move(verdict);
 }
 
-// As undecided. This process still answers peers.
+// Ends the call as undecided. This process still answers peers.
 void Core::end_calls() {
   for (auto& [key, round] : rounds_) {
     if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
@@ -128,8 +128,8 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   return entry;
 }
 
-// Erases the oldest agreements that are over, which members that never call would keep forever; and those not called
-// here whose callers are past their deadlines.
+// Erases the oldest finished agreements, which members that never call would keep forever. Also erases agreements not
+// called here whose callers are past their deadlines.
 void Core::forget_rounds() {
   std::vector<std::uint64_t> over;
   for (const auto& [key, round] : rounds_) {
@@ -173,18 +173,18 @@ bool Core::on_round(int connection, const Frame& frame) {
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
-    // A done without members: this process called the agreement, which was *agreed*, and erased it.
+    // A done frame without members: this process called the agreement, which was *agreed*, and has erased it.
     if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
-  if (frame.kind == FrameKind::kForget) {  // has no valid seat
+  if (frame.kind == FrameKind::kForget) {  // a forget frame has no valid seat
     if (is_known && found->second.called && found->second.is_over()) rounds_.erase(found);
     return true;
   }
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
   const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
-  // Without room the frame is dropped; the sender's call ends as undecided, with this process as the culprit.
+  // If there is no room, the frame is dropped; the sender's call ends as undecided, with this process as the culprit.
   if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) return true;
   take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;
@@ -262,7 +262,7 @@ bool Core::advance(RoundEntry* entry) {
   return true;
 }
 
-// As member 0.
+// Decides as member 0.
 void Core::reach_verdict(Round* round) {
   if (round->checked != ends_digest_) {
     round->checked = ends_digest_;
@@ -322,7 +322,8 @@ std::vector<Proc> Core::silent_members(const Round& round) const {
   return silent;
 }
 
-// Before the earliest deadline, tells waiting members who is silent; else they would name this decider.
+// Before the earliest deadline, sends the silent members' names to waiting members; otherwise they would blame this
+// decider.
 void Core::tell_hint(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.expires == kNever || round.hinted) return;
@@ -346,7 +347,7 @@ void Core::deliver(RoundEntry* entry) {
   tell_verdict(key, undecided(target < 0 ? round.members : std::vector<Proc>{round.members[target]}));
 }
 
-// As a member: sends the value, then done, once per decider and connection.
+// As a member, sends the value and later done, once per decider and connection.
 void Core::serve(RoundEntry* entry, int target) {
   Round& round = entry->second;
   const bool done = round.verdict != nullptr && round.delivered;
@@ -356,7 +357,7 @@ void Core::serve(RoundEntry* entry, int target) {
   const int connection = connect(round.members[target]);
   if (connection < 0) return;
   Message message = message_of(*entry);
-  // After a failure, done carries the verdict to a decider that may not have called.
+  // After a failure, done contains the verdict for a decider that may not have called.
   const bool tells = done && round.verdict->kind != Verdict::kAgreed;
   if (tells) message.verdict = round.verdict;
   if (!done || tells) message.members = round.members;
@@ -368,7 +369,7 @@ void Core::serve(RoundEntry* entry, int target) {
   round.sent_done = done;
 }
 
-// As the decider: sends the verdict, and erases the agreement when all living members are done.
+// As the decider, sends the verdict, and erases the agreement when all living members are done.
 bool Core::decide(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.verdict == nullptr) return true;
@@ -403,7 +404,7 @@ void Core::advance_all() {
   advance_questions();
 }
 
-// Status: one question, one reply, on one connection.
+// Questions for a status: one question and one reply on a connection.
 
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
@@ -448,7 +449,7 @@ bool Core::on_question(int connection, const Frame& frame) {
   const Bytes bytes = reader.text();
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check, without the program
+  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check: the program isn't asked
     send(connection, FrameKind::kReply, Writer().number(id).text("").take());
     return true;
   }

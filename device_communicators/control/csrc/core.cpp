@@ -18,7 +18,7 @@ std::uint64_t entry_digest(Proc proc, const End& end) {
   return digest.value();
 }
 
-// A sum, so that a changed entry updates it alone.
+// A sum of the entries' digests: a changed entry replaces only its own.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
   for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
@@ -91,7 +91,7 @@ void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   out_ = actions;
   skew_ = std::max(skew_, now_ - now);
   now_ = now + skew_;
-  // A paused process received nothing: shift its clocks before it judges peers.
+  // A paused process received nothing: shift its clocks before it checks peers.
   if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse(now_ - alarm_);
   if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
@@ -277,7 +277,7 @@ void Core::dial(Proc proc, bool for_watch) {
   action.endpoint = &roster_->members[index].endpoint;
 }
 
-// -1: none is identified.
+// Returns -1 if no connection is identified.
 int Core::link_to(Proc proc) const {
   const auto peer = peers_.find(proc);
   if (peer == peers_.end()) return -1;
@@ -287,7 +287,7 @@ int Core::link_to(Proc proc) const {
   return -1;
 }
 
-// As link_to; dials if there is none.
+// Like link_to, but dials if there is no connection.
 int Core::connect(Proc proc) {
   const int connection = link_to(proc);
   if (connection >= 0) links_[connection].for_watch = false;
@@ -359,7 +359,7 @@ void Core::on_dialed(const Event& event) {
   greet(event.connection, event.nonce);
 }
 
-// A refused dial for a call reports no exit: the process may have left, as its domain's state shows.
+// A refused dial of a call doesn't report an exit: the process may have left, as its domain's state shows.
 void Core::on_no_dial(const Event& event) {
   Peer& peer = peers_[event.proc];
   peer.dialing = false;
@@ -473,7 +473,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
   }
 }
 
-// `by_peer`: not closed by this process.
+// `by_peer`: this process didn't close it.
 void Core::drop(int connection, bool by_peer) {
   const auto found = links_.find(connection);
   if (found == links_.end()) return;
@@ -506,7 +506,7 @@ void Core::close(int connection) {
   drop(connection, false);
 }
 
-// Logs the first, the tenth, the hundredth: strangers must not fill the log.
+// Logs the first, the tenth, the hundredth, so that foreign connections can't fill the log.
 void Core::refuse(int connection, const char* reason) {
   std::uint64_t logged = 1;
   while (logged < refused_ + 1) logged *= 10;
@@ -614,13 +614,13 @@ bool Core::all_gone(const std::vector<int>& indices) const {
   return std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(proc_at(index)); });
 }
 
-// Faster after a death in this domain, so that a stopped lead is replaced in time to report it.
+// Beats faster after a death in this domain, so that a stopped lead is replaced in time to report it.
 bool Core::is_stale(int index) const {
   const Nanos seen = seen_[roster_->place_of[index]];
   return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
-// The lowest living process of the domain; or a higher one if all lower ones are stale.
+// Returns true for the lowest living process of the domain, or a higher one if all lower ones are stale.
 bool Core::is_lead() const {
   if (is_dead(self_)) return false;
   for (const int index : own_domain()) {
@@ -781,7 +781,7 @@ void Core::judge_refused(int domain) {
   }
 }
 
-// Dials the lowest living process; in a hunt all of them.
+// Dials the lowest living process; during a hunt, all of them.
 void Core::dial_domain(int domain) {
   Watch& watch = watches_[domain];
   watch.dial_at = now_ + config_.patience;
@@ -790,7 +790,7 @@ void Core::dial_domain(int domain) {
     if (is_gone(proc)) continue;
     Peer& peer = peers_[proc];
     if (peer.out < 0 && peer.in < 0 && peer.refused == kNever) {
-      if (!peer.for_watch) peer.next_dial = std::min(peer.next_dial, now_);  // a refused call delays no watch
+      if (!peer.for_watch) peer.next_dial = std::min(peer.next_dial, now_);  // a refused call doesn't delay a watch
       if (now_ < peer.next_dial) watch.dial_at = std::min(watch.dial_at, peer.next_dial);
       dial(proc, true);
     }
@@ -807,7 +807,8 @@ void Core::tend_links() {
       dead.push_back(connection);
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
       late.push_back(connection);
-    } else if (is_watched && now_ - std::max(link.sign, link.watched) > config_.limit / 2) {  // idle before: no sign
+    } else if (is_watched &&
+               now_ - std::max(link.sign, link.watched) > config_.limit / 2) {  // while idle it had no sign
       // Dial again: a full window or a lost NAT entry also silences a connection.
       useless.push_back(connection);
     } else if (is_watched) {
@@ -818,7 +819,7 @@ void Core::tend_links() {
     }
   }
   for (const int connection : dead) {
-    if (links_[connection].identified) send_state(connection);  // if alive, it must receive the report about itself
+    if (links_[connection].identified) send_state(connection);  // if alive, it must receive the report of its own death
     close(connection);
   }
   for (const int connection : useless) close(connection);

@@ -23,14 +23,14 @@ namespace parallel_state::control {
 namespace {
 
 constexpr Nanos kDialTime = 2 * kSecond;
-constexpr Nanos kCloseTime = 2 * kSecond;  // then a close is forced
-constexpr Nanos kPoll = 5 * kMillisecond;  // for acknowledgements and boards, which raise no event
+constexpr Nanos kCloseTime = 2 * kSecond;  // after this time a close is forced
+constexpr Nanos kPoll = 5 * kMillisecond;  // interval of polling acknowledgements and boards, which raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
 constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
 constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
-constexpr int kReads = 4;  // of one connection before others are read
+constexpr int kReads = 4;  // reads of one connection before others are read
 constexpr int kAccepts = 64;
 constexpr std::size_t kMostNews = 4096;
 constexpr std::size_t kStackBytes = 1U << 20;  // includes libraries' thread-local storage
@@ -90,14 +90,14 @@ Bytes last_news(const char* cause) {
 
 class Driver;
 
-// A forked child starts with none.
+// A forked child starts without one.
 struct Plane {
   std::map<std::int64_t, std::shared_ptr<Stay>> stays;
   Driver* driver = nullptr;
 };
 
 Plane* plane = nullptr;        // guarded by the fork mutex
-std::int64_t next_handle = 1;  // kept over fork: a child's handles differ
+std::int64_t next_handle = 1;  // kept over a fork, so that a child's handles differ
 
 Plane& own_plane() {
   if (plane == nullptr) {
@@ -498,7 +498,7 @@ class Driver {
     }
   }
 
-  // Discards what a peer still sends. True at the end of the stream.
+  // Discards what a peer still sends. Returns true at the end of the stream.
   static bool drain(Connection* connection) {
     char bytes[4096];
     for (int i = 0; i < 64; ++i) {
@@ -508,7 +508,7 @@ class Driver {
     return false;
   }
 
-  // `bytes`: Bytes, or a shared part.
+  // `bytes`: Bytes, or a shared part of them.
   template <typename Part>
   void send(Stay* stay, int number, const Part& bytes) {
     Connection* const connection = find(stay, number);
@@ -719,8 +719,8 @@ class Driver {
   std::vector<Command> commands_;  // guarded by the fork mutex
   std::map<Stay*, std::shared_ptr<Stay>> stays_;
   std::map<int, std::pair<Stay*, Source>> sources_;
-  std::map<int, Stay*> timed_;                 // with a deadline
-  std::vector<std::pair<Stay*, int>> unsent_;  // to flush or close
+  std::map<int, Stay*> timed_;                 // stays with a deadline
+  std::vector<std::pair<Stay*, int>> unsent_;  // connections to flush or close
   Nanos shortage_until_ = 0;
   int last_number_ = 0;
 };

@@ -23,9 +23,9 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
-constexpr std::size_t kMostShown = 64;  // quoted bytes of another service's answer
-constexpr Nanos kPause = 20'000'000;    // before a connection that closed early is redialed
-constexpr Nanos kEnd = 200'000'000;     // within which a running server ends a cancelled wait
+constexpr std::size_t kMostShown = 64;  // quoted bytes of a foreign service's answer
+constexpr Nanos kPause = 20'000'000;    // delay before redialing a connection that closed early
+constexpr Nanos kEnd = 200'000'000;     // time in which a running server ends a cancelled wait
 constexpr std::size_t kMostFree = 4;    // idle connections per client
 // Keepalives keep firewalls from dropping idle connections. A connection ends 70 s after the server's host vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
@@ -76,10 +76,10 @@ class Guest {
     return 0;
   }
 
-  // The previous request must have its reply.
+  // The reply of the previous request must have arrived.
   int ask(Bytes request) {
     char byte;
-    // A server sends nothing between requests: a readable socket was closed.
+    // A server sends nothing between requests: a readable socket is closed.
     const bool is_quiet =
         !identified_ || (recv(*socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR));
     if (!is_quiet) return ESTALE;
@@ -102,7 +102,7 @@ class Guest {
       const Nanos left = std::max<Nanos>(until - monotonic_now(), 0);
       const int count = ::poll(&poll, 1, static_cast<int>((left + 999'999) / 1'000'000));
       if (count < 0 && errno != EINTR) return errno;
-      if (count <= 0) return identified_ ? EAGAIN : EINPROGRESS;  // after a signal, too: the caller runs its handler
+      if (count <= 0) return identified_ ? EAGAIN : EINPROGRESS;  // also after a signal: the caller runs its handler
       if (!connected_) {
         if (const int code = dial_error(*socket_); code != 0) return code;
         connected_ = true;
@@ -123,7 +123,7 @@ class Guest {
   int flush() {
     while (!out_.empty()) {
       const ssize_t size = send(*socket_, out_.data(), out_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (size < 0) return errno == EAGAIN || errno == EINTR ? 0 : read();  // received bytes may have the cause
+      if (size < 0) return errno == EAGAIN || errno == EINTR ? 0 : read();  // received bytes may contain the cause
       out_.erase(0, static_cast<std::size_t>(size));
     }
     return 0;
@@ -203,7 +203,7 @@ struct Client {
 // One request to a store, used by one thread at a time. Its destructor closes the connection if no reply arrived.
 class Request {
  public:
-  // `deadline`: of the reply. `connected_by`: of the handshake.
+  // `deadline`: of the reply. `connected_by`: deadline of the handshake.
   Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, Nanos connected_by)
       : client_(std::move(client)), content_(std::move(content)), deadline_(deadline), connected_by_(connected_by) {
     const auto call = static_cast<StoreCall>(content_.empty() ? 0 : content_[0]);
@@ -353,7 +353,7 @@ std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t cap
   return request->text.size();
 }
 
-// Closes the connection of a kHold, or if no reply has arrived.
+// Closes the connection if it is a kHold, or if no reply has arrived.
 void ps_store_end(std::int64_t handle) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   requests.erase(handle);

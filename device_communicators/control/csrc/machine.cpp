@@ -64,7 +64,7 @@ Open& open_descriptors() {
   return *open_now.load();
 }
 
-// The fields from the third on; none if the process has exited.
+// Returns the fields from the third on; none if the process has exited.
 std::vector<std::string> stat_fields(int file) {
   char text[1024];
   const ssize_t size = pread(file, text, sizeof(text), 0);

@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kPartBytes = 4;  // size of a part's length field
 constexpr std::size_t kMostHeldBytes = 64U << 10;
 
-// Internal: the request can't be carried out.
+// Internal error: the request can't be carried out.
 struct Problem {
   std::string text;
 };
@@ -39,7 +39,7 @@ Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_di
 
 Seal::Seal(std::string_view token, bool to_listener, std::string_view nonce_of_guest,
            std::string_view nonce_of_listener) {
-  Writer writer;  // differs from the first byte of a proof, so that no proof equals a key
+  Writer writer;  // its first byte differs from that of a proof's message, so no proof equals a key
   writer.text(to_listener ? "to listener" : "to guest").text(nonce_of_guest).text(nonce_of_listener);
   key_ = hmac_sha256(token, writer.take());
 }

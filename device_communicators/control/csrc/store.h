@@ -79,13 +79,13 @@ class Store {
     Bytes bytes;
     bool is_question = false;  // `bytes` is for the program
   };
-  // Each appends to `out` what guests receive: replies, also to guests whose last missing key was set.
+  // Each method appends to `out` the replies to guests, also to those whose last missing key was set.
 
   // `handed`: the bytes of kGuest. Returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
-  // False: as `admit`.
+  // Returns false as `admit` does.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
-  // The program's answer to a question.
+  // Passes on the program's answer to a question.
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
   // Drops the guest's wait, and replaces each KEY that it holds by gone/KEY.
   void drop(int guest, std::vector<Output>* out);
@@ -95,7 +95,7 @@ class Store {
     Parser parser;
     Seal in, out;
     bool asks = false;
-    // Of a kGet or kWait; it waits while keys are missing.
+    // Of a kGet or kWait, which waits while keys are missing
     bool gets = false;
     std::vector<Bytes> keys;
     std::set<Bytes> missing;
