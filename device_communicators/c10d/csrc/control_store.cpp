@@ -1,7 +1,7 @@
-// The store of a listener of the control plane (control/csrc/store.h) as a store of torch.
+// Implements torch's Store as a client of a control plane's store (control/csrc/store.h).
 //
-// torch's threads call a store at any time, also while Python exits or a thread holds the interpreter lock. So no
-// method needs Python; only the main thread takes the lock, once a signal has come.
+// torch's threads call a store at any time, also while Python exits or another thread holds the interpreter lock. So no
+// method needs Python; only the main thread takes the lock, after a signal arrived.
 
 #include "control_store.h"
 
@@ -35,7 +35,7 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr double kSliceSeconds = 0.05;
 constexpr double kConnectSeconds = 2.0;
 
-// The client in the compiled library, which this process has loaded already: see control/csrc/guest.cpp.
+// The client in the compiled library, which this process has already loaded: see control/csrc/guest.cpp.
 struct Client {
   explicit Client(const std::string& path) {
     void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
@@ -61,7 +61,7 @@ struct Client {
 
 class Store : public c10d::Store {
  public:
-  // What Python says of the store: its address, the global rank that serves it, what it requires of a client.
+  // Set and read by Python: the store's address, the global rank that serves it, and its access control.
   struct Facts {
     std::string name;
     std::pair<std::string, int> address;
@@ -69,7 +69,7 @@ class Store : public c10d::Store {
     std::string access;
   };
 
-  // `client`: of ps_store_client. `main_thread`: Python's.
+  // `client`: of ps_store_client. `main_thread`: Python's identifier of it.
   Store(const std::string& library, std::int64_t client, Facts facts, unsigned long main_thread, Milliseconds timeout)
       : c10d::Store(timeout),
         facts(std::move(facts)),
@@ -123,7 +123,7 @@ class Store : public c10d::Store {
     return ask(call, parts, timeout_);
   }
 
-  // Returns the parts of the reply. Raises DistStoreError for a wrong request or keys that are not set in time, and
+  // Returns the parts of the reply. Raises DistStoreError for an invalid request or keys that aren't set in time, and
   // DistNetworkError if the server doesn't answer.
   std::vector<std::string> ask(StoreCall call, const std::vector<std::string>& parts, Milliseconds timeout) {
     const std::string content = control::encode_store(static_cast<std::uint8_t>(call), parts);
@@ -134,7 +134,7 @@ class Store : public c10d::Store {
     const double timeout_s = static_cast<double>(timeout.count()) / 1000;
     const std::int64_t request = library_.ask(client_, content.data(), content.size(), timeout_s, kConnectSeconds);
     if (request < 0) C10_THROW_ERROR(DistNetworkError, name_ + ": " + std::strerror(static_cast<int>(-request)));
-    struct End {  // without a reply it closes the connection
+    struct End {  // closes the connection if no reply arrived
       const Client& library;
       std::int64_t request;
       ~End() { library.end(request); }
@@ -162,7 +162,7 @@ class Store : public c10d::Store {
     return answer;
   }
 
-  // Runs Python's handlers in the main thread if a signal has come.
+  // Runs Python's signal handlers in the main thread if a signal arrived.
   void check_signals() const {
     if (PyThread_get_thread_ident() != main_thread_ || library_.has_signal() == 0) return;
     if (Py_IsInitialized() == 0) return;

@@ -16,7 +16,7 @@
 #include <mutex>
 #include <optional>
 
-// The interface of torch 2.14 is another one.
+// torch 2.14 has another interface.
 #if defined(C10D_BACKEND_HAS_HOOKS) && TORCH_VERSION_MINOR >= 15
 #define PARALLEL_STATE_HAS_HOOKS 1
 #endif

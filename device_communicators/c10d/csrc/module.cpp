@@ -1,4 +1,4 @@
-// The backend as Python sees it: a module with its classes, and the library's errors on their way through C++.
+// The Python module of the backend: its classes, and the conversion of errors between Python and C++.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace parallel_state {
 namespace {
 
-// An exception of Python's on its way through C++, where torch catches it as what it is derived from.
+// Carries a Python exception through C++, where torch catches it as a DistBackendError.
 class PythonError : public c10::DistBackendError {
  public:
   PythonError(const std::string& text, PyObject* error)
@@ -42,7 +42,7 @@ bool is_finalizing() {
 #endif
 }
 
-// What `make` returns or raises in Python, as C++ carries it; null for None.
+// Returns the exception that `make` returns or raises in Python; null for None.
 template <typename Make>
 std::exception_ptr python_error(const char* otherwise, Make make) {
   if (Py_IsInitialized() == 0 || is_finalizing()) {
@@ -52,7 +52,7 @@ std::exception_ptr python_error(const char* otherwise, Make make) {
   py::object error;
   try {
     error = make();
-  } catch (py::error_already_set& raised) {  // Ctrl-C, for one
+  } catch (py::error_already_set& raised) {  // such as KeyboardInterrupt
     error = raised.value();
   }
   if (error.is_none()) return nullptr;
@@ -60,7 +60,7 @@ std::exception_ptr python_error(const char* otherwise, Make make) {
   return std::make_exception_ptr(PythonError(text, error.release().ptr()));
 }
 
-// Kept until the process ends: an object of Python's must not go without the interpreter's lock.
+// Owns a Python object. Releases it with the interpreter lock; never once the interpreter ends.
 std::shared_ptr<py::object> held(py::object object) {
   return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* last) {
     if (Py_IsInitialized() == 0 || is_finalizing()) return;
@@ -110,7 +110,7 @@ Callbacks callbacks_of(const py::object& python) {
     const py::gil_scoped_acquire gil;
     try {
       owner->attr("leave")();
-    } catch (py::error_already_set& raised) {  // it is called in a destructor
+    } catch (py::error_already_set& raised) {  // called in a destructor
       raised.discard_as_unraisable("leave");
     }
   };
@@ -160,7 +160,7 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, st
   made->options()->apply_timeout = [weak = c10::weak_intrusive_ptr<Backend>(made)](std::chrono::milliseconds timeout) {
     if (const auto backend = weak.lock()) backend->setTimeout(timeout);
   };
-  // Python's object of a backend goes with its last user there, the backend with its process group.
+  // The Python object of a backend ends with its last user in Python, the backend with its process group.
   python.attr("shut_down") = py::cpp_function(
       [weak = c10::weak_intrusive_ptr<Backend>(made)] {
         if (const auto backend = weak.lock()) backend->shutdown();
@@ -192,7 +192,7 @@ ReconfigurableBackend::Membership membership_of(const py::object& python) {
     const py::gil_scoped_acquire gil;
     try {
       owner->attr(method)();
-    } catch (py::error_already_set& raised) {  // it is called in a destructor
+    } catch (py::error_already_set& raised) {  // called in a destructor
       raised.discard_as_unraisable(method);
     }
   };

@@ -6,9 +6,9 @@ namespace parallel_state {
 
 namespace {
 
-constexpr std::int64_t kOwnHook = 0;  // the number of the hooks by which a group calls this backend's
+constexpr std::int64_t kOwnHook = 0;  // number of the hooks through which a group calls this backend's
 
-// What `reconfigure` returns: it waits itself until the group is made.
+// The completed work that `reconfigure` returns: it waited until the group was created.
 class Reconfigured final : public Operation {
  public:
   explicit Reconfigured(int rank) : Operation(rank, c10d::OpType::UNKNOWN, nullptr, {}, {}, 0) { finish(nullptr); }
@@ -44,7 +44,7 @@ ReconfigurableBackend::Started ReconfigurableBackend::reconfigure(const c10d::Re
   Group made = membership_.reconfigure(options);
   made->setTimeout(options_->timeout);
 #ifdef PARALLEL_STATE_HAS_HOOKS
-  if (made->supportsCompletionHooks()) {  // a group over gloo doesn't
+  if (made->supportsCompletionHooks()) {  // a gloo backend doesn't
     made->registerCompletionHook(kOwnHook, [hooks = hooks_](const c10d::CompletionHookArgs& args) {
       hooks->completed.call(args.completionKey, args.duration_ms);
     });
@@ -63,7 +63,7 @@ void ReconfigurableBackend::end_group() {
   if (!group) return;
 #ifdef PARALLEL_STATE_HAS_HOOKS
   if (group->supportsAbortHooks())
-    group->unregisterAbortHook(kOwnHook);  // the next group replaces this one: no failure
+    group->unregisterAbortHook(kOwnHook);  // the next group replaces this one: not a failure
 #endif
   group->abort();
 }
@@ -81,7 +81,7 @@ void ReconfigurableBackend::shutdown() {
 }
 
 void ReconfigurableBackend::release_resources() {
-  if (!membership_.close) return;  // for the second time
+  if (!membership_.close) return;  // called a second time
   shutdown();
   membership_ = {};
 }

@@ -1,4 +1,4 @@
-// A backend whose group is made, and replaced, by `reconfigure`.
+// A backend whose group `reconfigure` creates and replaces.
 //
 // It forwards each call to the backend of its current group, so groups that can't be reconfigured pay nothing for it.
 // Python makes the groups (c10d/membership.py). torch has the interface since 2.15.
@@ -18,10 +18,10 @@ class ReconfigurableBackend final : public HookedBackend {
   using Tensors = parallel_state::Backend::Tensors;
   using Started = parallel_state::Backend::Started;
 
-  // What Python does; each takes the interpreter's lock by itself.
+  // Callbacks into Python. Each takes the interpreter lock itself.
   struct Membership {
     std::function<std::string()> handle;
-    // Makes the next group. It calls `end_group` once its arguments are checked.
+    // Creates the next group. It calls `end_group` after it checked the arguments.
     std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
     std::function<std::exception_ptr(const char* method)> no_group;  // the error for a call without a group
     std::function<void()> revoke;                                    // ends the group's calls on the other ranks
@@ -46,9 +46,9 @@ class ReconfigurableBackend final : public HookedBackend {
     return group("new_window")->new_window(tensor);
   }
 #endif
-  // Ends the current group: its calls under way raise, here at once.
+  // Ends the current group: its running calls raise at once on this rank.
   void end_group();
-  // Revokes the group on all of its ranks. `reconfigure` makes the next one.
+  // Revokes the group on all of its ranks. `reconfigure` creates the next one.
   void abort() override;
   void shutdown() override;
   void release_resources() override;
@@ -99,7 +99,7 @@ class ReconfigurableBackend final : public HookedBackend {
   const c10::intrusive_ptr<Options> options_;
   Membership membership_;
   std::mutex mutex_;
-  Group group_;  // by mutex_; null before the first `reconfigure`, during each, and after `abort`
+  Group group_;  // guarded by mutex_; null before the first `reconfigure`, during each, and after `abort`
 };
 
 }  // namespace parallel_state

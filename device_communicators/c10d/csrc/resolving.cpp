@@ -50,7 +50,7 @@ std::vector<Each> staged(const std::vector<Each>& list, ResolvingBackend::Target
   return found;
 }
 
-// The first thread that finds the work done copies its results to their targets.
+// The first thread that detects the end of the work copies its results to their targets.
 class Filled final : public c10d::Work {
  public:
   Filled(int rank, Backend::Started work, ResolvingBackend::Targets targets)

@@ -18,7 +18,7 @@ const WindowPart& part_of(const std::vector<std::int64_t>& words, std::int64_t r
 
 double seconds(std::chrono::duration<double> duration) { return duration.count(); }
 
-// A call that is done when it returns.
+// A completed call.
 class Done final : public Operation {
  public:
   explicit Done(int rank) : Operation(rank, c10d::OpType::UNKNOWN, nullptr, {}, {}, 0) { finish(nullptr); }
@@ -29,7 +29,7 @@ class Done final : public Operation {
 
 }  // namespace
 
-// A started wait. It takes the signal when it is waited for, or polled.
+// A started wait for a signal. `wait` and polls receive the signal.
 class Window::Signalled final : public Operation {
  public:
   Signalled(c10::intrusive_ptr<Window> window, int src, double timeout_s)
@@ -58,7 +58,7 @@ class Window::Signalled final : public Operation {
   }
 
  private:
-  // Returns false if this wait is over, but not the work.
+  // Returns false if only this wait has ended.
   bool try_take(double timeout_s) {
     const auto started = Clock::now();
     const int status = window_->take(src_, timeout_s);
@@ -212,7 +212,7 @@ Window::Started Window::wait_signal(std::int64_t peer, bool is_async, const c10d
   const double timeout_s =
       seconds(options.timeout == c10d::kUnsetTimeout ? backend_->options_->timeout : options.timeout);
   if (is_async) {
-    get_attr(peer);  // refuses a rank that can't signal
+    get_attr(peer);  // raises for a rank that can't signal
     return c10::make_intrusive<Signalled>(c10::intrusive_ptr<Window>::reclaim_copy(this), src, timeout_s);
   }
   const auto started = Clock::now();

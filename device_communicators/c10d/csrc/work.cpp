@@ -7,8 +7,8 @@
 namespace parallel_state {
 namespace {
 
-// Time for which a small call is left to its caller: waking a thread costs more than most calls. Python takes some
-// hundred microseconds from the start of a functional collective to its wait.
+// Delay before the thread takes a small call that its caller may run: waking a thread costs more than most calls.
+// Python takes some hundred microseconds from the start of a functional collective to its wait.
 constexpr auto kLeft = std::chrono::microseconds(1000);
 // Number of such waits before the thread sleeps.
 constexpr int kLooks = 20;
@@ -57,8 +57,8 @@ float Operation::getDuration() const {
   return *took_ms_;
 }
 
-// torch's recorder registers a work after the call was started, and then asks whether it is done: so hooks run after
-// `done_` is set. `mutex_` is held meanwhile, because a wait ends with a look at the error.
+// torch's recorder registers a work after the call was started, then checks if it is done: so hooks run after `done_`
+// is set. Holds `mutex_` meanwhile, because a wait reads the error at its end.
 void Operation::settle(std::exception_ptr error, const Hooks* hooks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   exception_ = std::move(error);

@@ -1,4 +1,4 @@
-// What a call of the backend returns, and the queue of calls.
+// The works that the backend's calls return, and the queue of calls.
 //
 // A group has one *lane*: its collectives run in the order of the calls, equal on every rank. A call runs in the
 // caller, if it waits and nothing is queued; in a thread in `wait`, which first runs earlier calls; or in the lane's
@@ -25,7 +25,7 @@ using Clock = std::chrono::steady_clock;
 // Returns what a signal handler raised, such as Ctrl-C, in the thread that runs handlers; else null, without a lock.
 using Interruption = std::function<std::exception_ptr()>;
 
-// Returns a number that no other work of this process has: torch names completed works by it.
+// Returns a number unique in this process: torch names completed works by it.
 std::uint64_t new_key();
 
 // A started call. The thread that ran it calls `settle` once, and then `announce` without locks: callbacks of the
@@ -66,7 +66,7 @@ class Operation : public c10d::Work {
   // In two steps: takes the future, null if it wasn't requested, then announces it.
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-  // After `settle`: whether `announce` has anything to do.
+  // Call it after `settle`. Returns true if `announce` has something to do.
   bool has_announcement() const;
   void set_source_rank(int rank) { source_rank_ = rank; }
   // Makes the future's value lists of `length` outputs instead of one list. Call it before the call starts.
@@ -112,7 +112,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool begin_inline();
   void end_inline();
 
-  // A `prompt` call is taken by the thread at once; another after a moment in which its caller may wait for it.
+  // The thread takes a `prompt` call at once, others after a delay in which their callers may wait for them.
   void post(c10::intrusive_ptr<Call> call, bool prompt);
 
   bool await(Call& call, std::optional<Clock::time_point> deadline);
