@@ -9,7 +9,7 @@
 namespace parallel_state {
 namespace {
 
-std::atomic<bool> known{false};  // released after `python` and `main_thread` are set, acquired before they are read
+std::atomic<bool> known{false};  // set (release) after `python` and `main_thread`; read (acquire) before them
 Interpreter python;
 pthread_t main_thread;
 void* raised[3] = {nullptr, nullptr, nullptr};  // used by the main thread only

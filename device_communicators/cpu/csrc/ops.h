@@ -42,13 +42,13 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);
 Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src);
 Carried barrier(Served& served);
-// In the order of the calls. A tensor that doesn't fit into the queue at once is left to the Python kernel.
+// Sends in the order of the calls. A tensor that doesn't fit into the queue at once is left to the Python kernel.
 Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
-// In this rank's arena, and freed with the tensor; in ordinary memory if the arena is full.
+// Allocates in this rank's arena, or in ordinary memory if it is full. The tensor owns the memory.
 Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
-// In the arena if the tensor is large and there is a group.
+// Allocates in the arena if the tensor is large and there is a group.
 Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace parallel_state

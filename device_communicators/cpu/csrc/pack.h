@@ -98,14 +98,14 @@ struct Python {
   }
 };
 
-// Each rank sends its slice of the tensors that divide evenly.
+// Each rank sends its slice of the tensors that can be divided evenly.
 struct Cut {
   std::uint64_t slices = 0;  // 0: whole tensors
   std::uint64_t mine = 0;
   void* whole = nullptr;  // a dict whose keys are tensors sent whole; null: none
 };
 
-// A dict whose tensors are known: both sides know its message's head.
+// A dict with known tensors, so both sides know its message's head.
 struct Form {
   void* keys;                  // of all tensors, a tuple of str
   const std::int64_t* layout;  // of each: dtype, number of dims, sizes

@@ -59,24 +59,24 @@ static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 // Filled in by each call of the C interface; the words of native.QueueReport.
 struct QueueReport {
   std::int64_t suspect = -1;
-  std::int64_t total_bytes = 0;  // these four: of the message that `ps_queue_take` found
+  std::int64_t total_bytes = 0;  // these four describe the message that `ps_queue_take` found
   std::int64_t head_bytes = 0;
   std::int64_t fingerprint = 0;
   std::int64_t left_bytes = 0;  // not read yet
   std::int64_t reporter = -1;   // after kGivenUp, with its status of group.h
   std::int64_t reason = 0;
   // Of calls that bypass Python, see open_queue.h:
-  std::atomic<std::int64_t> reserved{0};  // not 0: the next message is Python's
+  std::atomic<std::int64_t> reserved{0};  // nonzero: the next message is Python's
   std::int64_t found = 0;                 // 1: the next message was inspected and left to Python
   std::int64_t broken = 0;                // status of a failed call, returned by later calls
   std::int64_t elapsed_us = 0;            // duration of that call
-  std::atomic<std::int64_t> holder{0};    // pthread_self of the thread in its turn; 0: none
+  std::atomic<std::int64_t> holder{0};    // pthread_self of the thread that has the turn; 0: none
 };
 
-// One end of a ring; also the liveness of the other ends.
+// One end of a ring. Also reports the liveness of the other ends.
 class RingEnd : public Losses {
  public:
-  // `ranks[0]` is the writer, the others are readers. `losses`: of the group. `me` is an index in `ranks`.
+  // `ranks[0]` is the writer, the others are readers. `losses`: of the group. `me`: an index in `ranks`.
   RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses,
           WaitPolicy policy);
 
@@ -206,11 +206,11 @@ class QueueReader : public RingEnd {
 
   Windows* arena_ = nullptr;
   bool wants_loans_ = false;
-  std::vector<Loan> loans_;  // of the message, after their records were read
+  std::vector<Loan> loans_;  // of the message, once their records were read
   std::size_t loan_ = 0;     // the next loan, and the position in it
   std::uint64_t loan_offset_ = 0;
   ChunkHeader header_{};            // of the current message
-  std::uint64_t left_ = 0;          // unread bytes of it in the ring,
+  std::uint64_t left_ = 0;          // unread bytes of the message in the ring,
   std::uint64_t records_left_ = 0;  // of the records of its loans, which follow,
   std::uint64_t lent_left_ = 0;     // and of the lent tensors
   std::uint64_t offset_ = 0;

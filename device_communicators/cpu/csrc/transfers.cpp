@@ -15,9 +15,10 @@ namespace {
 
 constexpr std::int64_t kShortestNapNs = 50'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
-constexpr std::uint64_t kFewBytes = 64 << 10;                   // copied without letting other threads run
-constexpr std::int64_t kLooksNs = 50'000'000;                   // between looks for lost ranks, and for signals
-thread_local const Transfers* interrupted_transfers = nullptr;  // whose wait a signal handler of this thread interrupts
+constexpr std::uint64_t kFewBytes = 64 << 10;  // copied without releasing the interpreter lock
+constexpr std::int64_t kLooksNs = 50'000'000;  // interval of checks for lost ranks and signals
+thread_local const Transfers* interrupted_transfers =
+    nullptr;  // transfers whose wait a signal handler of this thread interrupts
 
 std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
 
@@ -41,14 +42,15 @@ bool Transfers::is_foreign() const { return generation_ != fork_generation(); }
 
 void Transfers::fall_asleep(Sleep* sleep) {
   asleep_.store(true, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // either this thread sees a failure, or `close` sees it asleep
+  std::atomic_thread_fence(
+      std::memory_order_seq_cst);  // either this thread sees a failure, or `close` sees that it sleeps
   if (is_foreign()) return;
   find_losses();
   if (has_failed() || movers_ > 0 || !has_left()) {
     sleep->naps = true;
     return;
   }
-  if (left_ > 0 && waiters_ >= left_) return;  // each has a caller who moves it
+  if (left_ > 0 && waiters_ >= left_) return;  // a caller moves each of them
   sleep->until_ns = std::min(sleep->until_ns, next_deadline_ns_.load());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -66,7 +68,7 @@ void Transfers::wake_up() {
 
 namespace {
 
-// While this lives, calls of this thread come from a signal handler, or a taker, in the middle of a transfer.
+// While this object exists, calls of this thread come from a signal handler, or a taker, during a transfer.
 class Interrupted {
  public:
   explicit Interrupted(const Transfers* by) : outer_(std::exchange(interrupted_transfers, by)) {}
@@ -109,7 +111,7 @@ std::int64_t Transfers::start(const TransferCall& call, bool waits) {
     } else if (call.window != 0) {
     } else if (auto held = matcher_.post(peer, static_cast<std::uint32_t>(call.tag), transfer)) {
       early = std::move(*held);
-      if (!early->is_whole) {  // who reads it gives it to the receive
+      if (!early->is_whole) {  // the thread that reads it passes it to the receive
         early->receiver = transfer;
         early = nullptr;
       }
@@ -161,7 +163,7 @@ bool Transfers::take_back(Number number) {
   return true;
 }
 
-// Takes a whole message that came early.
+// Copies a whole message that arrived early.
 void Transfers::take(const Held& receive, const Early& body, Done* done) {
   const Form& form = body->form;
   if (!check_form(receive, body->source, form, done)) return;
@@ -185,7 +187,7 @@ void Transfers::ask_taker(const Held& receive, int source, Done* done) {
   receive->asks.store(true, std::memory_order_release);
 }
 
-// Returns false where the message is left.
+// Returns false if the taker leaves the message.
 bool Transfers::run_taker(const Held& receive) {
   IncomingMessage& message = *receive->call.incoming;
   if (!receive->is_open()) return receive->asks = false, true;
@@ -263,7 +265,7 @@ Transfers::Received Transfers::receive_message(int src, int tag, double timeout_
       found_[src] = std::move(found);
     }
   } catch (const std::bad_alloc&) {
-    abandon();  // the taker's memory is not used after this
+    abandon();  // the taker's memory must not be used after this
     received.how = kFailedTransfer;
   }
   return received;
@@ -272,7 +274,7 @@ Transfers::Received Transfers::receive_message(int src, int tag, double timeout_
 void Transfers::finish(const Held& transfer, int source, Done* done) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!transfer->is_open()) return;     // it failed with another
-  done->transfers.push_back(transfer);  // first: it may throw
+  done->transfers.push_back(transfer);  // first, because it may throw
   transfer->source = source;
   transfer->state.store(Transfer::kEnded, std::memory_order_release);
   --left_;
@@ -292,7 +294,7 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
   for (const Held& each : ended) {
     const TransferUser& user = *each->call.user;
     if (user.settle == nullptr) {
-      // Before a waiter returns: it lets go of what was released. After a failure a thread may still move bytes.
+      // Set before a waiter returns and releases memory. After a failure a thread may still move bytes.
       if (failure == nullptr) each->release();
       continue;
     }
@@ -311,14 +313,14 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
   for (const Transfer* const each : announced) each->call.user->announce(each->call.self);
 }
 
-// Fails all that is open, `first` before the others.
+// Fails all open transfers, `first` before the others.
 void Transfers::fail(TransferFailure failure, const Held& first, std::string_view text) {
   std::vector<Held> failed;
   try {
     end_open(&failure, first, text, &failed);
   } catch (const std::bad_alloc&) {
     has_failed_.store(true, std::memory_order_release);
-    stop();  // nothing is moved any more; waits end at their deadlines, or with the next failure
+    stop();  // nothing moves any more; waits end at their deadlines, or with the next failure
     throw;
   }
   stop();
@@ -333,7 +335,7 @@ void Transfers::end_open(TransferFailure* given, const Held& first, std::string_
     if (has_failed()) {
       failure = failure_;
     } else {
-      Held oldest = first;  // between two messages, of those of the peer
+      Held oldest = first;  // between two messages: the oldest transfer of the peer
       for (auto at = open_.begin(); at != open_.end() && oldest == nullptr; ++at) {
         if (at->second->call.peer == failure.peer) oldest = at->second;
       }
@@ -404,7 +406,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
   const TransferCall& call = transfer->call;
   const bool sends = call.sends != 0;
   const std::int64_t until_ns = timeout_s < 0 ? INT64_MAX : after(timeout_s);
-  const auto leaves = [this](int how) {  // the progress thread goes on
+  const auto leaves = [this](int how) {  // the progress thread continues
     keep_moving(shared_from_this());
     return how;
   };
@@ -423,7 +425,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
       continue;
     }
     const std::int64_t now = now_ns();
-    const bool late = now >= until_ns;  // looks once more, for what just came
+    const bool late = now >= until_ns;  // polls once more for what just arrived
     if (now >= next_look_ns) {
       find_losses();
       if (handles_signals(false)) return leaves(kInterruptedTransfer);
@@ -447,14 +449,14 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     if (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled && !transfer->asks) {
       finished_.wait_for(lock, std::chrono::nanoseconds(nap_ns));
     }
-    nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);  // that after some 16 ms
+    nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);  // reached after about 16 ms
   }
   return outcome();
 }
 
 void Transfers::break_off(Number number) {
   interrupt(number, end_together());
-  if (end_together() && !has_failed()) abandon();  // it was complete by then
+  if (end_together() && !has_failed()) abandon();  // the message was complete
 }
 
 void Transfers::interrupt(Number number, bool ends_all) {
@@ -482,7 +484,7 @@ void Transfers::interrupt(Number number, bool ends_all) {
     } else {
       is_removed = matcher_.cancel(transfer);
     }
-    if (is_removed) {  // nothing of it has moved
+    if (is_removed) {  // none of its bytes have moved
       transfer->state.store(Transfer::kEnded, std::memory_order_release);
       failed_.insert(number);
       --left_;
@@ -516,9 +518,9 @@ void Transfers::expire() {
   if (late != nullptr) expire(late);
 }
 
-// A ring that is only looked at doesn't tell that its other end is lost.
+// A ring doesn't report the loss of its other end to polls.
 void Transfers::find_losses() {
-  std::vector<Held> firsts;  // of each peer, and each way
+  std::vector<Held> firsts;  // per peer and direction
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return;
@@ -535,7 +537,7 @@ void Transfers::find_losses() {
 }
 
 void Transfers::find_loss(const Held& first) {
-  // Any rank may be the source; that one has left on purpose is a loss once all have.
+  // Any rank may be the source: a rank that left on purpose counts as lost only when all have.
   const bool is_any = first->call.peer == kAnySource;
   int awaited = is_any ? 0 : first->call.peer;
   const int end = is_any ? size_ : awaited + 1;
@@ -594,7 +596,7 @@ bool Transfers::drain(double timeout_s) {
     const auto is_empty = [this] { return open_.empty(); };
     if (!finished_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_empty)) return false;
   }
-  while (has_unsent() && !has_failed() && now_ns() < until_ns) {  // answers, which peers wait for
+  while (has_unsent() && !has_failed() && now_ns() < until_ns) {  // answers that peers wait for
     if (!move_all()) std::this_thread::sleep_for(std::chrono::nanoseconds(kShortestNapNs));
   }
   return true;
@@ -611,7 +613,7 @@ bool Transfers::close() {
   fail(failure, nullptr);
   const bool is_free = leave();
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_free) losses_ = nullptr;  // it holds the group's memory
+  if (is_free) losses_ = nullptr;  // it owns the group's memory
   return is_free;
 }
 

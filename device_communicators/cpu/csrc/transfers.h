@@ -1,11 +1,11 @@
-// Sends and receives of plain tensors between the ranks of a group: what is the same over the rings of a host (rings.h)
-// and over connections between hosts (streams.h).
+// Sends and receives of plain tensors between the ranks of a group: the base of rings within a host (rings.h) and of
+// connections between hosts (streams.h).
 //
-// Receives take messages by source and tag, as matcher.h has it. A message says its size and dtype; one that doesn't
-// fit its receive is written nowhere. A failure of one transfer fails all that are open, and nothing starts afterwards.
+// Receives match messages by source and tag: see matcher.h. A message has its size and dtype; one that doesn't fit its
+// receive is written nowhere. If one transfer fails, all open ones fail, and none can be started.
 //
-// A waiting caller moves the group's transfers itself; otherwise the process' progress thread does. Any thread may
-// call. The memory of a transfer is borrowed until `release` is called.
+// A waiting caller moves the group's transfers itself; otherwise the process's progress thread does. Thread-safe. The
+// memory of a transfer is borrowed until `release`.
 #pragma once
 
 #include <algorithm>
@@ -32,22 +32,22 @@
 
 namespace parallel_state {
 
-// A message that is sent. The memory is kept until the transfer is released.
+// A message to send. Its memory must stay until the transfer is released.
 struct OutgoingMessage {
   std::vector<Piece> head, tensors;
   std::uint64_t head_bytes = 0;  // of `head`
 };
 
-// A message that is received. Its taker runs on the thread that waits for it, and nothing else is read from its source
-// meanwhile.
+// A message to receive. Its taker runs in the thread that waits; meanwhile nothing else is read from the source.
 struct IncomingMessage {
-  Taker* taker = nullptr;             // null between two calls; used by the thread that waits
-  std::uint64_t most_head_bytes = 0;  // of the taker. This and what follows: by the medium's lock, until `asks` is set
-  std::vector<char> head;             // all of it, or its beginning
+  Taker* taker = nullptr;  // null between two calls; used only by the waiting thread
+  // Of the taker. This and the next fields are guarded by the medium's lock until `asks` is set.
+  std::uint64_t most_head_bytes = 0;
+  std::vector<char> head;  // or its beginning
   std::uint64_t head_bytes = 0, tensor_bytes = 0;
-  bool is_at_hand = false;            // see `Head`
-  std::shared_ptr<const char> early;  // all of a message that arrived before its receive, in one piece
-  bool is_refused = false;            // by the taker
+  bool is_at_hand = false;            // see `Head` in taker.h
+  std::shared_ptr<const char> early;  // a message that arrived before its receive, in one piece
+  bool is_refused = false;            // the taker refused it
 };
 
 class Transfers : public Movable, public std::enable_shared_from_this<Transfers> {
@@ -60,61 +60,60 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // `waits`: the caller waits for it at once.
   std::int64_t start(const TransferCall& call, bool waits);
 
-  // Waits until a transfer was settled. At the timeout (below 0: none) returns kLateTransfer, or fails it if `expires`.
-  // Interrupted, nothing has failed yet.
+  // Waits until a transfer is settled. At the timeout (negative: none) returns kLateTransfer, or fails it if `expires`.
+  // After an interruption nothing has failed yet.
   int wait(Number number, double timeout_s, bool expires);
   bool is_done(Number number);
-  // As `interrupt`, of a transfer whose caller drops the message, so that those after it can't be received either.
+  // Like `interrupt`, for a transfer whose caller drops the message: later messages can't be received then.
   void break_off(Number number);
-  // Ends a transfer whose wait was broken off. All others fail with it if it has begun to move bytes, or `ends_all`.
+  // Ends a transfer whose wait was abandoned. All others fail too if it has moved bytes, or if `ends_all`.
   void interrupt(Number number, bool ends_all);
-  // Whether the transfers go with one whose wait was broken off: a message may have several.
+  // Returns true if an abandoned wait ends all transfers: a message may have several.
   virtual bool end_together() const { return false; }
 
-  // Sends or receives in one step with the tag given to `serve`, for callers without Python. kNoRoom: the ring has no
-  // room for all of it. kLeft: the caller goes on with `start`, which reports the failure if there was one.
+  // Sends or receives in one step with the tag of `serve`, for callers without Python. kNoRoom: the message exceeds the
+  // ring's free space. kLeft: the caller continues with `start`, which reports any failure.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
   virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
                            const std::function<void*()>& data) = 0;
-  // `data` and `begins` are called before it waits.
+  // Calls `data` and `begins` before it waits.
   virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
                               const std::function<void()>& begins, const std::function<void*()>& data) = 0;
-  // Sets the tag of `send_now` and `receive_now`. Once, before them.
+  // Sets the tag of `send_now` and `receive_now`. Call it once, before them.
   void serve(int tag) { served_tag_ = tag; }
 
-  // Messages, where the medium carries them.
+  // Messages, if the medium supports them.
   virtual bool carries_messages() const { return false; }
-  int message_tag() const { return served_tag_ + 1; }  // of calls without Python
-  // Receives the next message of a rank, or that which an earlier receive has left. Returns how the wait ended.
-  // `is_refused`: by the taker; then the message has arrived.
+  int message_tag() const { return served_tag_ + 1; }  // the tag of calls without Python
+  // Receives the next message of a rank, or one that an earlier receive left. Returns how the wait ended. `is_refused`:
+  // the taker refused it, and it has arrived.
   struct Received {
     int how = kFailedTransfer;
     bool is_refused = false;
     std::uint64_t head_bytes = 0, tensor_bytes = 0;
   };
   Received receive_message(int src, int tag, double timeout_s, Taker& taker);
-  // Receives that were started: calls without Python don't overtake them.
+  // Counts receives that were started and that calls without Python must not overtake.
   void reserve(int src, int receives) { reserved_[static_cast<std::size_t>(src)] += receives; }
   bool has_reserved() const {
     return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& each) { return each != 0; });
   }
   bool is_reserved(int src) const { return reserved_[static_cast<std::size_t>(src)] != 0; }
 
-  bool is_foreign() const;  // of a process that was forked from its own
-  // False while nothing has failed.
+  bool is_foreign() const;  // true in a process forked from the owner
+  // Returns false if nothing has failed.
   bool failure(TransferFailure* found);
-  std::string failure_text();  // what a connection's end said, after kBroken
-  // Whether this thread is in the middle of moving bytes to or from `peer`, or in a signal handler that interrupted it
-  // there.
+  std::string failure_text();  // text of a connection's end, after kBroken
+  // Returns true if this thread is moving bytes to or from `peer`, or is in a signal handler that interrupted that.
   virtual bool is_inside(int peer, bool sends) const = 0;
   int waiting_sends(int dst);
 
-  // Fails what is under way, as a call of this rank failed.
+  // Fails open transfers because a call of this rank failed.
   void abandon();
-  // Returns once nothing is under way, or false at the deadline.
+  // Returns true when no transfer is open, false at the deadline.
   bool drain(double timeout_s);
-  // Fails what is under way with kClosed; nothing starts afterwards. False where a thread is still in a queue: then the
-  // memory must stay.
+  // Fails open transfers with kClosed; none can be started afterwards. Returns false if a thread is still in a queue:
+  // the memory must stay then.
   bool close();
 
   bool move() override;
@@ -136,13 +135,13 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     static constexpr int kOpen = 0, kEnded = 1, kSettled = 2;
     const TransferCall call;
     const std::int64_t started_ns;
-    std::int64_t deadline_ns = INT64_MAX;  // this and the next: by mutex_
+    std::int64_t deadline_ns = INT64_MAX;  // this and the next: guarded by mutex_
     int source = -1;
     Number number = 0;
-    int parts = 1;           // what has yet to be written or read of it; over connections
-    bool has_begun = false;  // over connections: what came before it was looked at
+    int parts = 1;           // parts still to write or read; over connections
+    bool has_begun = false;  // over connections: earlier messages were checked
     std::atomic<int> state{kOpen};
-    std::atomic<bool> asks{false};  // the head of its message is there, and waits for the taker
+    std::atomic<bool> asks{false};  // the head of its message has arrived, and waits for the taker
     std::atomic<bool> is_released{false};
   };
   using Held = std::shared_ptr<Transfer>;
@@ -151,29 +150,29 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::int32_t tag = 0;
     std::int32_t dtype = 0;
     std::uint64_t bytes = 0;
-    std::uint64_t head_bytes = 0;  // of these, the head of a message
+    std::uint64_t head_bytes = 0;  // part of `bytes`: the head of a message
   };
-  // A message that came before its receive.
+  // A message that arrived before its receive.
   struct Body {
     int source;
     Form form;
-    std::unique_ptr<char[]> bytes;  // null for one that was only announced
-    bool is_whole = false;          // this and the next: by mutex_
-    Held receiver;                  // of one that isn't whole yet
+    std::unique_ptr<char[]> bytes;  // null if it was only announced
+    bool is_whole = false;          // this and the next: guarded by mutex_
+    Held receiver;                  // if it isn't whole yet
   };
   using Early = std::shared_ptr<Body>;
 
-  // What a thread brought to its end. Announced without locks: callbacks may start transfers.
+  // Transfers that a thread has ended. Announced without locks: callbacks may start transfers.
   struct Done {
     std::vector<Held> transfers;
-    TransferFailure failure;  // if its status isn't 0
+    TransferFailure failure;  // valid if its status isn't 0
     std::string text;
-    Held first;         // to fail; may be null
-    bool asks = false;  // a waiter has a message's head to look at
+    Held first;         // the first transfer to fail; may be null
+    bool asks = false;  // a waiter must show a message's head to its taker
   };
   enum class Moved { kBusy, kIdle, kSome, kInterrupted, kSignal };
 
-  // One of those that a number counts, while it lives.
+  // Increments a counter during its lifetime.
   class Presence {
    public:
     explicit Presence(std::atomic<int>& all, bool counts = true) : all_(all), counts_(counts ? 1 : 0) {
@@ -188,68 +187,68 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     const int counts_;
   };
 
-  // The sends to one rank, in their order.
+  // The sends to one rank, in order.
   struct Sends {
-    std::deque<Held> waiting;   // by mutex_
-    std::atomic<int> count{0};  // of these, and one that is being written
+    std::deque<Held> waiting;   // guarded by mutex_
+    std::atomic<int> count{0};  // of waiting sends and the one being written
   };
 
-  // The medium. `begin` moves what it can of a transfer that has just begun; `early` is the whole message that came
-  // before it, or null.
+  // The medium. `begin` moves as much as it can of a new transfer. `early`: the whole message if it arrived before;
+  // else null.
   virtual void begin(const Held& transfer, const Early& early) = 0;
-  // Moves what can be moved without waiting. Returns true if anything moved.
+  // Moves without waiting. Returns true if anything moved.
   virtual bool move_all() = 0;
-  // Moves until the transfer has ended, at most until `until_ns`. kBusy: another thread does. kSignal: a signal
-  // arrived; the caller runs its handler, so that other threads can move meanwhile.
+  // Moves until the transfer has ended or `until_ns`. kBusy: another thread moves it. kSignal: a signal arrived; the
+  // caller runs its handler, and other threads can move meanwhile.
   virtual Moved move_for(Transfer* transfer, std::int64_t until_ns) = 0;
-  // Whether all that came from a rank before it was lost has been read.
+  // Returns true if everything that a lost rank sent was read.
   virtual bool read_last(const Transfer& transfer, int from, int end) = 0;
-  // Adds what tells that something can be moved.
+  // Adds the words and descriptors that report when something can move.
   virtual void sleep_on(Sleep* sleep) = 0;
   virtual void end_sleep() {}
-  // Whether something must be moved that no open transfer stands for.
+  // Returns true if data without an open transfer must be sent.
   virtual bool has_unsent() { return false; }
-  // Whether the progress thread may use the medium's memory: see `wake_up`.
+  // Returns true if the progress thread doesn't use the medium's memory: see `wake_up`.
   bool is_asleep() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return asleep_.load(std::memory_order_acquire);
   }
   virtual void stop() {}  // after a failure
-  // Goes on with a message whose taker has said where its tensors go, or has refused it. The transfer is open.
+  // Continues a message after its taker chose addresses or refused it. The transfer is open.
   virtual void go_on(const Held&, const std::vector<Piece>&, Done*) {}
   virtual bool leave() { return true; }  // see `close`
 
-  // Copies a whole message that came early.
+  // Copies a whole message that arrived before its receive.
   void take(const Held& receive, const Early& body, Done* done);
-  // Has the thread that waits for a message look at its head.
+  // Asks the thread that waits for a message to show its head to the taker.
   void ask_taker(const Held& receive, int source, Done* done);
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
-  // Notes that a message's form isn't the one that its receive has.
+  // Records that a message's form differs from that of its receive.
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
-  Held first_with(int peer);  // the oldest open transfer that has begun
-  // Forgets a transfer of which nothing has moved. False if it has ended.
+  Held first_with(int peer);  // the oldest open transfer with `peer` that has begun
+  // Removes a transfer of which no bytes have moved. Returns false if it has ended.
   bool take_back(Number number);
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
   void fail(TransferFailure failure, const Held& first, std::string_view text = {});
   void end_open(TransferFailure* failure, const Held& first, std::string_view text, std::vector<Held>* failed);
-  // As `interrupted`; see `in_handler`.
+  // Like `interrupted`; see `in_handler`.
   bool handles_signals(bool surely);
-  // Whether this thread is in a signal handler that interrupted a wait in these transfers.
+  // Returns true if this thread is in a signal handler that interrupted a wait in these transfers.
   bool in_handler() const;
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
-  std::shared_ptr<const Losses> losses_;  // null once it is closed; by mutex_, or the turn of an end
+  std::shared_ptr<const Losses> losses_;  // null after close; guarded by mutex_, or by the turn of an end
   const int rank_, size_;
   std::vector<std::unique_ptr<Sends>> sends_;
   std::vector<std::atomic<int>> reserved_;   // by source
-  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
+  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and callers that move all transfers
   std::atomic<int> left_{0};                 // open transfers
   int served_tag_ = 0;
 
   std::mutex mutex_;
   std::condition_variable finished_;
-  Matcher<Held, Early> matcher_;  // by mutex_
+  Matcher<Held, Early> matcher_;  // guarded by mutex_
 
  private:
   void settle(const std::vector<Held>& ended, const TransferFailure* failure);
@@ -262,22 +261,22 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   const int generation_;
   std::atomic<std::int64_t> next_deadline_ns_{INT64_MAX};
   std::atomic<bool> has_failed_{false}, asleep_{false};
-  std::shared_ptr<const Losses> watched_;      // of a sleep
+  std::shared_ptr<const Losses> watched_;      // during a sleep
   std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
-  Number numbers_ = 0;                         // this and what follows: by mutex_
-  std::map<Number, Held> open_;                // all that aren't settled
+  Number numbers_ = 0;                         // this and the following fields are guarded by mutex_
+  std::map<Number, Held> open_;                // all unsettled transfers
   std::set<Number> failed_;
   struct Found {
     Number number;
     std::shared_ptr<IncomingMessage> message;
   };
-  std::map<int, Found> found_;  // messages that their receives have left, by source
+  std::map<int, Found> found_;  // messages that their receives left, by source
   TransferFailure failure_;
   std::string failure_text_;
   bool closed_ = false;
 };
 
-// As `after` seconds from now; of no use to compare where that is far away.
+// Returns the time `seconds` from now; INT64_MAX if that is more than 1e9 s.
 std::int64_t after(double seconds);
 
 }  // namespace parallel_state

@@ -1,4 +1,4 @@
-// The C interface of transfers.h: for the torch backend, and for Python, part of it as calling.h has it.
+// The C interface of transfers.h, for the torch backend and for Python (partly as in calling.h).
 
 #include <algorithm>
 #include <cstring>
@@ -43,7 +43,7 @@ std::shared_ptr<Transfers> shared(void* integer) {
 
 double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
 
-// As GroupLiveness has it, of ranks on all hosts. A rank that left on purpose is no loss: what it sent may still come,
+// Losses of ranks on all hosts, as in GroupLiveness. A rank that left on purpose isn't lost: its data may still arrive,
 // and then its connection ends.
 class GroupLosses final : public Losses {
  public:
@@ -54,7 +54,7 @@ class GroupLosses final : public Losses {
     if (found.rank != awaited || found.reporter >= 0 || !handle_->has_left(awaited)) return found;
     return handle_->liveness().is_doomed() ? Loss(kOutside) : Loss();
   }
-  // Connections tell who gave up; deaths come by wake_progress.
+  // Connections report ranks that gave up; wake_progress reports deaths.
   bool watch(Sleep*) const override { return true; }
 
  private:
@@ -66,7 +66,7 @@ void* opened(Made made) {
   return new std::shared_ptr<Transfers>(std::move(made));
 }
 
-// transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
+// Arguments: transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
 TransferCall call_of(void* const* given, void* owner) {
   const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
   calling.hold(owner);
@@ -79,7 +79,7 @@ TransferCall call_of(void* const* given, void* owner) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Within a host. `losses` is of ps_liveness_new or ps_liveness_of. Null without memory.
+// Within a host. `losses`: of ps_liveness_new or ps_liveness_of. Returns null without memory.
 void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* places) {
   static_assert(sizeof(TransferPlaces) == 9 * sizeof(std::int64_t));
   TransferPlaces given;
@@ -91,9 +91,8 @@ void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* p
   }
 }
 
-// Between hosts, over `count` connections to `ranks`. This rank sends up to `early_bytes` before the other one receives
-// them, and grants `granted_bytes` to each. `losses` is of ps_liveness_new, or of ps_group_losses. Null
-// without memory.
+// Between hosts, over `count` connections to `ranks`. This rank may send `early_bytes` before their receive, and allows
+// each peer `granted_bytes`. `losses`: of ps_liveness_new or ps_group_losses. Returns null without memory.
 void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
                      const std::uint64_t* early_bytes, int count, std::uint64_t granted_bytes, std::int64_t spin_ns,
                      std::uint64_t striped_bytes) {
@@ -111,19 +110,19 @@ void ps_streams_facts(void* transfers, int rank, std::uint64_t* out) {
   static_cast<Streams&>(transfers_of(transfers)).facts(rank, out);
 }
 
-// The ranks of the whole group that are lost; to be deleted as ps_liveness_of. Null where there is no such group.
+// Returns the losses of the whole group, to be deleted like those of ps_liveness_of; null for an unknown group.
 void* ps_group_losses(std::uint64_t group) {
   std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;
   return new (std::nothrow) Watch{std::make_shared<const GroupLosses>(std::move(handle))};
 }
 
-// In a forked child nothing is deleted: a thread of the parent may have held its lock.
+// A forked child deletes nothing: a thread of the parent may have held the lock.
 void ps_transfers_delete(void* transfers) {
   if (!transfers_of(transfers).is_foreign()) delete static_cast<std::shared_ptr<Transfers>*>(transfers);
 }
 
-// Lets calls without Python use a group's transfers, with this tag.
+// Lets calls without Python use a group's transfers with this tag.
 void ps_transfers_serve(void* transfers, std::uint64_t group, int tag) {
   transfers_of(transfers).serve(tag);
   if (const std::shared_ptr<Handle> handle = find(group)) {
@@ -143,7 +142,7 @@ void ps_transfers_interrupt(void* transfers, std::uint64_t number, int ends_all)
   transfers_of(transfers).interrupt(number, ends_all != 0);
 }
 
-// Fills in the words of TransferFailure; 0 while nothing has failed.
+// Fills in the words of TransferFailure. Returns 0 if nothing has failed.
 int ps_transfers_failure(void* transfers, std::int64_t* words) {
   TransferFailure failure;
   const bool has_failed = transfers_of(transfers).failure(&failure);
@@ -151,13 +150,13 @@ int ps_transfers_failure(void* transfers, std::int64_t* words) {
   return has_failed ? 1 : 0;
 }
 
-// What a connection's end said, zero-terminated.
+// The text of a connection's end, zero-terminated.
 void ps_transfers_failure_text(void* transfers, char* text, std::size_t capacity) {
   const std::string said = transfers_of(transfers).failure_text();
   text[said.copy(text, capacity - 1)] = '\0';
 }
 
-// Fails what is under way, as a call of this rank failed: others needn't wait for their deadline.
+// Fails open transfers because a call of this rank failed, so that peers needn't wait for their deadlines.
 void ps_transfers_abandon(void* transfers) { transfers_of(transfers).abandon(); }
 
 int ps_transfers_is_inside(void* transfers, int peer, int sends) {
@@ -168,15 +167,15 @@ int ps_transfers_waiting_sends(void* transfers, int dst) { return transfers_of(t
 
 void ps_set_add_pending(Released::AddPending add_pending) { released().set_add_pending(add_pending); }
 
-// Receives that were started, which lists received without Python don't overtake.
+// Counts started receives: lists received without Python must not overtake them.
 void ps_transfers_reserve(void* transfers, int src, int receives) { transfers_of(transfers).reserve(src, receives); }
 
 int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(transfers).drain(timeout_s) ? 1 : 0; }
 
-// 0 where a thread is in a queue still: then its memory must stay.
+// Returns 0 if a thread is still in a queue: its memory must stay then.
 int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
 
-// transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
+// Arguments: transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
 void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 8) return nullptr;
   const TransferCall call = call_of(given, given[7]);
@@ -184,7 +183,7 @@ void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return transfers->start(call, false); });
 }
 
-// The same and its timeout in us; waits, and returns how the wait ended.
+// The same, then a timeout in us. Waits, and returns how the wait ended.
 void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const TransferCall call = call_of(given, given[7]);
@@ -201,8 +200,8 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// transfers, number, timeout in us. A transfer whose wait a signal's handler broke off goes on, and can be awaited
-// again, unless all end together.
+// Arguments: transfers, number, timeout in us. If a signal handler ends the wait, the transfer continues and can be
+// awaited again, unless all transfers end together.
 void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<Transfers> transfers = shared(given[0]);
