@@ -1,7 +1,6 @@
 """Communicator for CPU tensors: the compiled collectives (cpu/csrc/group.h), within a host and between hosts.
 
-Each collective is one call of the compiled group, the same as from the registered ops and the CPU fast path. Whether
-ranks share memory was decided when the group was created (`host_memory`); `explain()` shows why they don't. Transfers
+Each collective is one call of the compiled group, the same as from the registered ops and the CPU fast path. Transfers
 between two ranks use queues in shared memory, or connections (`streams`).
 """
 

@@ -1,10 +1,10 @@
 """Deadlines for operations on a torch store.
 
-A client of torch's TCPStore waits for an answer without a deadline. Behind a dead link it waits about 16 minutes, until
-TCP gives up. While the server's process is stopped, it waits forever. It holds a lock while it waits, which blocks
-other threads that use the store. So each operation runs in a helper thread, which its caller abandons at the deadline.
+A client of torch's TCPStore waits without a deadline: 16 minutes behind a dead link, forever if the server's process is
+stopped. Meanwhile it holds a lock that blocks other threads. So each operation runs in a helper thread, which its
+caller abandons at the deadline.
 
-No other file calls a method of a torch store (tests/unit/test_bounded_store.py). `raw` is for torch's own functions.
+No other file calls a method of a torch store. `raw` is for torch's own functions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prevents an abort at exit while threads are in native calls that can't be interrupted.
 
-Before Python 3.14, a thread that returns from a native call while the interpreter exits is ended by unwinding its
-stack. noexcept C++ code, such as torch's bindings, then calls `std::terminate`, and the process exits by SIGABRT
-instead of with its exit code. Python 3.14 blocks such a thread until the process exits. This module does the same on
-older versions.
+Before Python 3.14, a thread that returns from a native call while the interpreter exits is unwound. noexcept C++ code,
+such as torch's bindings, then calls `std::terminate`, and the process ends by SIGABRT. This module blocks such a
+thread, as Python 3.14 does.
 """
 
 from __future__ import annotations

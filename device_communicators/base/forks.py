@@ -1,8 +1,7 @@
-"""Handles processes forked from a rank. Such a child is no rank, though it shares the rank's memory and connections.
+"""Handles processes forked from a rank, such as data loader workers.
 
-The child may read numbers such as `rank` and `world_size`, as data loader workers do. A call that would communicate,
-or destroy groups of the parent, raises `ForkedError` at once. The native library drops its groups by itself
-(csrc/forks.h).
+They may read numbers such as `rank`. A call that would communicate, or destroy groups of the parent, raises
+`ForkedError`. The native library drops its groups by itself (csrc/forks.h).
 """
 
 from __future__ import annotations

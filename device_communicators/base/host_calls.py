@@ -1,9 +1,7 @@
-"""Excludes host calls from torch.compile, as torch.compiler.disable does.
+"""Excludes host calls from torch.compile, as torch.compiler.disable does, without its import (1 s) and wrapper (1 µs).
 
-torch.compiler.disable imports torch._dynamo (a second) and wraps each call (a microsecond). This module sets the same
-marks without either. Dynamo reads the first mark, an attribute, when a traced frame calls the function. The second mark
-is a strategy of the code object: dynamo's frame hook then leaves the function, and all that it calls, to the
-interpreter.
+Sets the same two marks: an attribute, which dynamo reads when a traced frame calls the function, and a strategy of the
+code object, by which dynamo's frame hook leaves the function and its callees to the interpreter.
 """
 
 from __future__ import annotations

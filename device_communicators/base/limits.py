@@ -1,7 +1,6 @@
 """Limits of the process, the user and the machine: which limit caused an error, its value, and what to change.
 
-The system, torch and gloo only say "Too many open files" or the like. This module turns that into one sentence. The
-callers decide whether to raise or to fall back.
+The system, torch and gloo only say "Too many open files" or the like.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Public names of the two packages' roots: loaded at first use, and shown as names of the root.
+"""Loads public names of the two packages at first use, so that a command that needs no torch starts without it.
 
-Lazy loading lets a command that needs no torch start without torch, whose import takes seconds. Tracebacks, `repr` and
-pickle show public classes under the root that users import them from.
+Tracebacks, `repr` and pickle show public classes under the package that users import them from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The library's environment variables: name, type, default and meaning of each.
 
-A variable is read when its value is needed, so the program may set it until then. An invalid value raises
-`SettingError`. `unknown_names` reports variables that have our prefix but are no setting. Variables of launchers (RANK,
+A variable is read when its value is needed. An invalid value raises `SettingError`. Variables of launchers (RANK,
 MASTER_ADDR, SLURM_PROCID, …) are read in `parallel_state.startup.environment`.
 """
 

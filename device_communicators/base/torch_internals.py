@@ -1,12 +1,11 @@
-"""The only file that uses private names of torch. torch 2.11, 2.13 and 2.15 have them.
+"""The only file that uses private names of torch.
 
-`tests/unit/test_private_names.py` lists them and checks that the installed torch has them.
+Tested with torch 2.11, 2.13, 2.15 (tests/unit/test_private_names.py).
 
-`new_group` chooses a name for the group and calls `_new_process_group_helper`. If only the members create a group, they
-need a name that they agree on and that no other group of the store has had.
-`new_group(use_local_synchronization=True)` hashes the ranks with the process's number of groups (torch before 2.15). So
-members that are in different numbers of groups wait for each other under different names. And a group created again
-after its destruction reads the addresses of the first one.
+torch's `new_group` chooses a name. If only the members create a group, they must agree on a name that no other group of
+the store has had. `use_local_synchronization=True` (torch before 2.15) hashes the ranks with the process's number of
+groups: members in different numbers of groups wait under different names, and a group that is created again reads old
+addresses. So this file calls `_new_process_group_helper`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Lets C++ waits detect signals without the interpreter lock, by polling a pipe that Python's handler writes to.
 
-Python's signal handler in C writes a byte to a descriptor (`signal.set_wakeup_fd`). A process has only one, and the
-program, for example asyncio, may set its own. Waits of the main thread then take the lock in each slice to check for
-signals. To detect such a program, this module replaces `signal.set_wakeup_fd` once the native library is loaded. The
-replacement sets the descriptor and records its owner.
+Python's signal handler writes a byte to a descriptor (`signal.set_wakeup_fd`), of which a process has only one. If the
+program sets its own, as asyncio does, waits of the main thread take the lock in each slice. To detect that, this module
+replaces `signal.set_wakeup_fd` once the native library is loaded.
 """
 
 from __future__ import annotations

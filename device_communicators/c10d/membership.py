@@ -1,9 +1,8 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
 Each process has a door: a listener of the control plane that belongs to no world and serves a store. A handle is the
-address of a door and its token. The members of `reconfigure` use the store of the process with the lowest handle, as
-`init_process_group` uses torch's. So each group's store is served by a living member, and it doesn't matter if the
-server of an earlier one dies.
+address of a door and its token. The members of `reconfigure` use the store of the process with the lowest handle, so
+each group's store is served by a living member.
 """
 
 from __future__ import annotations

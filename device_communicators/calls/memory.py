@@ -1,8 +1,8 @@
 """The memory of tensors: computes deferred values, views memory as bytes, and rejects dtypes that can't be sent.
 
 torch defers conjugation, negation and zeros: the tensor has a flag, and its memory doesn't contain its values. So code
-that uses a tensor's memory calls `dense` or `as_bytes` first. torch's dispatcher does it for inputs of ops. An op that
-writes to such a tensor computes a new one and copies it (see `ops`).
+that uses a tensor's memory calls `dense` or `as_bytes` first. An op that writes to such a tensor computes a new one and
+copies it (see `ops`).
 """
 
 from __future__ import annotations

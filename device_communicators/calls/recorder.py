@@ -1,8 +1,7 @@
-"""Keeps records of the last operations of a group, for the analysis of hangs and failures.
+"""Records the last operations of each group, for the analysis of hangs and failures.
 
-A record costs 3 µs if the call runs in Python, and some tens of ns in C++. Records are written to files on request, or
-when an operation fails and PARALLEL_STATE_DEBUG_DIR is set. `python -m parallel_state debug` reads the files of all
-ranks.
+They are written to files on request, or when an operation fails and PARALLEL_STATE_DEBUG_DIR is set. `python -m
+parallel_state debug` reads the files of all ranks. A record costs 3 µs in Python, some tens of ns in C++.
 """
 
 from __future__ import annotations

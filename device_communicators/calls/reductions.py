@@ -1,11 +1,10 @@
-"""Reductions and fused norms, computed by torch's functions.
+"""Reductions and fused norms by torch's functions, for communicators without own kernels.
 
-Communicators without own kernels use these functions. Kernels are tested against the numerics described here. Nothing
-in this module communicates.
+Kernels are tested against them.
 
-A program can change the floating-point state of its thread by torch.set_flush_denormal, fesetround, or a library linked
-with -ffast-math. Ranks that reduce the same inputs under different states get different bits, so these functions run
-in `default_state`. The C++ kernels have their own guard (cpu/csrc/floating_point.h).
+They run in `default_state`, because a program can change the floating-point state of its thread
+(torch.set_flush_denormal, fesetround, -ffast-math), and ranks would get different bits. The C++ kernels have their own
+guard (cpu/csrc/floating_point.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes a collective as the program called it: the facts that all ranks must pass alike, and its text in errors.
 
-A route sets the description of the call that its thread is in. A communicator compares it with those of its peers
-before it touches a tensor. A collective may consist of several steps; errors name the collective.
+A route sets the description for its thread. A communicator compares it with those of its peers before it touches a
+tensor. Errors of a collective of several steps name the collective.
 """
 
 from __future__ import annotations

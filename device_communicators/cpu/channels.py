@@ -1,11 +1,9 @@
 """The message queues of one group on one host: between each two ranks, and from each rank to all others.
 
-They are in a file that all ranks of the group open when it is made. The *control* part, a few hundred bytes per queue,
+They are in a file that all ranks of the group open when it is made. Its *control* part, a few hundred bytes per queue,
 has memory from the start. A queue's ring in the *data* part is mapped by each rank at first use, and allocated by its
-writer. So a queue costs nothing until it is used, no rank waits for another to make one, and killed ranks leave no
-names.
-
-Queues of different kinds don't match each other.
+writer. So an unused queue costs nothing, and no rank waits for another to make one. Queues of different kinds don't
+match each other.
 """
 
 from __future__ import annotations

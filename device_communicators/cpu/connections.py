@@ -1,8 +1,8 @@
 """Makes the TCP connections between ranks of a group that share no memory.
 
 The ranks exchange addresses, ports and tokens. A connection begins with the listener's token, the dialer's rank and the
-connection's number. With PARALLEL_STATE_CONNECTIONS two ranks have several connections, to the interfaces of
-GLOO_SOCKET_IFNAME in turn; a large body is striped over them. Compiled code moves the data.
+connection's number. PARALLEL_STATE_CONNECTIONS sets their number per pair, over the interfaces of GLOO_SOCKET_IFNAME in
+turn.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Finds the ranks of a group that can share memory, and makes the shared memory in which they work.
 
-All ranks attach together when the group is made, so every rank agrees from the start on which ranks share memory. Each
-rank makes an empty file in shared memory, a *segment*, under a random name and sends the name to the others. Ranks that
-can open a rank's segment share memory with it, whatever the hosts are called. All ranks of a host work in the segment
-of its lowest rank. Each allocates its own slots there, because the kernel takes memory from the NUMA node of the
-allocating process. Then all names are removed.
+All ranks attach when the group is made. Each makes an empty file in shared memory, a *segment*, under a random name and
+sends the name to the others. Ranks that can open a rank's segment share memory with it, whatever the hosts are called.
+All ranks of a host work in the segment of its lowest rank, and each allocates its own slots there, on its own NUMA
+node. Then all names are removed.
 
 The ranks that work in one segment are a *memory domain*, which the collectives treat as a host. A rank that can't share
 memory is a domain by itself.

@@ -1,10 +1,9 @@
 """Messages between ranks of one host: the sending and receiving ends of a queue in shared memory (csrc/queue.h).
 
 A `Sender` writes one rank's messages to one or more others, each of which has a `Receiver`. A message is a head, of
-bytes, and tensors, which are copied to shared memory and out of it.
-
-Every wait has a deadline, detects exits of the other side, and lets other threads run. A signal handler may interrupt
-its thread in the middle of a message. What the handler sends follows that message; it may not wait for its own thread.
+bytes, and tensors, which are copied to shared memory and out of it. Every wait has a deadline and detects exits of the
+other side. A signal handler may interrupt its thread in a message: what it sends follows that message, and it may not
+wait for its own thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Messages between hosts, over a group's connections. Has the same methods as `message_queue`, for one host.
+"""Messages between hosts, over a group's connections, with the methods of `message_queue`.
 
-A message to one rank is one transfer (csrc/transfers.h). The library keeps its memory until it is sent, and its
-progress thread completes sends that no caller waits for. A message to all ranks is one call of the group
+A message to one rank is one transfer (csrc/transfers.h), a message to all ranks one call of the group
 (csrc/hosts_group.h).
 """
 

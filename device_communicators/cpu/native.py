@@ -1,10 +1,9 @@
 """The compiled library: builds `csrc/` once per machine and torch version, and declares its functions.
 
 There are two builds of the same sources. The *full* build has the registered ops' CPU kernels and fits one version of
-torch. The *plain* build needs neither torch nor Python; Python calls it through ctypes or, where that is too slow,
-directly (csrc/calling.h). A wheel may contain both. A missing one is compiled at first use into the user's cache.
-Without a compiler, or with PARALLEL_STATE_BUILD=never, the plain build is used. If that is missing, too, `load` raises
-the reason, and groups use gloo.
+torch. The *plain* build needs neither torch nor Python; Python calls it through ctypes or directly (csrc/calling.h). A
+wheel may contain both; a missing one is compiled at first use into the user's cache. Without a compiler, or with
+PARALLEL_STATE_BUILD=never, the plain build is used, or `load` raises and groups use gloo.
 
 Ops use torch's own ABI: with its stable ABI a call takes 0.4 to 0.7 us more, and can't read requires_grad.
 """

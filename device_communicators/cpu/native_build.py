@@ -1,10 +1,10 @@
 """Compiles the C++ sources here and in `control/`. Used by `native`, `c10d.extension` and setup.py.
 
-The sources that don't use torch are compiled once, into one object file, the *base*. Each library links the base with
-the few sources that use torch. So with another torch version only these few are compiled.
+Sources without torch are compiled once, into one object file, the *base*. Each library links the base with the few
+sources that use torch.
 
 Imports nothing of this package, so that setup.py can load it by its path. Doesn't pass `-march=native`: the kernels
-choose their instruction set at run time, and the library may run on another machine.
+choose their instruction set at run time.
 """
 
 from __future__ import annotations

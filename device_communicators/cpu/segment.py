@@ -1,8 +1,7 @@
 """Files in shared memory, *segments*, that only this user can open, until their names are removed.
 
-A name exists only while ranks open it. A killed rank would leave its segment's name behind. So the maker of a segment
-holds a lock on it while it has the name; the kernel releases the lock with the maker, and `sweep` removes names without
-a lock. Unlike PIDs in names, locks work across PID namespaces. The names of other versions stay.
+The maker of a segment holds a lock on it while it has a name. If the maker is killed, the kernel releases the lock, and
+`sweep` removes the name. Unlike PIDs in names, locks work across PID namespaces. The names of other versions stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Sends tensors from one rank to another, and between hosts also messages. `csrc/transfers.h` moves the data.
 
-Within a host they go through rings in shared memory, between hosts over connections.
-
-The library keeps a transfer's tensor alive as long as it uses the tensor's memory. A thread of the library completes
-started transfers that no caller waits for.
+The library keeps a transfer's tensor alive as long as it uses its memory. A thread of the library completes started
+transfers that no caller waits for.
 """
 
 from __future__ import annotations

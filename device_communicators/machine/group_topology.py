@@ -1,11 +1,10 @@
 """The GPUs of a group's ranks and how they are connected: the same result on every rank.
 
 Each rank publishes its GPU and its view of the other ranks' GPUs. A fact about the group holds if every rank confirms
-it. A driver may report peer access that loses data: a group whose kernels use it tests it first (`peer.group`).
+it. Drivers may report peer access that loses data, so `peer.group` tests it.
 
-The end of this file detects ranks that share a GPU, and sets the variables that NCCL needs for it before CUDA starts.
-NCCL refuses two ranks on one GPU, unless a variable allows it (from 2.30.3 on). Older versions accept ranks that seem
-to be on different hosts, and then use slow sockets.
+The end of this file detects ranks that share a GPU, and sets the variables that NCCL (from 2.30.3 on) needs for it
+before CUDA starts. Older versions accept ranks that seem to be on different hosts, and then use slow sockets.
 """
 
 from __future__ import annotations

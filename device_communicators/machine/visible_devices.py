@@ -1,8 +1,7 @@
 """Predicts the GPUs that CUDA shows to a process, from CUDA_VISIBLE_DEVICES. Doesn't start CUDA.
 
-Follows CUDA's programming guide (environment variables). It doesn't define repeated and ambiguous entries; these follow
-torch.cuda, which a test compares. Entries are indices, UUIDs or unique prefixes of UUIDs. The list ends at the first
-invalid entry. After CUDA has started, prefer `Topology.find(str(torch.cuda.get_device_properties(index).uuid))`.
+Follows CUDA's programming guide, and torch.cuda for repeated and ambiguous entries. Entries are indices, UUIDs or
+unique prefixes of UUIDs. The list ends at the first invalid entry.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Collectives and transfers of GPU tensors over the group's own NCCL communicators, on the current stream.
 
-torch's NCCL group has its own streams, so each call needs events to and from the caller's stream. Here a call's kernel
-runs on the caller's stream itself. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a side stream.
-Each two ranks have separate communicators for transfers, one per direction, so that unrelated transfers don't wait for
-each other. They are made at the first transfer between the two ranks, which both must call.
+torch's NCCL group has its own streams, with events to and from the caller's stream in each call. Here a call's kernel
+runs on the caller's stream. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a side stream. Transfers:
+see `links`.
 
 Calls that only move data move bytes. Reductions convert dtypes as `reductions` defines; 8-bit floats are reduced in a
 wider dtype, because NCCL rounds at each hop (as it still does for 16-bit floats).

@@ -1,9 +1,8 @@
 """A thread that detects failures of a group's NCCL calls, on the host and on the device.
 
-A call only enqueues work on a stream and returns. If later a rank exits, NCCL fails in the background or the work
-misses its deadline, no caller may be waiting. The thread detects this and calls `abort`: the kernels end, and waits for
-the device return. The group's next call raises the failure. Replays of a captured call have no deadline, because the
-thread isn't notified of them.
+A call only enqueues work and returns, so no caller may be waiting when a rank exits, NCCL fails or the deadline passes.
+The thread then calls `abort`: kernels end, and waits for the device return. The group's next call raises the failure.
+Replays of a captured call have no deadline.
 """
 
 from __future__ import annotations

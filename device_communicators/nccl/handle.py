@@ -1,11 +1,10 @@
 """`Handle`, one ncclComm_t with its registered windows: made with a deadline, split, ended or aborted.
 
-Before that, the ranks exchange records: each rank's version of NCCL and, from one rank, NCCL's unique id.
+Before it is made, the ranks exchange their versions of NCCL and one rank's unique id.
 
-NCCL makes *non-blocking* communicators in the background. Only these allow a deadline, detection of a rank's exit and
-an abort during set-up. But for a non-blocking communicator NCCL starts a thread for each later call, too, and a CUDA
-graph capture doesn't allow launches of other threads (nccl's src/group.cc, ncclGroupEndInternal). So ranks make a
-non-blocking communicator and split a blocking one from it: the split itself runs in the parent's mode.
+Only *non-blocking* communicators, which NCCL makes in the background, allow a deadline and an abort during set-up. But
+each later call of one starts a thread, too, which a CUDA graph capture doesn't allow (nccl's src/group.cc,
+ncclGroupEndInternal). So ranks make a non-blocking communicator and split a blocking one from it.
 """
 
 from __future__ import annotations

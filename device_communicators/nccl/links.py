@@ -1,10 +1,10 @@
 """Links: NCCL communicators of two ranks of a group, one per direction, for transfers.
 
-A communicator runs its transfers in order. With one communicator for both directions, or for all pairs, two ranks that
-both send first (or a ring of them) would deadlock.
+A communicator runs its transfers in order. With one for both directions, or for all pairs, two ranks that both send
+first would deadlock.
 
-Two ranks make their link at the first transfer between them, which both must call. A thread makes it, because a started
-transfer must not wait for the peer. Transfers that are started meanwhile are queued until the link is ready.
+Two ranks make their link at the first transfer between them, which both must call: in a thread, because a started
+transfer must not wait. Transfers started meanwhile are queued.
 """
 
 from __future__ import annotations

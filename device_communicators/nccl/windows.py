@@ -1,13 +1,10 @@
 """Memory for tensors that NCCL's symmetric kernels read and write in place: `group.empty` on a GPU.
 
 NCCL maps a *window* of every rank's memory into each rank's address space. A symmetric kernel uses the offset of its
-own rank's tensor for all ranks. NCCL doesn't compare the offsets, and different offsets give wrong sums. So the ranks
-agree on each allocation over gloo, which takes about 100 µs: every rank calls `allocate` with the same size, and all
-ranks take the same block of the same window. A block is free once all ranks have released it. Memory stays registered
-until the group is closed.
-
-If a rank can't register memory, all ranks use ordinary memory from then on. If NCCL registers memory but the ranks are
-not in one NVLink domain, NCCL uses its other kernels.
+own rank's tensor for all ranks; different offsets give wrong sums. So the ranks agree on each allocation over gloo
+(about 100 µs): every rank calls `allocate` with the same size, and all take the same block of the same window. A block
+is free once all ranks have released it. Memory stays registered until the group is closed. If a rank can't register
+memory, all ranks use ordinary memory from then on.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """`PeerGroup`: set-up, self-test, launches, failures and end of a group's kernels in peer memory.
 
-All ranks take the steps of the set-up together. If one fails on any rank, all ranks undo the earlier steps and raise
-NotSharedError; the group then works without peer memory. After set-up a call only launches a kernel, so it can be
-captured.
+All ranks take the steps of the set-up together. If one fails on any rank, all undo the earlier steps and raise
+NotSharedError. After set-up a call only launches a kernel, so it can be captured.
 
-A kernel waits for its peers on the device, where it can't raise. After its deadline it writes a *report* into host
-memory and ends. It also ends when the host sets the *abort* word, as it does if a rank exits. The next call then raises
-the failure; calls launched before it have undefined results. A thread logs the report, because there may be no next
-call.
+A kernel waits for its peers on the device, where it can't raise. After its deadline, or when the host sets the *abort*
+word because a rank exited, it writes a *report* into host memory and ends. The next call raises the failure, and a
+thread logs it; calls launched before it have undefined results.
 
 Two calls of one rank must not run at the same time: calls on several streams wait for each other. The program must
 order replays of captured calls itself.

@@ -1,12 +1,11 @@
 """Compiles, loads and launches the kernels of `csrc` on a GPU.
 
-`Call`, the constants and the names mirror `call.cuh`; a test compares them. NVRTC compiles, through `cuda.core`, to a
-cubin for one architecture, which is kept in the user's cache. It needs the packages of the extra `cuda`, but no GPU,
-driver or nvcc. Launches call the driver through ctypes with prepared arguments, a few µs faster than any wrapper that
-checks each argument.
+`Call`, the constants and the names mirror `call.cuh`; a test compares them. NVRTC compiles, through `cuda.core` (extra
+`cuda`), to a cubin for one architecture, which is kept in the user's cache. It needs no GPU, driver or nvcc. Launches
+call the driver through ctypes with prepared arguments.
 
-`load` loads and resolves everything: nothing may be loaded during a capture, and a load may wait for running kernels,
-which may wait for this rank. `group` decides what to launch. Tests without a GPU provide their own libcuda.
+`load` loads everything: nothing may be loaded during a capture, and a load may wait for running kernels, which may wait
+for this rank.
 """
 
 from __future__ import annotations

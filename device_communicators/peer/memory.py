@@ -1,12 +1,10 @@
 """*Regions*: memory on each rank's GPU that all ranks of the group have mapped, for peer-memory kernels.
 
-A group has one region per rank, all of the same size, allocated and zeroed when the group is made. All ranks try the
-ways to share memory in the same order; if one fails on any rank, all try the next. The kernels (`csrc`) define the
-contents of a region.
+A group has one region per rank, of equal size, zeroed when the group is made. All ranks try the ways to share memory in
+the same order; if one fails on any rank, all try the next. The kernels (`csrc`) define the contents.
 
-A region is freed when its owner and all ranks that mapped it have closed it, so ranks may close in any order. Over CUDA
-IPC this holds only while the owner's process is alive. Before it closes, a rank must finish its own work with the
-mappings, which the caller ensures.
+A region is freed when its owner and all ranks that mapped it have closed it (over CUDA IPC only while the owner's
+process is alive). A rank must finish its own work with the mappings before it closes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Decides if a group uses the kernels in peer memory, and up to which sizes, by a table of GPUs and numbers of ranks.
 
-`python -m parallel_state tune` measures a node and writes the user's table; PARALLEL_STATE_PEER_MEMORY_TABLE selects
-another file. With `auto`, a row applies only if it was measured under the group's conditions: GPU architecture, number
-of ranks, one GPU per rank, kind of link, versions of driver, NCCL and torch. `on` needs no measured row: without one it
-uses the thresholds of `cited`. The group tests the kernels when it is made. All ranks agree on the decision.
+`python -m parallel_state tune` writes the user's table; PARALLEL_STATE_PEER_MEMORY_TABLE selects another file. With
+`auto`, a row applies only if it was measured under the group's `Conditions`. `on` needs no row: without one it uses the
+thresholds of `cited`. All ranks agree on the decision.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Operations over torch.distributed process groups (gloo, NCCL, any backend).
 
-Tensors of the group's device use its device group, CPU tensors its gloo group. Operations that only move data (gather,
-broadcast, send, …) move bytes, so they support every dtype. Reductions widen dtypes that no backend supports. Calls of
-ranks are not compared.
+Tensors of the group's device use its device group, CPU tensors its gloo group. Operations that only move data move
+bytes, so they support every dtype. Reductions widen dtypes that no backend supports. Calls of ranks are not compared.
 
-`asyncOp` is set as torch's own functions set it. With its default, true, NCCL runs a blocking call on a stream of
-torch's, with events to and from the current stream.
+`asyncOp` is set as torch's own functions set it. Its default, true, makes NCCL run a blocking call on a stream of
+torch's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The interface of a communicator: one way to move the bytes of one group.
 
 A communicator implements the *flat* operations at the end of the class: contiguous tensors, the group along dim 0. It
-inherits the *public* operations, which handle dims, strides and new outputs. It overrides a public operation that it
-can do faster, for example a gather along any dim without a second pass. A `PartialCommunicator` supports some
-operations only. `routing.Route` routes, counts and translates errors for all communicators.
+inherits the *public* operations, which handle dims, strides and new outputs, or overrides those that it can do faster.
+A `PartialCommunicator` supports some operations only.
 
 Ranks are ranks in the group. Public operations return contiguous tensors that share no memory with their inputs.
 """

@@ -1,9 +1,7 @@
 """The program's hooks on operations and failures of groups, and meters: sums of the time that calls take.
 
-Without hooks there is no cost. An exception of a hook is logged; the operation doesn't fail.
-
-Meters also sum the time of waits for peers. C++ measures all calls over shared memory (csrc/handle.h). For other
-transports only the time of a call is known, not the part of it that was waiting.
+An exception of a hook is logged; the operation doesn't fail. Meters also sum the waits for peers, for calls over shared
+memory only (csrc/handle.h).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compares the calls of all ranks after a wait has failed, to name ranks that are missing or made another call.
 
-gloo reports neither. When a wait times out on one rank, gloo closes the connections, so the waits of all other ranks
-fail as well. Each of these ranks then sends its call to its peers over the control plane. A rank that sends nothing
-isn't in a call of this group. Calls that succeed cost nothing.
+When a wait over gloo times out on one rank, gloo closes the connections, so the waits of all other ranks fail too. Each
+of them sends its call to its peers over the control plane. A rank that sends nothing isn't in a call of this group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Asks other ranks for their calls and lines of the program, for an error or the log, and answers such requests.
 
-Collectives detect mismatches themselves. Transfers and started collectives can't, and no transport names the rank that
-is waited for. So a rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer at once, in
-the control plane's callback thread. A request of a rank that fails contains its own state and report. So ranks that
-fail later have them even if that rank has left.
+Transfers and started collectives can't detect mismatches, and no transport names the rank that is waited for. So a rank
+that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer at once, in the control plane's
+callback thread. The request of a failed rank contains its own state, for ranks that fail after it has left.
 
 A stopped process can't answer. Ranks that can watch it by PID report the state of the process.
 """

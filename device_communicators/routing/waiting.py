@@ -1,9 +1,8 @@
 """Waits for torch.distributed until a deadline or the death of a rank on which the group depends.
 
-gloo reports a rank's exit only to its direct neighbours; other ranks would wait until the deadline. So a wait is cut
-into slices, and known deaths are polled after each. A collective survives the timeout of a slice. A gloo point-to-point
-transfer does not: gloo closes the connection. The wait of reduce_scatter takes no timeout. A thread waits for these,
-and is abandoned if a rank dies.
+gloo reports a rank's exit only to its direct neighbours. So a wait is cut into slices, and known deaths are polled
+after each. A gloo point-to-point transfer doesn't survive the timeout of a slice, and the wait of reduce_scatter takes
+no timeout: a thread waits for these, and is abandoned if a rank dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fast path of a group's methods, which bypasses torch's dispatcher: loads the functions of `csrc/direct.cpp`.
 
-Outside compiled code, a method first calls its function of `DIRECT`. If that returns NotImplemented, for example
-because the tensor requires a gradient, the method calls the registered op.
+Outside compiled code, a method first calls its function of `DIRECT`. If that returns NotImplemented, the method calls
+the registered op.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
     get_expert_model_parallel_group()  …         if Megatron-core, vLLM or SGLang has the name
 
-They are generated from the table. `getters.pyi` lists them for type checkers and editors: `make stubs` writes it, and a
-test compares it. `state` has the getters of tp, pp, dp and world; `aliases` has Megatron's getters with flags.
+They are generated from the table; `make stubs` writes `getters.pyi`. `state` has the getters of tp, pp, dp and world;
+`aliases` has Megatron's getters with flags.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ They are in a context variable, so each asyncio task has its own. This module co
 propagate by themselves:
 
 - threads: while any groups are in use, `threading.Thread.start` is wrapped, and a new thread inherits the groups of the
-  thread that starts it. A thread-pool worker doesn't, because it also runs later work: a look-up in it raises.
+  thread that starts it. A look-up in a thread-pool worker raises, because it also runs later work.
 - backward: a function that autograd runs, such as a checkpoint's recomputation, has the groups of its forward in any
-  thread. autograd numbers the nodes of a thread in the order of their creation. So the node numbers at which `use()`
-  was entered and left determine the groups of each node. A backward within a backward, as in a reentrant checkpoint,
-  has these groups from the first look-up in the outer backward on.
+  thread. autograd numbers the nodes of a thread in order, so the numbers at which `use()` was entered and left
+  determine the groups of each node. A backward within a backward has these groups from the first look-up in the outer
+  backward on.
 - compiled code: dynamo can't trace a look-up of a context variable. See `_Current`.
 """
 

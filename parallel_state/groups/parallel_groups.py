@@ -1,7 +1,7 @@
 """`ParallelGroups`: the groups of one model as an explicit, frozen object; and the division of a world into them.
 
-The singletons of `state` are a view of one such object. A process can have several: for two models, a draft model or a
-test. `use()` makes one current, so that model code that calls `get_tp_group()` runs on it.
+A process can have several, for example for two models. `use()` makes one current, so that model code that calls
+`get_tp_group()` runs on it. The singletons of `state` are a view of one such object.
 """
 
 from __future__ import annotations

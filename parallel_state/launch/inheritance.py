@@ -1,7 +1,6 @@
-"""Copies the launcher's umask, cores, limits and signal mask to its ranks.
+"""Copies the launcher's umask, cores, limits and signal mask to its ranks, which otherwise inherit the fork server's.
 
-A rank forked by a fork server inherits the server's state, which may differ from the launcher's. So each worker applies
-the launcher's state. `worker` copies environment variables; multiprocessing passes the working directory and sys.path.
+`worker` copies environment variables; multiprocessing passes the working directory and sys.path.
 """
 
 from __future__ import annotations

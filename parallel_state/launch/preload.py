@@ -1,8 +1,8 @@
 """Prepares the fork server of `launch`, as its last import.
 
-Freezes the heap: otherwise the garbage collector of each rank would write to every object and so copy all shared pages.
-Unblocks SIGCHLD, without which the server can't detect exits of ranks, and SIGINT, which the server blocks at its start
-so that Ctrl-C during `import torch` prints no traceback.
+Freezes the heap, so that the garbage collectors of ranks don't copy all shared pages. Unblocks SIGCHLD, without which
+the server can't detect exits of ranks, and SIGINT, which it blocks at its start so that Ctrl-C during `import torch`
+prints no traceback.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Starts, watches and stops the processes of a launch, through multiprocessing.
 
-Handles signals to the launcher, and the fork server. torch.distributed.elastic is not used: in torch 2.13 to 2.15 its
-`wait` never returns after a worker's `os._exit(0)`, and it waits 30 s after SIGTERM.
+torch.distributed.elastic is not used: in torch 2.13 to 2.15 its `wait` never returns after a worker's `os._exit(0)`,
+and it waits 30 s after SIGTERM.
 """
 
 from __future__ import annotations

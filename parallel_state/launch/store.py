@@ -1,8 +1,7 @@
 """Hosts the store of the rendezvous on the node of rank offset 0: address, port, secret and lifetime.
 
-The store is that of a control plane's `World`, and requires the job's secret. Several nodes without a common secret,
-and a node without the compiled library, use torch's TCPStore, which accepts every client. How a rank finds the store is
-in `startup.rendezvous`.
+It is the store of a control plane's `World`, and requires the job's secret. Several nodes without a common secret, and
+a node without the compiled library, use torch's TCPStore, which accepts every client.
 """
 
 from __future__ import annotations

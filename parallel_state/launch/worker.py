@@ -1,8 +1,8 @@
 """The code that runs in a process of `launch`, and its reports to the launcher.
 
-A worker never outlives the launcher. The kernel kills it when its parent dies (PR_SET_PDEATHSIG). That parent may be
-the fork server, so the kernel also kills it when the launcher's end of a pipe, the leash, closes. Reports and results
-are written to unlinked files: a worker never blocks on a reader, and no file remains after a kill.
+A worker never outlives the launcher: the kernel kills it when its parent dies (PR_SET_PDEATHSIG), which may be the fork
+server, and when the launcher's end of a pipe, the leash, closes. Reports and results are written to unlinked files: a
+worker never blocks on a reader, and no file remains.
 """
 
 from __future__ import annotations

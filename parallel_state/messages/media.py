@@ -1,8 +1,8 @@
 """The ways to carry messages to other ranks: by the compiled library, or as transfers of the group's route.
 
-Each medium delivers the same messages, in order, and counts them alike. A message is sent as its head and its tensors.
-The receiver passes the head to a `Reader`, which allocates the tensors; then the medium fills them. Device tensors are
-transfers of the group's device in any medium. `messenger` decides the order in which ranks wait.
+Each medium delivers the same messages, in order, and counts them alike. The receiver passes a message's head to a
+`Reader`, which allocates the tensors; then the medium fills them. Device tensors are transfers of the group's device in
+any medium.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Checks that all ranks request the same thing before any of them starts a step that waits for peers.
 
-Every rank receives the requests of all ranks, or the same list of missing or exited ranks. So all ranks raise the same
-error, also a late one. `Watcher.gather` moves the requests.
-
-Without a control plane nothing is compared: different requests fail at the first call's deadline.
+Every rank, also a late one, receives the requests of all ranks, or the same list of missing or exited ranks, and raises
+the same error. Without a control plane nothing is compared: different requests fail at the first call's deadline.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks that all hosts reach each other at the addresses that gloo announces, before gloo connects the ranks.
 
 Otherwise gloo waits until its deadline, and its error names neither host nor address. Each host's lowest rank, its
-lead, connects to the control plane of every other lead. It checks which process answers: an address can exist on
-several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the rank that decides the
-agreement uses its own host's results.
+lead, connects to the control plane of every other lead, and checks which process answers: an address can exist on
+several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the agreement's decider
+uses its own host's results.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ Rank 0 publishes the address of its control plane under the key; its control pla
 rank reads the address and holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all
 entries, publishes its verdict and clears the key. If rank 0 exits, the connections to its store break.
 
-A rank that reaches the launcher's store but not rank 0 (because of a firewall) writes a complaint there. If the rank
-complains again after rank 0 has deleted the first complaint, all ranks raise the same error. One complaint isn't
-enough, because rank 0 may have been stopped. If the key has the address of an earlier round of torchrun, that address
-doesn't answer or has another token, and the rank waits for a new one.
+A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0, which may have been stopped,
+deletes the first one; if the rank complains again, all ranks raise the same error. The address of an earlier round of
+torchrun doesn't answer or has another token, so the rank waits for a new one.
 
 Without the compiled library on rank 0, the same steps use the launcher's store; exits are detected at the deadline.
 """

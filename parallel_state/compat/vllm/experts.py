@@ -1,8 +1,7 @@
 """Fixes expert parallelism of vLLM's CPU engine: passes local expert ids to its kernel.
 
-vLLM 0.32 and 0.33 pass global expert ids to `cpu_fused_moe`, which has only the weights of this rank's experts. It
-reads past the end of the weights, and the worker ends with a segmentation fault, whatever the communicator. vLLM's
-`apply` receives the map from global to local ids, but doesn't use it.
+vLLM 0.32 and 0.33 pass global expert ids to `cpu_fused_moe`, which has only this rank's experts: it reads past the end
+of the weights and crashes. vLLM's `apply` receives the map from global to local ids, but doesn't use it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """vLLM's MessageQueue over this library's queue: one writer process, reader processes, no process group.
 
-All ends are on one host and share a ring in a segment (see `device_communicators.cpu.message_queue`). Waiting ends
-spin for at most 100 µs and then sleep, so a waiting scheduler leaves its core to the workers. For readers on other
-hosts the plug-in uses vLLM's own queue. Messages are pickled, as in vLLM: give a handle only to processes that are
-trusted to run code in this one.
+All ends are on one host and share a ring in a segment (see `device_communicators.cpu.message_queue`). Waiting ends spin
+for at most 100 µs and then sleep. Messages are pickled, as in vLLM: give a handle only to processes that are trusted to
+run code in this one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Walks over nested values: msgspec's C code encodes what msgpack has, and all other values are wrapped in an Ext.
 
-None, bool, int, float, str, bytes, list and dict are encoded by msgpack as they are. msgspec would also accept tuples,
-enums, dataclasses and subclasses, but decode them to other types. So the exact type of each value is checked. Other
-values are replaced by an Ext, whose payload is msgpack or raw bytes.
+None, bool, int, float, str, bytes, list and dict are encoded as they are, if they have exactly these types: msgspec
+would decode a tuple, enum, dataclass or subclass to another type. The payload of an Ext is msgpack or raw bytes.
 """
 
 from __future__ import annotations
