@@ -26,7 +26,7 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Makes each forked child call `leave`, which returns True if the parent had groups.
+    """Makes each forked child call `leave`, which must return True if the parent had groups.
 
     Only the first call has an effect.
     """

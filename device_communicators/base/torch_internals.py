@@ -82,7 +82,7 @@ def reset_group_count() -> None:
 def set_timeout(group: Any, timeout_s: float) -> None:
     """Sets the timeout of later operations of a process group.
 
-    Exception: a send or receive that is waited for without a timeout has the timeout that the group was created with.
+    Exception: a send or receive whose `wait` gets no timeout keeps the timeout of the group's creation.
     """
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
@@ -273,10 +273,10 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Makes torch's `env://` and `tcp://` use the store that `find` returns for their address. None undoes it.
+    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. `None` restores torch's own.
 
-    Both create their TCPStore with `_create_c10d_store`; their handlers can't be registered again. Does nothing if
-    torch has no such function: its own `env://` then fails, while ours (`rendezvous.meet`) works.
+    Both create their TCPStore with `_create_c10d_store`, which this replaces. Does nothing if torch has no such
+    function: its own `env://` then fails, while ours (`rendezvous.meet`) works.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:

@@ -73,7 +73,7 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Moves `new` to the number `old` if that is still the pipe `inode`. Returns the number of `new`."""
+    """Duplicates descriptor `new` onto the number `old` if `old` still is the pipe `inode`. Returns the new number."""
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
             os.dup2(new, old, inheritable=False)

@@ -400,7 +400,7 @@ class World:
     def record(self) -> bytes:
         """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out.
 
-        It has no tokens except in values of agreements.
+        It contains tokens only in values of agreements.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 

@@ -307,7 +307,7 @@ class Sender(_End):
         return work
 
     def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
-        """Lets other threads send. A new thread first sends `begun`, an unfinished message, and those that wait."""
+        """Lets other threads send. A new thread completes the message `begun`, then sends the waiting messages."""
         with self.lock:
             if begun is None and not self._waiting:
                 self._end_turn()

@@ -125,10 +125,10 @@ class NativeGroup:
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Extends the group over hosts, before its first call. The library then owns the descriptors of `connections`.
+        """Extends the group over several hosts. Call it before the group's first call.
 
-        `meshed`: all ranks of different hosts are connected; else only the hosts' first ranks are. `rounded`: sums of
-        bfloat16 are rounded before they are sent.
+        The library then owns the descriptors of `connections`. `meshed`: all ranks of different hosts are connected;
+        else only the hosts' first ranks are. `rounded`: sums of bfloat16 are rounded before they are sent.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank
@@ -167,7 +167,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Gives a message from `src` to all ranks, which wait for it, a place among collectives. Raises as `call`."""
+        """Orders a broadcast message of `src` among the group's collectives. Every rank calls it. Raises as `call`."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)

@@ -1,6 +1,6 @@
-"""Windows: memory of each rank that the other ranks write, and those of its host also read, without its help.
+"""Windows: memory of each rank that other ranks write, and ranks of its host also read, without its help.
 
-`csrc/one_sided.h` describes how. torch's door to the same windows is `c10d/csrc/window.h`.
+`csrc/one_sided.h` describes the mechanism. `c10d/csrc/window.h` has torch's interface to the same windows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def window_failure(
 ) -> Exception:
     """Returns the error for the status of this thread's last call of a window, with `rank` in the group.
 
-    Raises what a signal's handler raised during the call.
+    Raises the exception of a signal handler that ended the call.
     """
     members = group.members
     if status == _INTERRUPTED:
@@ -119,17 +119,17 @@ class _Opened:
 
 
 class Window:
-    """A tensor of each rank that the other ranks of the group write: `GroupCoordinator.window` makes it.
+    """A tensor on each rank that the group's other ranks write. `GroupCoordinator.window` makes it.
 
-    Ranks are those in the group; a rank may name itself. Nothing here needs the other rank to call anything, apart from
-    `deregister`. The ranks of a host share the memory. To ranks on other hosts puts and signals go over connections.
+    Ranks are those in the group, this rank included. Only `deregister` needs calls of other ranks.
 
-    Memory order: a rank whose `wait_signal` has returned sees all that the other rank put to it before that signal.
-    Within a host it sees all that the other rank wrote anywhere, and once `put` has returned, whatever a rank reads of
-    that memory has the new bytes. Reading memory while a rank writes it gives a mix of old and new bytes.
+    The ranks of a host share the memory. To other hosts, puts and signals use connections. Memory order: a rank whose
+    `wait_signal` returned sees all earlier puts of the other rank to it; within a host, all earlier writes of the other
+    rank anywhere. Within a host, a read after `put` has returned gives the new bytes. Reading memory while a rank
+    writes it gives a mix of old and new bytes.
 
-    A call raises PeerDiedError if a rank of the group died, which fails the group, InvalidArgumentError after
-    `deregister`, and GroupDestroyedError after the group was destroyed. Any thread may call.
+    A call raises PeerDiedError if a rank of the group died, InvalidArgumentError after `deregister`, and
+    GroupDestroyedError after the group was destroyed. Thread-safe.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class Window:
 
     @host_call(_ADVICE)
     def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
-        """Copies `x` to the memory of rank `dst`, from its element `offset` on. Then `x` may be changed.
+        """Copies `x` to the memory of rank `dst`, starting at its element `offset`. Afterwards `x` may be changed.
 
-        `x` is a CPU tensor of the window's dtype and any shape. When it returns, the bytes are there within a host, and
-        on their way between hosts. With `signal`, a signal follows: as `signal(dst)` after it, but between hosts in the
-        same message. Raises InvalidArgumentError if it doesn't fit, CollectiveTimeoutError if another host doesn't take
-        it within the group's timeout.
+        `x` is a CPU tensor of the window's dtype and any shape. When the call returns, the bytes are there (within a
+        host) or on their way (between hosts). `signal=True` adds `signal(dst)`, between hosts in the same message.
+        Raises InvalidArgumentError if `x` doesn't fit, CollectiveTimeoutError if another host doesn't receive it within
+        the group's timeout.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
@@ -184,9 +184,9 @@ class Window:
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Returns the memory of `rank` as a tensor: no copy, so writing to it writes there.
+        """Returns the memory of `rank` as a tensor, without a copy: writes to it change that memory.
 
-        It stays mapped while the tensor exists; after `deregister`, that rank may use it for something else. Raises
+        It stays mapped while the tensor exists; after `deregister`, that rank may reuse the memory. Raises
         UnsupportedError for a rank that shares no memory with this one, as on another host.
         """
         found = c_void_p()
@@ -203,7 +203,7 @@ class Window:
 
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
-        """Adds one to the signals from this rank that rank `dst` can take. Returns at once."""
+        """Sends a signal to rank `dst`, which receives it by `wait_signal`. Returns at once."""
         started = time.monotonic()
         status = self._signalling(self._address, index(dst))
         if status:
@@ -211,10 +211,10 @@ class Window:
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
-        """Takes one signal of rank `src`; waits for it up to `timeout_s` (default: the group's timeout).
+        """Receives one signal of rank `src`; waits up to `timeout_s` (default: the group's timeout) for it.
 
-        Raises CollectiveTimeoutError, after which window and group can be used further and a late signal can be taken.
-        With a timeout of 0 it doesn't wait.
+        A `timeout_s` of 0 only polls. Raises CollectiveTimeoutError; the window and the group stay usable, and a later
+        call can receive the late signal.
         """
         started = time.monotonic()
         limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
@@ -224,10 +224,9 @@ class Window:
 
     @host_call(_ADVICE)
     def deregister(self) -> None:
-        """Ends the window once all ranks have called this, as every rank must, and what they put has come.
+        """Ends the window. Every rank must call it; returns when all have, and their puts have arrived.
 
-        The memory can be used again then; without this it stays allocated until the group is destroyed. Raises the
-        errors of a barrier.
+        Frees the memory, which otherwise stays allocated until the group is destroyed. Raises the errors of a barrier.
         """
         self._barrier()
         started, status = time.monotonic(), self._group.library.ps_window_end(self._address)

@@ -68,7 +68,7 @@ def stream_of(handle: int, device: torch.device) -> Any:
 
 
 class Marker:
-    """Tells if the device has completed the calls so far: an event, recorded again after each call."""
+    """Reports if the device has completed the calls so far: an event, recorded again after each call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -605,7 +605,7 @@ class Watcher:
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
         """Returns a key-value store that the lowest of `ranks` serves, or None if there is no control plane.
 
-        It is meant for a process group of `ranks`: the group and the store both end with that rank.
+        Use it for a process group of `ranks`: the store ends with that rank, and so does the group.
         """
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 

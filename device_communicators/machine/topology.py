@@ -90,7 +90,7 @@ class Path:
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Returns why NVLink doesn't connect the two, or None.
+        """Returns why NVLink doesn't connect the two GPUs, or None.
 
         Active links can be unusable, for example if the fabric manager of the switches doesn't run.
         """

@@ -86,7 +86,7 @@ class Traffic:
 
 
 class _CallScope:
-    """Describes this thread's call to errors, and rejects calls of other threads on the group until the block ends.
+    """Marks this thread's call, for errors, and rejects calls of other threads on the group until the block ends.
 
     Ranks can't agree on an order of the calls of several threads. A class, because a generator costs 3 µs more.
     """

@@ -50,8 +50,8 @@ class Handle:
         """Returns True if `wait()` would return at once.
 
         gloo's point-to-point works can't be polled: they are "not completed" until waited for, and a wait with a short
-        timeout closes the connection. So the first call that finds one unfinished starts a thread that waits for it. A
-        device's works can be polled. The caller must wait for them, because its stream has to wait.
+        timeout closes the connection. So the first call that finds one incomplete starts a thread that waits for it.
+        Works of a device can be polled, but the caller must still wait for them, because its stream has to wait.
         """
         work = self._work
         if work is None or self._error is not None:

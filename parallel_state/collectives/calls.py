@@ -565,8 +565,8 @@ class TensorCalls(GroupFacts):
         """Makes a `Window`: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks write.
 
         Every rank of the group must call it; sizes and dtypes may differ. Default dtype: torch's. Raises
-        UnsupportedError, on all ranks, without the compiled library, and if one rank's memory for symmetric tensors
-        (PARALLEL_STATE_SYMMETRIC_BYTES) is used up. Else raises the errors of a collective.
+        UnsupportedError on all ranks without the compiled library, or if a rank's memory for symmetric tensors
+        (PARALLEL_STATE_SYMMETRIC_BYTES) is used up; otherwise the errors of a collective.
         """
         from device_communicators.cpu.window import Window, group_of_one  # imports the compiled library
 

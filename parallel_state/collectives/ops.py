@@ -262,7 +262,7 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """Returns an empty tensor: the fake kernel of ops that get size, dtype and device in a row."""
+    """Returns an empty tensor. The fake kernel of ops whose arguments are size, dtype and device."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 
@@ -407,7 +407,7 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """None in place of splits means equal slices: torch takes 1.5 µs to pass two lists, and 0.7 µs for empty ones."""
+    """Exchanges slices. Splits of None mean equal slices: two lists take torch 1.5 µs, empty ones 0.7 µs."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 

@@ -69,7 +69,7 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Returns `method` with the parameter names of an engine, `names`, in place of our first parameters.
+    """Returns `method` with an engine's parameter names, `names`, instead of our first parameters.
 
     `dst!` removes the parameter's default. `group?` adds an ignored parameter; ignored ones must be last. `then`
     converts the result.

@@ -577,9 +577,9 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeout of a coordinator's process groups.
+    """Sets the timeout of a coordinator's process groups, but of gloo's not below the one at creation.
 
-    That of gloo isn't set below the one at creation: groups of the same ranks share it, and waits have own deadlines.
+    Groups of the same ranks share a gloo group, and waits for it have their own deadlines.
     """
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:

@@ -333,7 +333,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
 
 
 def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
-    """Returns text such as `tp=2 × dp=4 × pp=1`: the order's axes. Axes of one rank appear only if always created."""
+    """Describes the sizes of the order's axes, as `tp=2 × dp=4`. Omits axes of one rank, except tp, dp and pp."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
     words = [

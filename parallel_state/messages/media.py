@@ -67,8 +67,8 @@ class Medium(Protocol):
     ) -> Outgoing | Handle | bool:
         """Sends an object and returns True, if that needs no wait or if `waits` allows the library to wait.
 
-        Else returns the message for `isend` or `send`, or the handle of a started send. False: the caller must encode
-        it.
+        Otherwise returns the message, for `isend` or `send`, or the handle of a started send. Returns False if the
+        caller must encode the object.
         """
         return False
 

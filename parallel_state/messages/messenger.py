@@ -107,8 +107,8 @@ class Messenger:
     ) -> Outgoing | Handle | None:
         """Sends an object at once, if that needs no wait, and returns None.
 
-        Otherwise returns its message, or the handle of a started send; the caller passes either to `isend` or `send`.
-        `waits`: True if the caller calls `send`.
+        Otherwise returns its message or the handle of a started send, for `isend` or `send`. `waits`: True if the
+        caller calls `send`.
         """
         if self._unwaited:
             self._forget_sent()

@@ -223,8 +223,8 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
     """Runs the rendezvous of the next world over the control plane of the `old` one.
 
     Each of `ranks`, the remaining ranks of the old world, calls it. `rank` and `own_place` are this process's in the
-    old world. Returns None without a control plane. Raises PeerDiedError if one of them exits, RendezvousError if some
-    don't call it, or can't listen while the old world still does.
+    old world. Returns None without a control plane. Raises PeerDiedError if one of them exits, RendezvousError if one
+    doesn't call it or can't listen on a second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -616,7 +616,7 @@ class _Meeting:
         refused_at: float,
         error: Exception,
     ) -> None:
-        """Raises rank 0's published verdict, or that rank 0 exited, if its store refuses connections.
+        """Raises rank 0's published verdict, or the error that rank 0 exited, if its store refuses connections.
 
         Returns after a pause if the store has refused for less than 0.8 s without evidence of an exit.
         """

@@ -76,7 +76,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that checks encoded bytes: True if all dicts have keys of the types that an encoder uses.
+    """Returns a function of encoded bytes that returns True if all dicts have keys of the types that an encoder uses.
 
     A sender can choose other keys, such as lists, so that they collide, and msgspec can't be stopped while it builds a
     dict. Malformed bytes are left to msgspec. Without the compiled library nothing is checked.

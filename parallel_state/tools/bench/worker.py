@@ -22,7 +22,7 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """One rank's times: the total of all calls, or when each call started or ended, in ns of a clock of the host.
+    """The times of one rank: the total of all calls, or the start or end of each call, in ns of the host's clock.
 
     Only one rank has starts; a call lasts from its start to its last end on any rank.
     """

@@ -76,7 +76,10 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Makes a predicate for ranks with a text from `read`. Words: `description` (the first's), `more` (a count)."""
+    """Makes a predicate for ranks for which `read` returns a text.
+
+    Words: `description` (the first text), `more` (a count).
+    """
 
     def find(evidence: Evidence) -> Iterator[Match]:
         group = [facts for facts in evidence.arrivals if read(facts)]
