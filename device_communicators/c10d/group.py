@@ -190,7 +190,7 @@ class Group:
             set_backend_timeout(self._gloo, timeout)
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error for a status of csrc/group.h. Raises a signal handler's exception that ended the call."""
+        """Returns the error for a status of csrc/group.h. If a signal handler raised during the call, raises that."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -203,7 +203,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error of a window's call. Raises a signal handler's exception that ended the call."""
+        """Returns the error of a window's call. If a signal handler raised during the call, raises that."""
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
@@ -246,7 +246,7 @@ class Group:
         return as_torch_error(error)
 
     def transfer_error(self, words: Sequence[int]) -> BaseException:
-        """Returns the error of a failed transfer. Raises a signal handler's exception that ended it."""
+        """Returns the error of a failed transfer. If a signal handler raised during the wait, raises that."""
         failed = Failed(*words)
         if failed.is_interruption:
             native.load().raise_interruption()

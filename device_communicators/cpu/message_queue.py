@@ -159,7 +159,7 @@ class _End:
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Tells other ranks that this end is closed, and makes calls of other threads return. Call `close` next."""
+        """Reports to other ranks that this end is closed, and ends calls of other threads. `close` must follow."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED

@@ -320,7 +320,7 @@ def _load() -> NativeLibrary | str:
     chosen = settings.BUILD.get() != "auto" or not logs.is_first_of_host()
     level = logging.INFO if chosen else logging.WARNING
     if isinstance(plain, NativeLibrary):
-        logger.log(level, "the registered ops go through Python, which takes microseconds longer a call: %s", problem)
+        logger.log(level, "the registered ops run through Python, some microseconds slower per call: %s", problem)
     return plain
 
 
@@ -333,7 +333,7 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
             try:
                 return NativeLibrary(path, has_ops, note)
             except (OSError, AttributeError, BuildError) as error:
-                logger.info("%s, which the wheel brings, can't be loaded here: %s", path, error)
+                logger.info("the wheel's library %s can't be loaded here: %s", path, error)
                 path, problem = find_or_compile(made, packaged=False)
         return problem if path is None else NativeLibrary(path, has_ops, note)
     except (OSError, AttributeError, BuildError, CacheError) as error:

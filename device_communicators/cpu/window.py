@@ -55,7 +55,7 @@ def window_failure(
 ) -> Exception:
     """Returns the error for the status of this thread's last call of a window, with `rank` in the group.
 
-    Raises the exception of a signal handler that ended the call.
+    If a signal handler raised during the call, raises that.
     """
     members = group.members
     if status == _INTERRUPTED:

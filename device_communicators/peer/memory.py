@@ -93,7 +93,7 @@ class SymmetricSharing:
         return [int(address) for address in self.handle.buffer_ptrs]
 
     def _meet(self) -> Any:
-        """Runs torch's rendezvous. It waits for the store's timeout if a rank failed, or was in fewer rendezvous."""
+        """Runs torch's rendezvous. It waits for the store's timeout if a rank failed, or ran fewer of them before."""
         from torch.distributed import _symmetric_memory
 
         enter(self._context.device)

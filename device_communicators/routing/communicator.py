@@ -393,7 +393,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        """Starts to copy `src`'s `x` into that of other ranks. The caller keeps `x` alive until the work is done."""
+        """Starts to copy `src`'s `x` to the other ranks' `x`. The caller keeps `x` alive until the work is done."""
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
         """Copies `src`'s contiguous `x` into that of other ranks."""

@@ -188,7 +188,7 @@ class Messenger:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
-        """Returns the started receives that must complete before `handle` does, in order, and it as the last."""
+        """Returns, in order, the started receives that must complete before `handle` does, and then `handle` itself."""
         with self._pending_lock:
             pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]

@@ -199,7 +199,7 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields name, value and reason of each variable. None for a world on one node; only gloo's without NCCL."""
+    """Yields name, value and reason of each variable: none for a world on one node, only gloo's without NCCL."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:

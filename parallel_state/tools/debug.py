@@ -101,7 +101,7 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:
-    """Returns views by group. A key is the stem of the group's name, its ranks, and the number of newer such groups."""
+    """Returns all ranks' views by group: by the stem of its name, its ranks, and the number of newer such groups."""
     newest: dict[int, dict[str, Any]] = {}  # of several processes of a rank, the newest
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)

@@ -655,7 +655,7 @@ class Driver {
           (!neighbour->watch.is_polled() || control(EPOLL_CTL_ADD, number, neighbour->watch.number(), EPOLLIN));
       if (!neighbour->watched) {
         code = errno;
-        problem = " can't be watched, so its exit isn't noticed";
+        problem = " can't be watched, so its exit isn't detected";
       }
     }
     if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;

@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Replaces `megatron.core.parallel_state` by this module for later imports of this process. Twice is fine.
+    """Replaces `megatron.core.parallel_state` by this module for later imports of this process. Idempotent.
 
     Raises UnsupportedError without megatron-core, AlreadyInitializedError if Megatron's own module is imported already:
     the modules that imported it hold its functions.

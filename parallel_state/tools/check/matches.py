@@ -91,7 +91,7 @@ def described_by(read: Callable[[Facts], str]) -> Predicate:
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Makes a predicate for ranks whose value is rarer than others'. `values` lists all values with their ranks."""
+    """Makes a predicate for ranks whose value is rarer than others. `values` lists all values with their ranks."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
