@@ -19,7 +19,7 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Enough for 13,000 groups. Some containers allow 10⁹: programs that close each possible number then take minutes."""
+"""Enough for 13,000 groups. Some containers allow 10⁹: programs that close every possible number then take minutes."""
 _TEXTS = {
     "Too many open files": errno.EMFILE,
     "can't start new thread": errno.EAGAIN,

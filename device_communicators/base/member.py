@@ -23,7 +23,7 @@ class Timeout:
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0
-    """Of `extended_deadline`."""
+    """Seconds that `extended_deadline` adds."""
 
     def __init__(self, seconds: float) -> None:
         self._own_s = seconds
@@ -93,7 +93,7 @@ def _extend(seconds: float) -> None:
 
 _EXTENDING = threading.Lock()
 MOST_TIMEOUT_S = 10 * 365 * 86400
-"""Infinity would leave NaN behind an extended deadline."""
+"""With an infinite timeout, the end of an extended deadline would leave NaN."""
 LOST = "The group can't be used further"
 LEFT = "has left: it destroyed its group, or its program ended"
 Failure = TypeVar("Failure", bound=CommunicationError)

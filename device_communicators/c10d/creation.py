@@ -178,7 +178,7 @@ def _shut_down() -> None:
     for group in list(_GROUPS):
         group.leave()
     if extension.try_load.cache_info().currsize and (module := extension.try_load()[0]) is not None:
-        module.wait_for_failure_hooks(_HOOKS_LIMIT)  # torch's flight recorder writes its file in one
+        module.wait_for_failure_hooks(_HOOKS_LIMIT)  # such as that of torch's flight recorder, which writes a file
 
 
 def load() -> Any:

@@ -70,7 +70,7 @@ class Handle(NamedTuple):
     """The door of one process, as other processes receive it. It contains a secret."""
 
     host: str
-    """Its host's name. First, so that a set of handles gives ranks host by host."""
+    """Name of its host. The first field, so that sorted handles are in the order of hosts."""
     address: str
     port: int
     pid: int
@@ -116,7 +116,7 @@ class Membership:
         self._handle: Handle | None = None
         self._used: set[int] = set()
         self._world: World | None = None
-        """Of the current group."""
+        """The world of the current group."""
         self._store: ControlStore | None = None
         """The store of the current group, which torch doesn't keep alive."""
         self._problem = ""

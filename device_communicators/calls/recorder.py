@@ -26,7 +26,7 @@ class Operation:
     """A record of one collective or transfer of a group: its name, size, peer and times."""
 
     sequence: int
-    """Its number within the group."""
+    """Number within its group."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Operation:
     site: str = ""
     """`file:line` of the caller, in debug mode."""
     call_text: str = ""
-    """The user's call in words, equal on all ranks."""
+    """The user's call as text, equal on all ranks."""
     peer: int = -1
     """The peer of a transfer, a rank in the group; else -1."""
 

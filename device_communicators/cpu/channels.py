@@ -183,7 +183,7 @@ class Channels:
             if end is None:
                 writes = issubclass(make, Sender)
                 end = make(self._library, self.members, self._place(*place, commit=writes), self._waiting)
-                if (first := ends.setdefault(key, end)) is not end:  # a handler of signals was
+                if (first := ends.setdefault(key, end)) is not end:  # a signal handler was faster
                     return first
                 if self._group:
                     serve = self._library.ps_queue_writer_serve if writes else self._library.ps_queue_reader_serve

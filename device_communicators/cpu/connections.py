@@ -239,7 +239,7 @@ def _accept(
 ) -> None:
     """Accepts the awaited connections `keys` from other ranks and adds them to `made`. Closes all others."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-    """By descriptor, in order of arrival: connections without a whole hello, and the bytes that arrived."""
+    """Descriptor -> connection without a whole hello, and the bytes that arrived; in order of arrival."""
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}
     for listener in listeners:

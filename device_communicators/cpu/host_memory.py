@@ -83,7 +83,7 @@ class HostMemory:
         self.rounding: tuple[bool, ...] = ()
         """By rank: its PARALLEL_STATE_ROUND_BETWEEN_HOSTS."""
         self.pids: tuple[int, ...] = ()
-        """Of this host's ranks; -1 in another PID namespace, where they can't be watched."""
+        """PIDs of this host's ranks; -1 in another PID namespace, where they can't be watched."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:

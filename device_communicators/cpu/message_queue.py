@@ -38,7 +38,7 @@ _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
 LINE_BYTES = 128
-"""Of a counter in the control part: the second line is the writer's, the readers' follow."""
+"""Size of a counter in the control part: the second one is the writer's, the readers' follow."""
 
 
 class Shape(NamedTuple):
@@ -61,7 +61,7 @@ class Place:
     data: int
     shape: Shape
     ranks: tuple[int, ...]
-    """In the group: the writer's, then the readers'."""
+    """Ranks in the group: the writer's, then the readers'."""
 
 
 class Waiting(NamedTuple):
@@ -312,11 +312,11 @@ class Sender(_End):
             if begun is None and not self._waiting:
                 self._end_turn()
                 return
-        # Without the lock: in this wait a handler may send.
+        # Without the lock: a signal handler may send during this wait.
         thread = HelperThread("send", self._write_all, begun)
         thread.start()
         with self.lock:
-            if self._writer == writer:  # else it has ended
+            if self._writer == writer:  # otherwise the thread has ended
                 self._writer = thread.ident or 0
 
     def _end_turn(self) -> None:

@@ -54,7 +54,7 @@ _CALL = (c_uint64, c_uint64, c_uint64)
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
-"""A failed compile isn't repeated for this time, because the ranks of a host don't arrive together."""
+"""A failed compile isn't repeated for this time: the ranks of a host start at different times."""
 _FAILURE_BYTES = 4096
 _STALE_S = 3600.0
 _UNUSED_S = 60 * 86400.0

@@ -30,7 +30,7 @@ FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 """In the full build only."""
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
-"""Without contraction: an instruction set that has fused multiply-add would round otherwise than one that hasn't."""
+"""Without contraction: otherwise instruction sets with and without fused multiply-add would round differently."""
 _TOGETHER = (
     ("-O3", "add_rms_norm reduce"),
     ("-O1", "agreement core end_listeners guest hmac record"),
@@ -41,14 +41,11 @@ _TOGETHER = (
     ("-O3", "loans plain_tree shared_inputs transfers transfers_api unpack wait windows"),
     ("-O3", "hosts_blocks hosts_reductions"),
 )
-"""Optimisation, and files compiled as one unit, the longest first. The control plane has no call that takes long.
-
-As single files they take twice as long, most of it for headers. A file in no row is a unit of its own. Names in unnamed
-namespaces must differ within a row: the compiler reports a clash as a redefinition.
-"""
+"""Optimization level, and files compiled as one unit, the longest first. Single files take twice as long, because of
+headers. A file in no row is a unit. Names in unnamed namespaces must differ within a row."""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
-"""In the names of folders in which something is compiled."""
+"""Part of the names of folders in which something is compiled."""
 
 
 class BuildError(Exception):
@@ -68,18 +65,18 @@ class Recipe:
 
     what: str
     packaged_name: str
-    """Under which name a wheel brings it, beside this file. An object if it ends with .o, else a shared library."""
+    """File name in a wheel, next to this file. It ends with .o for an object, else it is a shared library."""
     units: tuple[Unit, ...]
     flags: tuple[str, ...] = ()
     link_flags: tuple[str, ...] = ()
     for_torch: str = ""
-    """The build of torch that it belongs to, wherever that is installed; empty: any."""
+    """The torch build that it requires, independent of the path; empty: any."""
     include_flags: tuple[str, ...] = ()
-    """Folders of headers, which tell no builds apart: environments with one torch share what is compiled."""
+    """Folders of headers. They don't distinguish builds: environments with one torch share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
     """The folders of the headers that the sources include by a relative path."""
     base: Recipe | None = None
-    """The object that it is linked with."""
+    """Recipe of the object to link with."""
     usual_cpu_s: float = 0.0
     """Roughly the CPU seconds that GCC 12 takes for the units, without the base. All recipes took 90 s together."""
 
@@ -212,7 +209,7 @@ def usable_cores() -> set[int]:
 
 
 _CORES = threading.BoundedSemaphore(len(usable_cores()))
-"""Bounds the compilers at work: builds that run at the same time share the cores."""
+"""Limits the number of running compilers: concurrent builds share the cores."""
 
 
 def find_compiler() -> tuple[str, ...] | None:
@@ -243,11 +240,10 @@ def compile_library(
         kind = ("-r", "-nostdlib") if recipe.suffix == ".o" else ("-shared", "-pthread")
         _run([*compiler, *kind, "-o", str(made), *map(str, objects), *recipe.link_flags])
         if seal is not None:
-            # A seal lies behind the last section, where no loader or linker looks. Written anew as a whole: what a
-            # linker left out as holes would be missed when the library is loaded from a file system that is full by
-            # then.
+            # The seal follows the last section; loaders and linkers ignore it. Rewrites the whole file, because a
+            # linker leaves holes, which couldn't be filled on a file system that is full later.
             made.write_bytes(seal(made.read_bytes()))
-        made.chmod(0o755)  # by a umask of 002 a whole group could write to it
+        made.chmod(0o755)  # with a umask of 002 the user's group could write to it
         made.rename(target)
 
 

@@ -116,7 +116,7 @@ class NativeGroup:
         self.number = number
         self.members = members
         self.connections = Connections({}, {}, 0)
-        """To ranks on other hosts; the compiled group owns the descriptors."""
+        """Connections to ranks on other hosts; the compiled group owns the descriptors."""
         self._host_of_rank: Sequence[int] = ()
         """By rank in the group; empty on one host."""
         self._lock = threading.Lock()

@@ -150,31 +150,27 @@ class PastPython:
             return library.method(name, python)
 
         self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
-        """Takes a dict, its `Form`'s address, and its head."""
+        """Arguments: a dict, the address of its `Form`, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Of an object, how many bytes it may have, the three of a `_Cut`, and whether to wait between hosts.
-
-        No room: see `PlainObjects.packed`. Between hosts, a message that isn't sent yet returns 4 (`kStarted`) and the
-        number of its transfer.
-        """
+        """Arguments: an object, the maximum of bytes, the three of a `_Cut`, and True to wait between hosts. NO_ROOM:
+        see `PlainObjects.packed`. Between hosts, a message that isn't sent yet returns 4 (`kStarted`) plus the number
+        of its transfer."""
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
-        """Takes the expected head, and the tensors to fill."""
+        """Arguments: the expected head, and the tensors to fill."""
         self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
         self.receive_value: Callable[..., Any] = method("ps_receiving_value")
-        """Takes the arguments of `Received` in csrc/messages_api.cpp. Returns the object.
-
-        Returns the last argument if that was called, and NotImplemented if `receive_at` must be called.
-        """
+        """Takes the arguments of `Received` in csrc/messages_api.cpp. Returns the object; the last argument if the
+        library called it; NotImplemented if `receive_at` must be called."""
         self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
         self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
-        """As `receive_value`; of a reader's end, the message's number, the timeout and the number of the group."""
+        """Like `receive_value`. Arguments: a reader's end, the message's number, the timeout, the group's number."""
         self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
-        """As `receive_value`, between hosts; see `ps_transfers_receiving` in csrc/messages_api.cpp."""
+        """Like `receive_value`, between hosts; see `ps_transfers_receiving` in csrc/messages_api.cpp."""
         self.broadcast_between: Callable[..., int] = method("ps_group_broadcasting")
         self.receive_between: Callable[..., Any] = method("ps_group_receiving")
-        """As `receive_value`, of a message to all ranks on several hosts; see csrc/messages_api.cpp."""
+        """Like `receive_value`, for a message to all ranks on several hosts; see csrc/messages_api.cpp."""
 
 
 class PlainObjects:

@@ -37,11 +37,11 @@ from device_communicators.cpu.native_group import Members, QueueStatus, wait_fai
 from device_communicators.cpu.plain_tree import PastPython
 
 _NO_MEMORY, _CLOSED, _BROKEN = 7, 8, 9
-"""Statuses of `TransferFailure`, beside those of `QueueStatus`; any other is of a malformed message."""
+"""Statuses of `TransferFailure` in addition to those of `QueueStatus`. Any other: a malformed message."""
 _DONE, _INSIDE = 0, -2
-"""What starting returns in csrc/transfer_call.h; any other negative number is a refusal."""
+"""Results of a start, in csrc/transfer_call.h. Any other negative number is a refusal."""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
-"""How a wait ends there; any other number is a failure."""
+"""Results of a wait, in the same file. Any other number is a failure."""
 _LONGEST_S = 1e9
 MOST_TAG = (1 << 31) - 1
 _DTYPES: dict[int, object] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
@@ -182,7 +182,7 @@ class Transfers:
         self._failure: Failure | None = None
         self._is_free = False
         self._waits: set[tuple[int, int, int]] = set()
-        """Waits: their threads, whether they send, and their peers; the threads alone between hosts."""
+        """Current waits: thread, direction and peer; between hosts only the thread."""
         if group:
             library.ps_transfers_serve(self.address, group, tag)
 

@@ -24,11 +24,11 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import LOOPBACK, Place, Watcher, answer_within
 
 _OWN_NAME_S = 2.0
-"""Time for this host's own name to resolve."""
+"""Timeout of resolving this host's own name."""
 _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
-"""Limit for all ranks together."""
+"""Maximum number of polls per second by all ranks together."""
 
 
 def listen(watcher: Watcher, address: str) -> str:

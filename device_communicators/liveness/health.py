@@ -195,7 +195,7 @@ class Watcher:
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
-        """Called by `close`, the last one first."""
+        """`close` calls these, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
         """Global rank -> the store that it serves. Keeps them alive for torch's groups, which don't."""
 

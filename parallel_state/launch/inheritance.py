@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
-"""A rank must receive both: SIGTERM stops it, SIGCHLD reports exits of its children."""
+"""Ranks must be able to receive both: SIGTERM stops them, SIGCHLD reports exits of their children."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class MessageCalls(GroupFacts):
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list` with rank `src`'s objects; returns it. All lists must have the same length."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
-        # `src` tells the others of its mistake, who wait for it.
+        # A mistake of `src` is raised below: the other ranks wait for it and must receive it.
         if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
             raise InvalidArgumentError(
                 f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "

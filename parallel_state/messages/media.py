@@ -45,11 +45,11 @@ from parallel_state.messages.wire import (
     split_by_device,
 )
 
-# Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
-# may be posted before the body of this one arrives, and would take it in.
+# Kinds of transfers; 0: plain tensors. Frames have a separate tag, because the receive of the next frame may be posted
+# before the body of this message arrives, and would match it.
 _FRAME, _BODY = 1, 2
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
-"""The operations as which messages are counted: one call each, of any number of transfers."""
+"""Names under which messages are counted: one call per message."""
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
 _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
@@ -142,7 +142,7 @@ class FakeMedium(Medium):
         return ()
 
 
-# Each part a transfer of its own.
+# Messages of several transfers.
 
 
 class RouteMedium(Medium):
@@ -173,7 +173,7 @@ class RouteMedium(Medium):
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, src, method = self.route, self.route.context.rank, call.method
         frame, name = outgoing.frame, outgoing.counted or _BROADCAST
-        # Wait for the head's beginning first: by it, ranks in another call detect the mismatch.
+        # Wait for the frame first: ranks in another call detect the mismatch by it.
         route.run("broadcast_", frame, frame, src, part_of=name, method=method)
         pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
         parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]

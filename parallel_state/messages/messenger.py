@@ -42,16 +42,16 @@ if TYPE_CHECKING:  # loaded when a group is made
     from parallel_state.messages.media import Medium
 
 _GATHERED = "all_gather_message"
-"""The name under which an all_gather's messages are counted."""
+"""Name under which messages of an all_gather are counted."""
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
-"""The names under which lists are counted: one call each."""
+"""Names under which lists are counted: one call per list."""
 _PACKED_BYTES = 64 << 10
-"""Lists of tensors up to this size are copied into one, where each would be a transfer of its own."""
+"""Lists of tensors up to this size are packed into one tensor if each tensor would be a transfer."""
 
 _UNWAITED_S = 0.02
-"""After this time a thread takes care of a send that nobody has waited for."""
+"""A send that isn't waited for within this time is completed by a background thread."""
 
 
 def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -81,10 +81,10 @@ class Messenger:
         self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
-        """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
-        self._pending_lock = threading.RLock()  # both: a handler of signals may come in between
+        """Source -> receives that have not arrived, in the order of their starts."""
+        self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
-        """Sends under way whose handles may be gone: their buffers live here."""
+        """Started sends: keeps their buffers alive, even if the caller has dropped the handles."""
         self._unwaited_lock = threading.RLock()
         self._releaser: threading.Thread | None = None
         route.attach_messenger(self)
@@ -195,7 +195,7 @@ class Messenger:
 
     def forget(self, handle: ReceiveHandle) -> None:
         """Removes this object's reference to a handle whose message has arrived, so that its memory can be freed."""
-        with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
+        with self._pending_lock, contextlib.suppress(ValueError):  # another thread was faster
             self._pending.get(handle.reader.src, []).remove(handle)
             self.medium.end_receive(handle.reader)
 
@@ -227,7 +227,7 @@ class Messenger:
         with self._unwaited_lock:
             for handle in list(self._unwaited):
                 if handle.has_ended:
-                    with contextlib.suppress(ValueError):  # a handler of signals was first
+                    with contextlib.suppress(ValueError):  # a signal handler was faster
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
@@ -241,7 +241,7 @@ class Messenger:
                     self._releaser = None
                     return
             first.run_to_end()
-            del first  # else a buffer lives on in this frame
+            del first  # otherwise this frame keeps its buffer alive
 
     # Collective.
 

@@ -35,9 +35,9 @@ class Reader:
 
     is_list = False
     posted: Any = None
-    """What a medium has begun for a receive that was started."""
+    """State of a medium for a started receive."""
     found: Any = NOTHING
-    """The object, where the library has made it."""
+    """The object, if the library has built it."""
     _message: codec.Message | None = None
     _sliced: Sequence[bool] = ()
     _tensors: Sequence[Tensor] = ()
@@ -64,7 +64,7 @@ class Reader:
         if out is not None and type(out.tensors) is dict:
             given = out.tensors
         self.wanted: tuple[Any, ...] = (settings.MAX_METADATA_BYTES.get(), slices, gather, given, views, None, 0)
-        """What the library is told, see `Received` in csrc/messages_api.cpp."""
+        """Arguments for the library: see `Received` in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
         """Decodes a whole head, or the beginning of one of `head_bytes`. Otherwise as `take_head`."""
@@ -166,7 +166,7 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
         return torch.empty(shape, dtype=metadata.dtype, device=device)
     except GroupDestroyedError:  # by another thread
         raise
-    except Exception as error:  # its bytes stay in the way of whatever comes next
+    except Exception as error:  # its unread bytes block the messages after it
         raise CommunicationError(
             f"receiving from rank {src} of {context} failed, because {device} has no room for a {metadata.dtype} "
             f"tensor of shape {list(shape)}: {error}. The group is unusable now; send less at once",

@@ -81,9 +81,9 @@ class TensorDictSpec:
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
-    """Equal for equal specs; by it a receiver notices that the sender has another one."""
+    """Equal for equal specs. A receiver compares it with the sender's."""
     carried: tuple[TensorEntry, ...] = field(init=False, repr=False, compare=False, default=())
-    """The tensors that have elements: what travels, in this order."""
+    """The tensors to send, in order: those with elements."""
 
     def __post_init__(self) -> None:
         carried = tuple([each for each in self.entries if isinstance(each, TensorEntry) and prod(each.shape) > 0])
@@ -148,7 +148,7 @@ class _KnownForm(NamedTuple):
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
     """Key, shape, dtype, and whether it is large enough for memory of the group."""
     can_be_lent: bool
-    """True for as many bytes as a sender may lend."""
+    """True if the size reaches LENT_BYTES, so that a sender may lend the tensors."""
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
         """Returns True if the dict's constants fit this form. C++ checks the tensors when it sends them."""
@@ -175,7 +175,7 @@ class _KnownForm(NamedTuple):
 
 _MOST_FORMS = 256
 _forms: dict[str, _KnownForm | None] = {}
-"""By the digests of specs."""
+"""Digest of a spec -> its form."""
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
@@ -183,7 +183,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
     try:
         return _forms[spec.digest]
     except KeyError:
-        from device_communicators.cpu.plain_tree import Form  # which brings the library's loader
+        from device_communicators.cpu.plain_tree import Form  # it imports the library's loader
 
         known = None
     tensors = [each for each in spec.entries if isinstance(each, TensorEntry)]

@@ -59,8 +59,8 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Received tensors of at least this size reuse the group's memory, as results of collectives do. From malloc they would
-be new pages each time, and page faults cost more than the message."""
+"""Received tensors of at least this size use the group's memory: page faults of new memory cost more than the
+message."""
 LENT_BYTES = 128 << 10
 """A message's tensors are lent only if they have at least this many bytes: `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
@@ -90,7 +90,7 @@ class Header(NamedTuple):
     tensors: int
     body_bytes: int
     tensor_bytes: int
-    """Sum over all tensors of the message, each counted whole."""
+    """Bytes of all tensors of the message, each counted whole."""
 
     @property
     def is_error(self) -> bool:
@@ -108,7 +108,7 @@ class Cut(NamedTuple):
     slices: int = 0
     mine: int = 0
     whole: dict[str, None] | None = None
-    """The keys of a dict's tensors that are sent whole."""
+    """Keys of a dict's tensors that are sent whole."""
 
 
 WHOLE = Cut()
@@ -122,9 +122,9 @@ class Outgoing:
     tensors: list[Tensor]
     error: Exception | None = None
     counted: str = ""
-    """The operation to count it as, if not as a message."""
+    """Name of the operation to count; "" for a message."""
     more: Pinned | None = None
-    """The end of a long head, which isn't copied."""
+    """The end of a long head, to avoid a copy."""
 
     @property
     def cpu_bytes(self) -> int:

@@ -20,7 +20,8 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Of the last initialize_model_parallel. `gloo`: True if it made gloo groups; `dp_cp_ag`: its all-gather group."""
+"""Options of the last initialize_model_parallel. `gloo`: True if it made gloo groups; `dp_cp_ag`: its all-gather
+group."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {

@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 _HEADER = struct.Struct("<BI")
 _PICKLE_MARK = 0x80  # the first byte of pickle protocols 2 to 5
 _PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
-"""How the metadata of an object without tensors begins."""
+"""First bytes of the metadata of an object without tensors."""
 
 
 class Encoded(NamedTuple):
@@ -55,13 +55,13 @@ def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
         try:
             encoded = _encode(obj, allow_pickle, careful=False)
         except (OverflowError, UnicodeEncodeError):
-            # Somewhere is an int of more than 64 bits or a lone surrogate, and only msgspec saw it: check each value.
+            # The object has an int of more than 64 bits or a lone surrogate, which msgspec rejects: check each value.
             encoded = _encode(obj, allow_pickle, careful=True)
     except codec_values.RefusedError as refused:
         raise MessageEncodeError(refused.text()) from refused.__cause__
     except (RecursionError, ValueError, OverflowError) as error:
         raise MessageEncodeError(f"the object can't be encoded: {error}") from error
-    limit, size = settings.MAX_METADATA_BYTES.get(), len(encoded.metadata) + len(encoded.tensors)  # a flag for each
+    limit, size = settings.MAX_METADATA_BYTES.get(), len(encoded.metadata) + len(encoded.tensors)  # one flag per tensor
     if size > limit:
         raise MessageEncodeError(
             f"the object without its tensors must be at most {limit} bytes, but is {size}; "
@@ -150,5 +150,5 @@ def _decoded(problem: str, decode: Callable[[Any], Any], data: bytes | memoryvie
         return decode(data)
     except MessageDecodeError:
         raise
-    except Exception as error:  # bytes of a peer may lead to nothing but a MessageDecodeError
+    except Exception as error:  # bytes of a peer must raise nothing else
         raise MessageDecodeError(f"{problem}: {error!r:.300}") from error

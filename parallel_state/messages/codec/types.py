@@ -26,10 +26,10 @@ from device_communicators.calls.memory import dtype_refusal, with_values
 T = TypeVar("T")
 
 MAX_DIMS = 64
-"""Most dims of a tensor or array; torch and numpy end there too."""
+"""Maximum number of dims of a tensor or array, as in torch and numpy."""
 
 MAX_TENSOR_BYTES = 1 << 48
-"""The tensors of one message claim fewer bytes than this: more than any machine has, far from overflow."""
+"""Maximum size of all tensors of one message: more than any machine has, and far from an overflow."""
 
 
 class UnfitError(Exception):
@@ -217,7 +217,7 @@ def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
         if name not in _TENSOR_DTYPES:
             raise MessageDecodeError(f"a message claims a tensor of dtype {name[:40]!r}, which no dense tensor has")
         dtype, itemsize = _TENSOR_DTYPES[name]
-        # Empty dims are left out: torch multiplies the others, and would overflow, even where there is no element.
+        # Ignores empty dims, as torch does: it multiplies the others, and could overflow, even without elements.
         claimed += itemsize * math.prod(filter(None, shape))
         tensors.append(TensorMetadata(dtype, shape, _device_type(device)))
     if claimed >= MAX_TENSOR_BYTES:
@@ -240,7 +240,7 @@ def read_device(text: str) -> torch.device:
     return device
 
 
-# numpy, which need not be installed: a value of its types exists only where it was imported
+# numpy is optional: if it isn't imported, there are no values of its types.
 
 
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20}\])?")
@@ -260,7 +260,7 @@ def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
 
     array = numpy.asarray(value)
     spec = array.dtype.str
-    # ml_dtypes' bfloat16 calls itself <V2, a structured dtype |V12: what it means would be lost.
+    # The names of ml_dtypes' bfloat16 (<V2) and of structured dtypes (|V12) don't identify the dtype.
     if not _NUMPY_DTYPE.fullmatch(spec) or numpy.dtype(spec) != array.dtype:
         raise UnfitError(
             f"a numpy value of dtype {array.dtype}, but only numbers, bools, times and fixed-size strings can be sent"

@@ -28,23 +28,24 @@ if TYPE_CHECKING:
     from device_communicators.cpu.plain_tree import Packed, PlainObjects
 
 MAX_DEPTH = 100
-"""Most containers and registered values within each other: each takes a few frames of the interpreter's 1000."""
+"""Maximum nesting of containers and registered values: each level takes some of the interpreter's 1000 frames."""
 
 MOST_NUMBERS = 256
-"""Keys beside str and bytes that a dict in msgpack's own form may have; a larger one is an Ext, built by the clock."""
+"""Maximum number of keys other than str and bytes in a msgpack dict. A larger dict is an Ext, decoded with a time
+limit."""
 _UNCHECKED_BYTES = 16 << 10
-"""Of a body whose keys are not looked at before msgspec decodes it: quadratic or not, that is some milliseconds."""
+"""Smaller bodies are decoded without a check of their keys: colliding keys cost some milliseconds at most."""
 _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
 _S_PER_BYTE = 2e-7
-"""CPU time for building sets and dicts of a body: honest ones take a tenth."""
+"""CPU time limit for building sets and dicts of a body. Regular ones take a tenth."""
 
 Ext = msgspec.msgpack.Ext
 to_msgpack = msgspec.msgpack.Encoder().encode
 _from_msgpack = msgspec.msgpack.decode
 
-# The Ext codes are part of the format: never give one another meaning without a new format version.
+# The Ext codes are part of the format: changing the meaning of one needs a new format version.
 _TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _INT, _COMPLEX, _BYTEARRAY = range(1, 9)
 _TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED, _PICKLED = range(9, 17)
 
@@ -121,9 +122,9 @@ class Encoder:
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
     def __init__(self, allow_pickle: bool, careful: bool) -> None:
-        self.plain = _CAREFUL if careful else _PLAIN  # types whose values need no look
+        self.plain = _CAREFUL if careful else _PLAIN  # types whose values aren't checked
         self.tensors: list[torch.Tensor] = []
-        self._indices: dict[int, tuple[int, torch.Tensor]] = {}  # by id; holding the tensor keeps the id its own
+        self._indices: dict[int, tuple[int, torch.Tensor]] = {}  # by id; the reference keeps the id unique
         self._allow_pickle = allow_pickle
 
     def pack(self, value: object, depth: int = 0) -> object:
