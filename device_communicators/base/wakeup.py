@@ -31,7 +31,7 @@ class SignalPipe(Structure):
 
 
 class _Wakeup:
-    """The pipe that signals write to, and the structs by which C++ knows its reading end."""
+    """The pipe that signals write to, and the structs through which C++ reads it."""
 
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()

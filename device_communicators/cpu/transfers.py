@@ -323,7 +323,7 @@ class Transfers:
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
-        """Fails all started transfers after a call of this rank has failed. Peers on other hosts learn it at once."""
+        """Fails all started transfers after a call of this rank has failed. Peers on other hosts detect it at once."""
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:

@@ -76,7 +76,7 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Tells autograd that the caller's tensors were changed, which it can't detect for writes to their memory."""
+    """Marks the caller's tensors as changed for autograd, which can't detect writes to their memory."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)

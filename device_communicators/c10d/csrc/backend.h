@@ -29,7 +29,7 @@ struct Callbacks {
   std::function<void(const std::function<void()>&)> without_interpreter;
   // Returns the error for gloo's text; null if the transport didn't fail. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
-  std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // tells Python
+  std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // sets the timeout of Python's part
   using Group = c10::intrusive_ptr<c10d::Backend>;
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Timeout = std::chrono::milliseconds;

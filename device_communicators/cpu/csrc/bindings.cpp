@@ -389,7 +389,7 @@ struct Autograd<Op, Result(X, Arguments...)> {
     const auto& op = find_op<Op>("parallel_state");
     if constexpr (std::is_void_v<Result>) {
       op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
-      // The write bypassed torch: a formula that saved `x` must notice.
+      // The write bypassed torch: autograd must detect that a saved `x` changed.
       constexpr bool writes = string_view(Op::kName).back() == '_';
       if (writes && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
     } else {

@@ -65,7 +65,7 @@ class Pieces {
   std::uint64_t bytes_left_ = 0;
 };
 
-// Calls `use(address, bytes)` for each part of the pieces that lies between two offsets.
+// Calls `use(address, bytes)` for each part of the pieces between two offsets.
 template <typename Use>
 void for_range(const std::vector<Piece>& pieces, std::uint64_t begin, std::uint64_t end, Use use) {
   std::uint64_t start = 0;  // of the piece
