@@ -377,7 +377,7 @@ def leave_to_interpreter(function: Callable[..., Any]) -> None:
 
 
 def mark_constant(function: Any) -> None:
-    """Tells dynamo that the function's result depends on constants only, like torch.compiler.assume_constant_result."""
+    """Marks the function's result for dynamo as dependent on constants only: torch.compiler.assume_constant_result."""
     function._dynamo_marked_constant = True
 
 
