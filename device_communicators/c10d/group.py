@@ -144,9 +144,9 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns the group that carries collectives; None if gloo does.
+        """Returns the group that carries collectives; None if gloo carries them.
 
-        gloo does without the compiled library, or if only the hosts' first ranks are connected.
+        That is so without the compiled library, or if only the hosts' first ranks are connected.
         """
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None

@@ -344,7 +344,7 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns when this thread's method with `timed` began, on the monotonic clock; 0.0 if it is in none."""
+    """Returns the start of this thread's `timed` method, in seconds of the monotonic clock; 0.0 outside of one."""
     return _THREAD.began_s
 
 

@@ -447,7 +447,7 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits in C++, in the calling thread, so that slow callbacks don't delay it."""
+        """Waits for the verdict in C++, in the calling thread, so that slow callbacks don't delay it."""
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))

@@ -252,7 +252,7 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks that can report on asked ranks if those don't answer: one that can watch each by PID."""
+        """Returns ranks to ask about ranks that may not answer: for each asked rank, one that can watch it by PID."""
         helpers: list[int] = []
         for rank in asked:
             near = self._watcher.neighbours_of(rank)

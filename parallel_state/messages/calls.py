@@ -218,8 +218,8 @@ class MessageCalls(GroupFacts):
           type, and any strides. The returned dict contains them. After an error their content is undefined.
         - `views`: allows views of shared memory, into which a sender on this host has copied its tensors, instead of a
           second copy. This rank may read and write them as long as it keeps them, also after the group or the sender
-          has ended. Small tensors, other hosts and compiled code give copies. So does a sender of whose views this rank
-          keeps more than 256 MiB.
+          has ended. Small tensors, other hosts and compiled code give copies. So does a sender once this rank keeps
+          more than 256 MiB of its views.
 
         Raises CollectiveMismatchError if the sender of CPU tensors passed another spec, or only one side has one.
         Raises InvalidArgumentError for `out` with `views`, and for an `out` that doesn't fit: with `spec` before

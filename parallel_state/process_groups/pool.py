@@ -361,7 +361,7 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program made this group. For the default group, only if `everyone`."""
+        """Returns True if the program made this group. `everyone`: True counts the default group, too."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
