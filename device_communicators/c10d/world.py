@@ -131,7 +131,7 @@ class World:
             self.end_watch()
 
     def end_watch(self) -> None:
-        """Ends the watch, unless it is borrowed. Idempotent."""
+        """Closes the watcher, unless it is borrowed. Idempotent."""
         if not self._is_borrowed:
             self.watcher.close()
 

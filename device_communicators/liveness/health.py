@@ -297,7 +297,7 @@ class Watcher:
         return {}
 
     def is_silent(self, rank: int) -> bool:
-        """Returns True if a rank's control plane doesn't reply within 0.5 s: its process must be stopped."""
+        """Returns True if a rank's control plane doesn't reply within 0.5 s: its process is probably stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:

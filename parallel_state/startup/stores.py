@@ -260,8 +260,8 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
         where = f"{address[0]}:{address[1]}"
         raise _error_of(
             place.rank,
-            f"of {place.world_size} must connect to the store at {where}, but {error}. Or choose another MASTER_PORT "
-            "(the same on every rank)",
+            f"of {place.world_size} must connect to the store at {where}, but {error}. Stop that service, or choose "
+            "another MASTER_PORT (the same on every rank)",
         ) from error
     return open_tcp_store(address, deadline)
 
