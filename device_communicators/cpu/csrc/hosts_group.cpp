@@ -26,8 +26,8 @@ constexpr std::size_t kMostKept = 1 << 20;       // of a message, for the next o
 constexpr std::uint64_t kPieceBytes = 4 << 20;   // forwarded while the next one arrives
 constexpr std::uint64_t kSmallBytes = 32 << 10;  // neighbouring tensors up to this size are copied into one chunk
 
-// Reads the failure note of a rank that gave up after it had sent its part, as with a shorter timeout. Only looks at
-// what it may not read: the next call's message, or that the rank left.
+// Reads the failure note of a rank that gave up after it had sent its part, for example with a shorter timeout. Other
+// messages, of the next call or of a rank that left, are only polled.
 void read_failure(Link& link) {
   if (!link.in.is_idle() || link.is_broken() || link.is_in_trouble()) return;
   CallRecord head;
@@ -343,7 +343,7 @@ bool HostsGroup::dies_soon(int rank) const {
   return false;
 }
 
-// Another rank's note of an end can arrive before the end itself: waits a moment to learn whether `rank` left or died.
+// Another rank's report of an end can arrive before the end itself: waits briefly to find out if `rank` left or died.
 void HostsGroup::learn_end(int rank) {
   const auto& links = connections_->links();
   const auto found = std::find_if(links.begin(), links.end(), [&](const auto& each) { return each->rank == rank; });
@@ -469,7 +469,7 @@ Status HostsGroup::broadcast(void* data, std::size_t bytes, int src, double time
   return send_to_all(bytes, src);
 }
 
-// Adds the chunks that are sent one after the other, of no bytes one.
+// Adds the chunks that are sent in sequence; a broadcast of no bytes has one.
 void HostsGroup::cut(char* data, std::uint64_t bytes) {
   std::uint64_t start = 0;
   do {
@@ -477,8 +477,8 @@ void HostsGroup::cut(char* data, std::uint64_t bytes) {
   } while ((start += kPieceBytes) < bytes);
 }
 
-// The chunks have `bytes` in all. The tree's root is the source or, if only leads are connected, the lead of its host.
-// A host forwards each chunk, then shares it.
+// The chunks have `bytes` in total. The root of the tree is the source or, if only leads are connected, the lead of its
+// host. A host forwards each chunk, then shares it.
 Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   int parent = root_host;
@@ -630,7 +630,7 @@ void HostsGroup::forget_message() {
   if (message_.capacity() > kMostKept) message_ = {};
 }
 
-// Brings `message_` of the source to all ranks.
+// Broadcasts `message_` of the source to all ranks.
 Status HostsGroup::share_message(std::uint64_t bytes, int src, std::uint64_t most_bytes) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   const auto room = [&](std::uint64_t found) {

@@ -83,12 +83,12 @@ class HostsGroup final : public Group {
   struct Reduction {
     Dtype dtype;
     ReduceOp op, part_op;
-    bool widens;      // a host of several ranks has its part in the accumulator's type
+    bool widens;      // a host of several ranks sends its part in the accumulator's type
     bool is_rounded;  // sends rounded parts, in two rounds
     std::size_t width, wide_width;
   };
 
-  // Reused memory: fresh pages cost more than the calls.
+  // Memory that calls reuse: fresh pages cost more than the calls.
   class Scratch {
    public:
     char* take(std::size_t bytes);
@@ -194,8 +194,8 @@ class HostsGroup final : public Group {
   std::vector<Scratch> parts_, received_, rounded_parts_, padded_;
   Scratch blocks_, totals_;
   std::vector<char> message_;  // a message's head, and its tensors if they are small
-  std::vector<Piece> chunks_;  // that are broadcast
-  bool was_left_ = false;      // by the taker, for the next call
+  std::vector<Piece> chunks_;  // of the broadcast
+  bool was_left_ = false;      // the taker left the message for the next call
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
   // Of all_to_all:

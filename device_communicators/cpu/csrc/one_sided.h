@@ -1,17 +1,16 @@
-// One-sided access: each rank writes the other ranks' memory without their help, and reads that of its host's ranks.
+// One-sided access: each rank writes the memory of other ranks, and reads that of its host's ranks, without their help.
 //
-// Of a window each rank has two blocks in its arena, which all ranks of the host map: the memory, and a counter per
-// peer, the number of signals that the rank sent to it. A rank without arenas, alone on its host, has memory of its
-// own.
+// Each rank has two blocks per window in its arena, which all ranks of the host map: the memory, and a counter per peer
+// (the number of signals to that peer). A rank that is alone on its host has private memory.
 //
-//   put copies, and fences                          what any rank of the host reads after `put` returned has the bytes
-//   signal publishes the next number (release)      a peer whose `wait_signal` took it (acquire) reads what was written
-//                                                   before, by this rank or by ranks whose signals it had taken
+//   put copies, and fences                          later reads by ranks of the host see the bytes
+//   signal publishes the next number (release)      a peer whose `wait_signal` received it (acquire) sees earlier
+//                                                   writes of this rank, and of ranks whose signals it had received
 //
-// A wait takes one signal. It ends as all waits do: see wait.h. Thread-safe.
+// A wait receives one signal. It ends like all waits: see wait.h. Thread-safe.
 //
-// Between hosts puts and signals go over the connections of transfers: see streams.h. A put ends once its data may be
-// changed. Then the order is that of one connection: a signal tells of the puts to the same rank.
+// Between hosts, puts and signals use the connections of transfers: see streams.h. A put returns when its data may be
+// changed. The order is that of one connection: a signal arrives after earlier puts to the same rank.
 #pragma once
 
 #include <atomic>
@@ -29,23 +28,23 @@ namespace parallel_state {
 
 class SharedWindow {
  public:
-  // The reason why a call did nothing.
+  // The reason that a call did nothing.
   struct Refusal {
-    std::string text;         // after kWrongArgument and kUnsupported; of a connection's end, after kBroken
+    std::string text;         // after kWrongArgument and kUnsupported; after kBroken, of the connection's end
     Loss loss;                // after kPeerDied
-    TransferFailure failure;  // after kBroken: all transfers between hosts have failed
+    TransferFailure failure;  // after kBroken, which fails all transfers between hosts
   };
 
-  // `group`: the number of `handle`. The part's bytes, dtype and shape are set. `data`: a tensor's memory; null for
-  // zeros. It is used as it is if it is in this rank's arena, else copied to a new block.
+  // `group`: the number of `handle`. The part's bytes, dtype and shape are set. `data`: the memory of a tensor, or null
+  // for zeros. Memory in this rank's arena is used directly; other memory is copied to a new block.
   SharedWindow(std::uint64_t group, std::shared_ptr<Handle> handle, const WindowPart& part, const void* data);
   ~SharedWindow();
   SharedWindow(const SharedWindow&) = delete;
   SharedWindow& operator=(const SharedWindow&) = delete;
 
   const WindowPart& part() const { return part_of(rank_); }
-  // Maps the parts of the other ranks of this host. `parts`: of all ranks. Call it once, before what follows. Returns
-  // kUnsupported, on every rank, if one had no memory for its part.
+  // Maps the parts of this host's other ranks. `parts`: of all ranks. Call it once, before the following calls. If a
+  // rank had no memory for its part, returns kUnsupported on every rank.
   Status open(const WindowPart* parts, Refusal* refusal);
 
   // Ranks are those of the group, and may be this one.
@@ -53,29 +52,29 @@ class SharedWindow {
   Status put(int dst, std::int64_t first_element, std::int64_t elements, int dtype, const void* data, bool signals,
              Refusal* refusal);
   Status signal(int dst, Refusal* refusal);
-  // With a timeout of 0 it only polls.
+  // A timeout of 0 only polls.
   Status wait_signal(int src, double timeout_s, Refusal* refusal);
   Status memory_of(int rank, void** found, Refusal* refusal);
   bool maps(int rank) const { return rank >= 0 && rank < handle_->size() && peer(rank).memory != nullptr; }
 
-  // Refuses later calls, awaits what other hosts' ranks have put, and frees the blocks. Call it on all ranks, once none
-  // uses the window any more. Without it, or if it fails, the blocks stay allocated until the group ends, because a
-  // peer may still write to them.
+  // Refuses later calls, waits for the puts of other hosts' ranks, and frees the blocks. Call it on all ranks when none
+  // uses the window any more. Otherwise, or if it fails, the blocks stay until the group ends, because a peer may still
+  // write to them.
   Status end(Refusal* refusal);
 
  private:
   struct Peer {
-    char* memory = nullptr;  // null: this rank doesn't map it, and reaches it over a connection if there is one
+    char* memory = nullptr;  // null if not mapped; then a connection may reach the rank
     Counter* to = nullptr;   // signals to the peer
     Counter* from = nullptr;
-    std::mutex mutex;  // for `sent`
+    std::mutex mutex;  // guards `sent`
     std::uint64_t sent = 0;
     std::atomic<std::uint64_t> taken{0};
   };
   class Alive;
 
   std::shared_ptr<char> allocate(std::size_t bytes);
-  // Whether a call with `rank` may go on. `maps`: it needs the rank's memory.
+  // Checks a call with `rank`. `maps`: it needs the rank's memory.
   Status check(int rank, const char* call, bool maps, Refusal* refusal) const;
   Status lost(int rank, Refusal* refusal) const;
   // Over memory if this rank maps that of `dst`, else over its connection.
@@ -90,10 +89,10 @@ class SharedWindow {
   const std::uint64_t group_;
   const std::shared_ptr<Handle> handle_;
   const int rank_;
-  std::shared_ptr<Streams> streams_;  // null on one host, and if not all ranks are connected
+  std::shared_ptr<Streams> streams_;  // null on one host, or if not all ranks are connected
   std::vector<WindowPart> parts_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::shared_ptr<char> memory_, signals_;  // this rank's blocks, each with what keeps it; null without
+  std::shared_ptr<char> memory_, signals_;  // this rank's blocks, each with its owner; null without a block
   bool is_given_ = false;                   // the memory is a tensor's
   std::atomic<bool> ended_{false};
 };

@@ -1,4 +1,4 @@
-// The C interface of one_sided.h: for ctypes and the torch backend, and for Python as calling.h has it.
+// The C interface of one_sided.h: for ctypes and the torch backend, and for Python as in calling.h.
 
 #include <cstring>
 #include <memory>
@@ -28,7 +28,7 @@ void* unlocked(Function function) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `part`: the words of WindowPart, with this rank's offsets afterwards. Null for an unknown group, or without memory.
+// `part`: the words of WindowPart; sets this rank's offsets. Returns null for an unknown group, or without memory.
 void* ps_window_new(std::uint64_t group, std::int64_t* part, const void* data) {
   std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;
@@ -61,8 +61,8 @@ int ps_window_memory(void* window, int rank, void** found) {
   return static_cast<int>(shared(window)->memory_of(rank, found, &refusal));
 }
 
-// Of this thread's last call: the suspect, the rank that reported it, and its status, and the words of its
-// TransferFailure; then the text.
+// Of this thread's last call: the suspect, the rank that reported it and its status; the words of its TransferFailure;
+// the text.
 void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
   words[0] = refusal.loss.rank;
   words[1] = refusal.loss.reporter;
@@ -86,7 +86,7 @@ void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return window->put(dst, first, elements, dtype, data, signals, &refusal); });
 }
 
-// window, dst.
+// Arguments: window, dst.
 void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 2) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
@@ -95,7 +95,7 @@ void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return window->signal(dst, &refusal); });
 }
 
-// window, src, timeout in us.
+// Arguments: window, src, timeout in us.
 void* ps_window_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));

@@ -15,8 +15,9 @@ namespace parallel_state {
 namespace {
 
 constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC", kPut[] = "PSMW";
-constexpr std::uint64_t kMessageBytes = 256;       // the memory that a kept message takes beside its body
-constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
+constexpr std::uint64_t kMessageBytes = 256;  // memory of a stored message besides its body
+constexpr std::uint64_t kMostAnnounced =
+    1 << 20;  // maximum number of messages over the limit that wait for their receives
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 1024;              // the kernel's maximum
 constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
@@ -27,7 +28,7 @@ constexpr TransferUser kNobody{nullptr, nullptr, nullptr};  // the caller's memo
 
 }  // namespace
 
-// The connections to one rank. All by streams_mutex_.
+// The connections to one rank. Guarded by streams_mutex_.
 class Streams::Stream {
  public:
   Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
@@ -42,12 +43,12 @@ class Streams::Stream {
   void start(const Held& transfer);
   void go_on(const Held& receive, const std::vector<Piece>& pieces);
   void deliver(const Held& receive, const Early& message);
-  // Moves what the kernel has room for, or has; false where that is nothing.
+  // Reads and writes without waiting. Returns false if the kernel had neither data nor room.
   bool move();
   void poll_for(std::vector<pollfd>* polled) const;
   void stop(const char* why);
   void close();
-  Held unfinished() const;  // a transfer that the connection's end has cut off; null without one
+  Held unfinished() const;  // a transfer that the end of the connection interrupted; null if none
   void facts(std::uint64_t* out) const;
 
   const int rank;
@@ -62,11 +63,11 @@ class Streams::Stream {
   };
   struct Awaited {
     Held transfer;
-    bool announced;  // its body is sent after the answer
+    bool announced;  // the body is sent after the answer
   };
   struct Asked {
     Held receive;
-    Form form;  // that was announced
+    Form form;  // of the announcement
   };
   template <typename What>
   using ByTag = std::map<std::uint32_t, std::deque<What>>;
@@ -93,7 +94,7 @@ class Streams::Stream {
   bool take_frame(const Frame& frame);
   bool refuse();
   static bool is_answered(const Form& form) { return form.bytes > kAnsweredBytes && form.dtype != kMessageDtype; }
-  // A peer keeps to what it was granted, unless it is no rank of this version.
+  // A sender keeps to its limit; a foreign process may not.
   bool may_keep(std::uint64_t bytes) const {
     return bytes <= PTRDIFF_MAX && kept_bytes_ + bytes + kMessageBytes <= all_.granted_bytes_;
   }
@@ -113,21 +114,21 @@ class Streams::Stream {
   bool awaits_stripes() const { return in_body_ && missing_.bytes_left() == 0; }
 
   Streams& all_;
-  int descriptor_;  // -1 once it is closed
+  int descriptor_;  // -1 once closed
   std::vector<Stripe> stripes_;
-  int striped_ = 0;       // pieces in their `sends`
-  int stripes_left_ = 0;  // of which something is missing of the body that is read
+  int striped_ = 0;       // number of pieces in their `sends`
+  int stripes_left_ = 0;  // number of stripes with missing bytes of the current body
   std::string error_;
-  const char* stopped_ = nullptr;  // why this rank ended it, if it did
-  std::string broken_;             // nothing more can be written, for this reason; there may be something to read
+  const char* stopped_ = nullptr;  // the reason, if this rank ended the connection
+  std::string broken_;             // the reason that nothing can be written; data may still be readable
   std::deque<Outgoing> sends_;
-  ByTag<Awaited> answers_;  // sends whose answers are to come
-  ByTag<Asked> asked_;      // receives whose announced bodies are to come
+  ByTag<Awaited> answers_;  // sends that wait for answers
+  ByTag<Asked> asked_;      // receives that wait for announced bodies
   const std::uint64_t early_limit_;
-  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once, and what of that the other side has received
-  std::uint64_t taken_bytes_ = 0;                      // received by this side of what came at once
-  std::uint64_t kept_bytes_ = 0;                       // of bodies that came before their receives
-  std::uint64_t announced_ = 0;                        // messages without a body that no receive has matched
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // bytes sent at once; how many of these the peer has received
+  std::uint64_t taken_bytes_ = 0;                      // bytes that this rank received of those sent at once
+  std::uint64_t kept_bytes_ = 0;                       // bytes of bodies that wait for their receives
+  std::uint64_t announced_ = 0;                        // announced messages that no receive has matched
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
@@ -164,7 +165,7 @@ Streams::Held Streams::Stream::unfinished() const {
 
 bool Streams::Stream::has_room(std::uint64_t bytes) {
   const std::uint64_t needed = bytes + kMessageBytes;
-  if (sent_bytes_ - received_bytes_ + needed > early_limit_) read();  // the other side may have received some since
+  if (sent_bytes_ - received_bytes_ + needed > early_limit_) read();  // the peer may have received some since
   return sent_bytes_ - received_bytes_ + needed <= early_limit_;
 }
 
@@ -274,7 +275,7 @@ bool Streams::Stream::write_messages() {
 
 // Receiving.
 
-// Gives a message that came early, or was announced, to its receive.
+// Passes a message that arrived early, or was announced, to its receive.
 void Streams::Stream::deliver(const Held& receive, const Early& message) {
   if (message->bytes == nullptr) return --announced_, ask(receive, message->form);
   kept_bytes_ -= message->form.bytes + kMessageBytes;
@@ -284,7 +285,7 @@ void Streams::Stream::deliver(const Held& receive, const Early& message) {
 bool Streams::Stream::move() {
   const bool sends = is_sending();
   bool moved = sends && write();
-  if (!broken_.empty()) {  // the other side may have said why before it left
+  if (!broken_.empty()) {  // the peer may have sent the reason before it left
     while (read()) {
     }
     fail(broken_);
@@ -307,7 +308,7 @@ void Streams::Stream::expect(const std::vector<Piece>& pieces, std::uint64_t byt
   consume();
 }
 
-// Has what is in the buffer of a body go to its place.
+// Moves the buffered part of a body to its destination.
 void Streams::Stream::consume() {
   begin_ += missing_.fill(&buffer_[begin_], end_ - begin_);
   end_message_if_whole();
@@ -368,7 +369,7 @@ bool Streams::Stream::read_stripe(Stripe& stripe) {
 bool Streams::Stream::read_messages() {
   if (has_error()) return false;
   iovec pieces[kPiecesAtOnce];
-  int count = in_body_ ? missing_.next(pieces, kPiecesAtOnce - 1) : 0;  // then the buffer is empty
+  int count = in_body_ ? missing_.next(pieces, kPiecesAtOnce - 1) : 0;  // if any, the buffer is empty
   std::uint64_t at_place = 0;
   for (int piece = 0; piece < count; ++piece) at_place += pieces[piece].iov_len;
   if (begin_ == end_) {
@@ -378,7 +379,7 @@ bool Streams::Stream::read_messages() {
     end_ -= begin_;
     begin_ = 0;
   }
-  // What comes after these places may belong to the next ones.
+  // The bytes after these addresses may belong to the next ones.
   if (!in_body_ || at_place == missing_.bytes_left()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
   const std::uint64_t come = receive(descriptor_, pieces, count);
   if (come == 0) return false;
@@ -407,14 +408,14 @@ void Streams::Stream::parse() {
   }
 }
 
-// The peer sent what no rank of this version sends.
+// Ends the connection: the peer sent something that no rank of this version sends.
 bool Streams::Stream::refuse() {
   done->failure.status = static_cast<std::int64_t>(QueueStatus::kMalformed);
   done->failure.peer = done->failure.suspect = rank;
   return false;
 }
 
-// False where the connection or the group can't be used further.
+// Returns false if the connection or the group is unusable.
 bool Streams::Stream::take_frame(const Frame& frame) {
   const auto is = [&frame](const char* magic) { return std::memcmp(frame.magic, magic, sizeof frame.magic) == 0; };
   if (is(kPut)) return begin_put(frame);
@@ -488,7 +489,7 @@ bool Streams::Stream::begin_body(const Form& form) {
   return true;
 }
 
-// Reads a body to its receive: of an object or dict its head, or the beginning of one that is too long.
+// Begins to read a body for its receive; of an object or dict its head, or the start of a head that is too long.
 void Streams::Stream::begin_reading(const Form& form) {
   IncomingMessage* const message = reading_->call.incoming;
   missing_.clear();
@@ -501,7 +502,7 @@ void Streams::Stream::begin_reading(const Form& form) {
   consume();
 }
 
-// The rest of a refused message isn't discarded: it may be as large as a peer can claim.
+// Doesn't read the rest of a refused message: a peer may claim any size.
 void Streams::Stream::go_on(const Held& receive, const std::vector<Piece>& pieces) {
   if (!asks_ || reading_ != receive) return;
   const IncomingMessage& message = *receive->call.incoming;
@@ -518,14 +519,14 @@ void Streams::Stream::go_on(const Held& receive, const std::vector<Piece>& piece
   parse();
 }
 
-// Takes a body that came at once for its receive; false if that is for another one, so that the group fails.
+// Matches a body sent at once to its receive. Returns false on a mismatch, which fails the group.
 bool Streams::Stream::match(const Held& receive, const Form& form) {
   taken_bytes_ += form.bytes + kMessageBytes;
   if (is_answered(form)) answer(form_of(receive->call));
   return all_.check_form(receive, rank, form, done);
 }
 
-// Has an announced body come; that of another message than is expected stays where it is.
+// Requests an announced body. A message of another form than expected isn't moved.
 void Streams::Stream::ask(const Held& receive, const Form& form) {
   answer(receive->call.incoming == nullptr ? form_of(receive->call) : form);
   if (!all_.check_form(receive, rank, form, done)) return;
@@ -546,7 +547,7 @@ bool Streams::Stream::begin_asked(const Form& form) {
   return true;
 }
 
-// The receiver of a large message, or of one without room, says what its receive is.
+// Handles the answer of a receiver: the form of its receive.
 bool Streams::Stream::note_answer(const Form& form) {
   const auto answers = answers_.find(static_cast<std::uint32_t>(form.tag));
   if (answers == answers_.end()) return refuse();
@@ -597,7 +598,7 @@ void Streams::Stream::stop(const char* why) {
 
 void Streams::Stream::close() {
   stop("the group was closed");
-  descriptor_ = -1;  // its number may soon be another file's
+  descriptor_ = -1;  // another file may reuse the number
   for (Stripe& stripe : stripes_) stripe.descriptor = -1;
 }
 
@@ -655,7 +656,7 @@ int Streams::carry(const TransferCall& call, double timeout_s) {
     if (how == kInterruptedTransfer) break_off(static_cast<Number>(number));
     return how;
   } catch (const std::bad_alloc&) {
-    abandon();  // the caller's memory is not used after this
+    abandon();  // the caller's memory must not be used after this
     return kFailedTransfer;
   }
 }
@@ -689,7 +690,7 @@ int Streams::put(int dst, std::uint32_t window, std::uint64_t offset, const void
   return carry(call, timeout_s);
 }
 
-// Gives the signals that have come to those who wait for them.
+// Passes arrived signals to the waits for them.
 void Streams::match_signals(Window& window, int src, Done* done) {
   Signals& signals = window.signals[static_cast<std::size_t>(src)];
   while (signals.come > 0 && !signals.awaited.empty()) {
@@ -717,14 +718,14 @@ int Streams::take_signal(int src, std::uint32_t window, double timeout_s) {
       auto& [come, awaited] = found->second.signals[static_cast<std::size_t>(src)];
       const auto has_ended = [](const Held& each) { return !each->is_open(); };
       awaited.erase(std::remove_if(awaited.begin(), awaited.end(), has_ended), awaited.end());
-      if (!is_back && how == kInterruptedTransfer) ++come;  // the signal came in the end: another wait takes it
+      if (!is_back && how == kInterruptedTransfer) ++come;  // the signal arrived after all: another wait takes it
     }
     if (is_back || how == kInterruptedTransfer) return how;
   }
-  return wait(static_cast<Number>(number), 0, false);  // it came, or failed
+  return wait(static_cast<Number>(number), 0, false);  // it arrived, or failed
 }
 
-// A message of no bytes to each rank, which comes after what was put before.
+// Sends each rank an empty message, which arrives after earlier puts.
 int Streams::await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s) {
   const std::int64_t until_ns = after(timeout_s);
   std::vector<Number> started;
@@ -752,8 +753,8 @@ void Streams::begin(const Held& transfer, const Early& early) {
   Done done;
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);
-    if (fails_) return;  // the thread that noted the failure fails this transfer, too
-    // Before this, the end of its connection doesn't fail it: all that it needs may have come.
+    if (fails_) return;  // the thread that recorded the failure also fails this transfer
+    // Until here the end of its connection doesn't fail it: its data may have arrived before.
     transfer->has_begun = true;
     try {
       if (call.sends != 0) {
@@ -794,7 +795,7 @@ void Streams::begin(const Held& transfer, const Early& early) {
   announce(done);
 }
 
-// A connection that has ended fails the transfers with its rank; those from any source once all have ended.
+// Fails the transfers of a rank whose connection ended; those from any source when all connections ended.
 void Streams::note_broken(Done* done) {
   if (done->failure.status != 0) return;
   bool all_ended = true;
@@ -833,7 +834,7 @@ void Streams::go_on(const Held& receive, const std::vector<Piece>& pieces, Done*
     note_unsent();
     fails_ = done->failure.status != 0;
   }
-  wake();  // for the thread that sleeps without this connection
+  wake();  // a thread may sleep without this connection
 }
 
 void Streams::note_unsent() {
@@ -909,7 +910,7 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
   }
 }
 
-// Sleeps until something can be moved, or was started. Returns true if a signal ended it.
+// Sleeps until something can move, or a transfer starts. Returns true if a signal ended the sleep.
 bool Streams::sleep(std::int64_t until_ns) {
   polled_.clear();
   {
@@ -917,7 +918,7 @@ bool Streams::sleep(std::int64_t until_ns) {
     for (const auto& stream : streams_) {
       if (stream != nullptr) stream->poll_for(&polled_);
     }
-    sleeps_.store(true, std::memory_order_relaxed);  // by the lock: who starts a transfer afterwards sees it
+    sleeps_.store(true, std::memory_order_relaxed);  // under the lock: a later start sees it
   }
   polled_.push_back({wake_, POLLIN, 0});
   const std::int64_t limit_ms = std::min<std::int64_t>((until_ns - now_ns() + 999'999) / 1'000'000, 1000);
@@ -945,7 +946,7 @@ void Streams::wake() {
   if (sleeps_.load(std::memory_order_relaxed)) static_cast<void>(::write(wake_, &one, sizeof one) > 0);
 }
 
-// What a dead rank sent may still be on its way.
+// Data of a dead rank may still arrive.
 bool Streams::read_last(const Transfer&, int, int) {
   const std::int64_t now = now_ns();
   std::int64_t noticed = 0;
@@ -971,7 +972,7 @@ void Streams::stop() {
 }
 
 bool Streams::leave() {
-  std::map<std::uint32_t, Window> windows;  // ends without the lock: it may hold the group
+  std::map<std::uint32_t, Window> windows;  // destroyed without the lock: it may hold the group
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);
     windows.swap(windows_);

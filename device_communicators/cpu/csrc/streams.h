@@ -1,23 +1,23 @@
-// Sends and receives between hosts, over TCP connections: of plain tensors, and of objects and tensor dicts. Each
-// direction keeps the send order.
+// Sends and receives between hosts over TCP connections: of plain tensors, objects and tensor dicts. Each direction
+// keeps the send order.
 //
-// A message is a frame of fixed size and a body. A send writes at once as much as the kernel accepts, and the thread
-// that waits for a message reads it to where it belongs.
+// A message is a frame of fixed size and a body. A send immediately writes as much as the kernel accepts. The thread
+// that waits for a message reads it to its destination.
 //
-// The body of an object or dict is its head and its tensors. The receiver doesn't know their size: it reads the head,
-// and nothing more from this rank until the receive's `Taker` has said where the tensors go.
+// The body of an object or dict is its head and its tensors. The receiver doesn't know their sizes: it reads the head,
+// and nothing more from this rank until the receive's `Taker` has returned the addresses for the tensors.
 //
-// A body that arrives before its receive is stored in memory of its own. A sender may have only a limited number of
-// bytes there; the receiver chose that number when they connected. A message over this limit is *announced*: its
-// frame is sent, and its body once the receiver has asked for it (a rendezvous, in MPI's terms). Each frame also says
-// how many bytes its sender has received so far, so the limit needs no messages of its own.
+// A body that arrives before its receive is stored in separate memory. The receiver limits these bytes per sender when
+// they connect. A message over this limit is *announced*: its frame is sent at once, its body after the receiver asked
+// for it (a rendezvous, in MPI's terms). Each frame also has the number of bytes that its sender has received so far,
+// so the limit needs no extra messages.
 //
-// If the receiver stopped reading instead, the kernel would keep the rest, but then a receive of a later message on the
-// same connection could never finish. An announcement is short and is always read, so no limit causes a deadlock.
+// If the receiver instead stopped reading, a receive of a later message on the same connection could never finish. An
+// announcement is short and is always read, so no limit causes a deadlock.
 //
-// The receiver of a tensor of more than kAnsweredBytes, or of a message that was announced, answers with the form of
-// its receive. Its sender is done once the answer is there, so that it fails, too, if the two differ; the sender of a
-// smaller one once the kernel has it.
+// The receiver of an announced message, or of a tensor of more than kAnsweredBytes, answers with the form of its
+// receive. The sender is done when it has the answer, so it fails too if the forms differ. The sender of a smaller
+// message is done when the kernel has the bytes.
 //
 // Windows are memory of this rank that ranks of other hosts write to. A put is a frame and its body. Its frame also has
 // the number of signals that follow the body; a signal alone is a frame without a body. The thread that reads the
@@ -25,7 +25,7 @@
 // sender put to this rank before. While a window is open, the progress thread reads all connections. A put outside of
 // an open window is refused, and fails the group.
 //
-// Descriptors are the caller's, who closes them after `close`. No thread holds the lock while it sleeps.
+// The caller owns the descriptors, and closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
 
 #include <poll.h>
@@ -49,12 +49,13 @@ class Streams final : public Transfers {
  public:
   static constexpr std::uint64_t kAnsweredBytes = 64 << 10;
 
-  // Bodies from `striped_bytes` on are striped, where there is more than one connection.
-  // `granted_bytes`: what each other rank may send before it is received.
+  // Bodies of at least `striped_bytes` are striped if there are several connections. `granted_bytes`: limit of bytes
+  // that each rank may send before their receive.
   Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::uint64_t granted_bytes, std::int64_t spin_ns,
           std::uint64_t striped_bytes);
   ~Streams() override;
-  // Adds a connection to a rank, whose place among those is the same on the other side. Before any transfer.
+  // Adds a connection to a rank. Both sides must add connections of one pair in the same order. Call it before any
+  // transfer.
   void add(int rank, int descriptor, std::uint64_t early_bytes);
 
   bool has_left() override;
@@ -67,7 +68,7 @@ class Streams final : public Transfers {
   bool carries_messages() const override { return true; }
   bool is_polled() const override { return true; }
 
-  // Opens a window of memory that is kept until it is closed; returns its number, which the other ranks need.
+  // Opens a window of memory, which is kept until `close_window`. Returns its number, which the other ranks need.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
   // Each of these waits, and returns how its wait ended. That of `put` ends once the kernel has the bytes. `signals`: a
@@ -76,11 +77,11 @@ class Streams final : public Transfers {
           double timeout_s);
   // A signal of `src`. At its timeout nothing fails; at 0 it only looks.
   int take_signal(int src, std::uint32_t window, double timeout_s);
-  // Until the ranks, by whose numbers of it the window is named, have called this, too, and all has come that they put
-  // before. 0: a rank without a connection.
+  // Waits until all ranks have called it and their earlier puts have arrived. `windows`: the number of the window on
+  // each rank; 0: a rank without a connection.
   int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
 
-  // For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.
+  // For tests: bytes kept for later receives, bytes sent at once, received of these, and taken.
   void facts(int rank, std::uint64_t* out);
 
  protected:
@@ -111,13 +112,12 @@ class Streams final : public Transfers {
     std::int32_t dtype;
     std::uint32_t signals;     // of a put: they follow its body
     std::uint64_t received;    // bytes that the sender of this frame has received so far
-    std::uint64_t bytes;       // of the body; of an answer: of the receive
-    std::uint64_t head_bytes;  // of these, the head of an object or dict; of a put, its offset
+    std::uint64_t bytes;       // of the body; in an answer: of the receive
+    std::uint64_t head_bytes;  // part of `bytes`: the head of an object or dict; in a put: its offset
   };
   static_assert(sizeof(Frame) == 40);
 
-  // A further connection to the same rank, for a stripe of each large body: their bytes alone, in the order of the
-  // bodies.
+  // An additional connection to a rank. It carries a stripe of each large body: only bytes, in the order of the bodies.
   struct Stripe {
     int descriptor;
     StripeSends<Held> sends = {};
@@ -138,13 +138,13 @@ class Streams final : public Transfers {
   const std::uint64_t striped_bytes_;
   const int wake_;                                  // an eventfd for the thread that polls; -1 without a descriptor
   std::atomic<bool> polls_{false}, sleeps_{false};  // a thread moves all connections; it is in `poll`
-  std::vector<pollfd> polled_;                      // of that thread
-  std::atomic<std::int64_t> noticed_ns_{0};         // when a loss was seen first
-  std::atomic<bool> has_unsent_{false};             // answers that had no room
+  std::vector<pollfd> polled_;                      // of the polling thread
+  std::atomic<std::int64_t> noticed_ns_{0};         // time when a loss was first detected
+  std::atomic<bool> has_unsent_{false};             // answers without room in the kernel's buffer
   std::mutex streams_mutex_;                        // taken before mutex_
-  bool fails_ = false;  // a failure was noted, and no stream may be read further. By streams_mutex_
-  std::vector<std::unique_ptr<Stream>> streams_;  // by rank; null without a connection. By streams_mutex_
-  std::map<std::uint32_t, Window> windows_;       // this and the next: by streams_mutex_
+  bool fails_ = false;  // a failure was recorded: no stream may be read. Guarded by streams_mutex_
+  std::vector<std::unique_ptr<Stream>> streams_;  // by rank; null without a connection. Guarded by streams_mutex_
+  std::map<std::uint32_t, Window> windows_;       // this and the next: guarded by streams_mutex_
   std::uint32_t last_window_ = 0;
   std::atomic<bool> has_windows_{false};
 };
