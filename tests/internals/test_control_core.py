@@ -85,8 +85,11 @@ def test_mutated_bytes_and_any_events_under_sanitizers() -> None:
     assert "all holds" in done.stdout
 
 
-def test_a_job_of_128_hosts_ends_with_one_farewell_a_connection() -> None:
-    done = _run(_program("simulator"), "--ranks", 1024, "--hosts", 128, "--fault", "storm")
+@pytest.mark.parametrize(("ranks", "hosts", "seed"), [(1024, 128, 1), (1024, 128, 4), (64, 8, 81), (64, 16, 332)])
+def test_a_job_ends_with_one_farewell_a_connection(ranks: int, hosts: int, seed: int) -> None:
+    """In all seeds but the first, a lead and the last other rank of its host leave in the same millisecond."""
+    drawn = () if ranks == 64 else ("--hosts", hosts)
+    done = _run(_program("simulator"), "--ranks", ranks, *drawn, "--fault", "storm", "--seed", seed)
     assert done.returncode == 0, done.stdout
 
 
@@ -198,6 +201,10 @@ FAULTS = [
     pytest.param(
         "core.cpp", "if (now_ - peer->second.refused >= config_.settle)", "if (true)",
         [("cases", ())], "comes_over_another\n  line", id="a refused dial is judged at once",
+    ),
+    pytest.param(
+        "core.cpp", "has_left(event.proc) && has_left(self_)", "has_left(event.proc)", [("cases", ())],
+        "farewell_reports_dials_nobody\n  line", id="a farewell that doesn't report a leaver counts for it",
     ),
     pytest.param(
         "agreement.cpp", "if (!sits(members) || !contains(members, self_)) return false;",

@@ -293,6 +293,34 @@ void a_last_leaver_connects_to_those_that_never_heard_of_it() {
   CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
 }
 
+void a_leaver_that_its_leads_farewell_reports_dials_nobody() {
+  for (const bool is_reported : {true, false}) {
+    World world({2, 1}, 1);
+    Event leave = event_of(Event::kLeave);
+    leave.deadline = world.now + kSecond;
+    world.core.step(world.now, leave, &world.actions);  // its last look at the boards is under way
+    Event board = event_of(Event::kBoard, -1, proc_of(0));
+    Writer writer;
+    writer.number(is_reported ? 2U : 1U);
+    for (int rank = 0; rank < (is_reported ? 2 : 1); ++rank) {
+      writer.number(proc_of(rank)).number(std::uint8_t{kLeft}).number(proc_of(rank)).text("");
+    }
+    board.bytes = writer.take();
+    world.core.step(world.now, board, &world.actions);
+    for (int i = 0; i < 2; ++i) world.core.step(world.now, event_of(Event::kBeats), &world.actions);
+    CHECK((world.find(Action::kDial) == nullptr) == is_reported);
+    CHECK(world.core.is_over() == is_reported);
+  }
+}
+
+void a_world_that_is_too_large_is_refused() {
+  World large(std::vector<int>(kMostDomains + 1, 1));
+  CHECK(large.find(Action::kRefuse) != nullptr);
+  CHECK(large.core.roster() == nullptr);
+  World fits(std::vector<int>(kMostDomains, 1));
+  CHECK(fits.find(Action::kRefuse) == nullptr);
+}
+
 void a_refused_call_names_its_key() {
   World world({1, 1});
   for (const auto& [members, size] :
@@ -845,6 +873,8 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_leaver_answers_all_its_calls),
     CASE(a_lead_waits_for_its_domain),
     CASE(a_last_leaver_connects_to_those_that_never_heard_of_it),
+    CASE(a_leaver_that_its_leads_farewell_reports_dials_nobody),
+    CASE(a_world_that_is_too_large_is_refused),
     CASE(a_refused_call_names_its_key),
     CASE(a_call_without_a_deadline),
     CASE(a_cancelled_call_that_was_forgotten_leaves_nothing),

@@ -713,6 +713,7 @@ class Simulator {
         for (const int mate : on_host_[process.host]) {
           Event event;
           event.kind = Event::kBoard;
+          event.proc = proc_of(rank);
           event.bytes = action.bytes;
           if (mate != rank) post_local(mate, std::move(event));
         }

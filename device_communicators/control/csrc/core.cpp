@@ -121,7 +121,15 @@ void Core::handle(const Event& event) {
     }
     case Event::kBoard: {
       Ends ends;
-      if (decode(event.bytes, &ends)) join(ends, Source::kBoard);
+      if (!decode(event.bytes, &ends)) break;
+      // A domain's first process that lists itself and this one as left sends one farewell for both.
+      const auto has_left = [&](Proc proc) {
+        const auto at = std::lower_bound(ends.begin(), ends.end(), proc, is_before);
+        return at != ends.end() && at->first == proc && at->second.flags == kLeft;
+      };
+      const bool is_first = roster_ != nullptr && event.proc == proc_at(own_domain().front());
+      farewell_sent_ = farewell_sent_ || (is_first && has_left(event.proc) && has_left(self_));
+      join(ends, Source::kBoard);
       break;
     }
     case Event::kBeats:
@@ -527,8 +535,9 @@ void Core::meet(const Event& event) {
   if (me < 0 || hosts > kMostDomains || ranks > kMostMembers) {
     act(Action::kRefuse).bytes = me < 0 ? "this process is no member of its world"
                                         : "a world of " + std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
-                                              " hosts is too large: at most " + std::to_string(kMostMembers) +
-                                              " ranks on " + std::to_string(kMostDomains) + " hosts";
+                                              " hosts is too large; start several of at most " +
+                                              std::to_string(kMostMembers) + " ranks on " +
+                                              std::to_string(kMostDomains) + " hosts";
     return;
   }
   world_ = event.world;
@@ -566,7 +575,7 @@ void Core::try_leave() {
 // A lead waits for its domain, so that one farewell reports all. A domain's last process first dials unconnected
 // domains; else they would find its port closed and report an exit.
 bool Core::owes_farewell() {
-  if (!leading_ || now_ >= leaving_ || watches_.size() == 1) return false;
+  if (!leading_ || farewell_sent_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
   const bool alone =
       std::all_of(mates.begin(), mates.end(), [&](int index) { return index == me_ || is_gone(proc_at(index)); });

@@ -165,7 +165,7 @@ struct Event {
     kClosed,    // by the peer, or broken
     kBytes,     // `connection`, `bytes`
     kAcked,     // answers kProbe: the peer's kernel last acknowledged something `age` ago
-    kBoard,     // a process of this domain published the state `bytes`
+    kBoard,     // `proc` of this domain published the state `bytes`
     kBeats,     // always answers kBeat: `procs` of this domain whose board beats moved since the last time
     kEnded,     // `proc` of this domain exited
     kExiting,   // answers kLook: `proc` is exiting, with descriptors still open
@@ -440,7 +440,8 @@ class Core {
   Nanos alert_ = -kAlert;                          // a death in this domain; beats are faster for a while
   Nanos leaving_ = kNever, waits_until_ = kNever;  // latest time to leave; to wait for its domain
   int beats_asked_ = 0;
-  bool said_left_ = false;  // on the board
+  bool said_left_ = false;      // on the board
+  bool farewell_sent_ = false;  // by the domain's first process, for this one too
   bool left_ = false;
   bool dirty_ = false;                                  // ends or connections changed
   bool urgent_ = false;                                 // this domain has a death to report
@@ -464,8 +465,8 @@ class Core {
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
-                        left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, leading_,
-                        led_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
+                        farewell_sent_, left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_,
+                        world_, leading_, led_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control
