@@ -131,6 +131,9 @@ class BoundedStore:
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", list(keys)))
 
+    def append(self, key: str, value: str) -> None:
+        self._ask("append", key, value)
+
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key, amount))
 

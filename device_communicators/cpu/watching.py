@@ -29,6 +29,10 @@ _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
 """Maximum number of polls per second by all ranks together."""
+_NEAR_S = 0.5
+_NOTHING = "?"
+TOGETHER_S = 0.1
+"""Ranks that exit within this time are reported together."""
 
 
 def listen(watcher: Watcher, address: str) -> str:
@@ -62,13 +66,14 @@ def meet(
     `rank`: this one. `store`: a prefix that is used for nothing else. `address`: this host's address, as other hosts
     use it. `caller`: name of the function that each rank must call. `limit_s`: a timeout below that of the start.
     `check` is called about every 20 ms of the wait; an exception that it raises ends the wait. Raises RendezvousError
-    with the missing ranks, and PeerDiedError if the store of a rank closed. If a rank has a note, the ranks aren't
-    watched.
+    with the missing ranks, and PeerDiedError if the store of a rank closed; that names ranks of this PID namespace that
+    exited too. If a rank has a note, the ranks aren't watched.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
+    near, started = Neighbours(own.processes), time.monotonic()
     entry = json.dumps([*own[:-1], listen(watcher, address), note])
-    roll, started = _Roll(store.until(time.monotonic() + limit_s + LAST_WORD_S), rank, ranks, entry), time.monotonic()
+    roll = _Roll(store.until(started + limit_s + LAST_WORD_S), rank, ranks, entry, near)
 
     def not_met(kind: type[CommunicationError], why: str, suspects: Sequence[int]) -> CommunicationError:
         return kind(
@@ -86,6 +91,9 @@ def meet(
         kind, why, suspects = watcher.explain_lost_store(store, error, ranks)
         if kind is CommunicationError:  # the server exited, or is exiting
             kind = RendezvousError if store.served_by is None else PeerDiedError
+            time.sleep(TOGETHER_S)
+            if ended := near.ended().difference(suspects):
+                suspects, why = [*suspects, *sorted(ended)], f"{why}; global ranks {format_ranks(ended)} exited"
         raise not_met(kind, why, suspects) from error
     if not entries:
         why = f"ranks {format_ranks(missing)} did not call {caller}() within {limit_s:g} s"
@@ -99,6 +107,40 @@ def meet(
     return notes
 
 
+class Neighbours:
+    """The processes of this PID namespace that entered a meeting, for a rank that loses the meeting's store.
+
+    Each rank appends a line to a key of its namespace. The others read it while they wait.
+    """
+
+    def __init__(self, processes: str) -> None:
+        """`processes`: this rank's PID namespace; empty if unknown."""
+        self.key = f"near/{processes}" if processes else ""
+        self.found: dict[int, tuple[int, str]] = {}
+        """Rank -> PID and start time, as last read."""
+
+    def enter(self, store: BoundedStore, rank: int, prefix: str = "") -> None:
+        if self.key:
+            with contextlib.suppress(NotImplementedError):  # a program's own kind of store
+                store.append(prefix + self.key, f"{rank} {os.getpid()} {start_time(os.getpid())}\n")
+
+    def read(self, store: BoundedStore, prefix: str = "") -> None:
+        found = store.compare_set(prefix + self.key, _NOTHING, _NOTHING).decode() if self.key else _NOTHING
+        if found != _NOTHING:
+            self.found = {int(rank): (int(pid), began) for rank, pid, began in map(str.split, found.splitlines())}
+
+    def ended(self) -> set[int]:
+        """Returns the ranks that had entered when the store was last read, and have exited."""
+        return {rank for rank, process in self.found.items() if _has_ended(*process)}
+
+
+def _has_ended(pid: int, began: str) -> bool:
+    with contextlib.suppress(native.NativeUnavailableError):
+        if native.load().ps_control_is_ending(pid):
+            return True
+    return start_time(pid) != began
+
+
 class _Roll:
     """Exchanges one entry of each rank through a store.
 
@@ -107,15 +149,15 @@ class _Roll:
     retry at the same store never reads entries of processes that gave up.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str) -> None:
-        self._store, self._rank, self._ranks, self._entry = store, rank, ranks, entry
+    def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours) -> None:
+        self._store, self._rank, self._ranks, self._entry, self._near = store, rank, ranks, entry, near
         self._attempts: list[str] = []
         """Attempts that this rank entered; the last one is open."""
 
     def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
         """Returns all ranks' entries in order and []; at the deadline [] and the missing ranks."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
-        nap_s = _SHORTEST_NAP_S
+        nap_s, look_at = _SHORTEST_NAP_S, time.monotonic()
         while True:
             attempt = self._store.compare_set(_ATTEMPT, "", secrets.token_hex(8)).decode()
             if attempt not in self._attempts:
@@ -127,6 +169,9 @@ class _Roll:
             if left_s <= 0:
                 return [], self._give_up()
             nap_s = min(2 * nap_s, longest_s)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _NEAR_S
+                self._near.read(self._store, self._key(""))
             check()
 
     def _give_up(self) -> list[int]:
@@ -142,6 +187,7 @@ class _Roll:
             # The entry is of an earlier call of this rank, which could not close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
             return
+        self._near.enter(self._store, self._rank, self._key(""))
         if self._store.add(self._key("entered"), 1) == len(self._ranks):
             entries = self._store.multi_get([self._key(each) for each in self._ranks])
             roll = zlib.compress(json.dumps([json.loads(each) for each in entries]).encode())
@@ -150,6 +196,7 @@ class _Roll:
     def _read(self) -> list[list[Any]]:
         entries = json.loads(zlib.decompress(bytes.fromhex(self._store.get(self._key("roll")).decode())))
         with contextlib.suppress(dist.DistError, NotImplementedError):  # some stores can't delete
+            self._store.delete_key(self._key(self._near.key))
             if self._store.add(self._key("readers"), 1) == len(self._ranks):
                 self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
                 for each in (*self._ranks, "entered", "roll", "readers"):

@@ -41,13 +41,13 @@ from device_communicators.base.errors import (
     RendezvousError,
     format_ranks,
 )
-from device_communicators.base.host import address_towards, is_loopback, start_time
+from device_communicators.base.host import address_towards, is_loopback
 from device_communicators.c10d.control_store import for_torch
 from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import Endpoint, Verdict
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
-from device_communicators.cpu.watching import listen
+from device_communicators.cpu.watching import TOGETHER_S, Neighbours, listen
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.routing.status import Start as WaitAtStart
@@ -66,7 +66,6 @@ _FAREWELL_S = 1.0  # a rank 0 that gives up keeps serving for this long, so that
 _READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
 _LINGER_S = 3.0  # after rank 0 raised, late ranks can read its verdict for this long; below stores._PORT_RETRY_S
-_TOGETHER_S = 0.1  # ranks that exit within this time are reported together
 _SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
 _LOOK_S = 1.0  # poll interval of other ranks for a later round's world
 _CONNECT_S = 2.0  # timeout of one attempt to reach rank 0's store
@@ -79,7 +78,7 @@ _WORLD, _COMPLAINT = "world", "complaint"
 """Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each with the world's name appended."""
 _LATE = "late"
 """Key of a store that rank 0 serves: the ranks that had not entered when the start failed, and the verdict."""
-_VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
+_VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
 """Keys of the world's store. `_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
 _WORLD_BEFORE = "the control plane of the world before"
@@ -300,8 +299,7 @@ class _Meeting:
         """The world size of each rank that entered."""
         self._doubted_at = float("-inf")
         """Time at which rank 0 last deleted a first complaint."""
-        self._published: dict[str, int] = {}
-        """PID namespace -> number of ranks last published for it (see `_publish_near`)."""
+        self._near = Neighbours(self.own_place.processes)
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
         """Description of this rank's wait, for the log and `debug --live`."""
@@ -355,7 +353,7 @@ class _Meeting:
         name = self.own_place.endpoint or secrets.token_hex(8)
         world = self._world(name, launcher)
         self._extend(world)
-        self._publish_near(world)
+        self._near.enter(world, 0)
         launcher.set(_WORLD, name)
         verdict, others = self._judge(world, launcher, name)
         if verdict[0] == _COMPLETE:
@@ -399,14 +397,13 @@ class _Meeting:
                     continue
                 if time.monotonic() > surveyed_at + survey_s:
                     self._admit_all(world)
-                    self._publish_near(world)
                     self.warn(lambda: self._missing(world))
                     surveyed_at = time.monotonic()
                 complaint = _try_get(launcher, _COMPLAINT + name)
                 if complaint and self._is_confirmed(complaint, world, launcher, name):
                     return self._complaints(complaint, world, launcher, name), size - 1
                 if self._exited(world):
-                    time.sleep(_TOGETHER_S)
+                    time.sleep(TOGETHER_S)
                     self._admit_all(world)
                     ended, missing = self._exited(world), self._missing(world)
                     # Ignore ranks that exited because their own wait timed out: they are not the cause.
@@ -418,7 +415,7 @@ class _Meeting:
             if self._sizes[rank] != size:
                 return [_SIZES, size, rank, self._sizes[rank]], max(size, self._sizes[rank]) - 1
         if ended := self._exited(world):
-            time.sleep(_TOGETHER_S)
+            time.sleep(TOGETHER_S)
             ended = self._exited(world)
             return [_ENDED, *ended], size - 1 - len(ended)
         return self._obstacle() or [_COMPLETE, size], size - 1
@@ -445,7 +442,7 @@ class _Meeting:
         return False
 
     def _complaints(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> list[Any]:
-        time.sleep(3 * _TOGETHER_S)
+        time.sleep(3 * TOGETHER_S)
         self._admit_all(world)
         kind, rank, _, why = json.loads(complaint)
         near = [each for each, place in self.places.items() if place[:2] == self.own_place[:2]]
@@ -472,16 +469,6 @@ class _Meeting:
 
     def _missing(self, world: BoundedStore) -> list[int]:
         return _without_entry(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
-
-    def _publish_near(self, world: BoundedStore) -> None:
-        """Publishes the entered ranks of each PID namespace. If rank 0 exits, peers check which of these exited too."""
-        near: dict[str, dict[int, tuple[str, str]]] = {}
-        for rank, place in self.places.items():
-            near.setdefault(place.processes, {})[rank] = place.pid, place.born
-        for processes, ranks in near.items():
-            if processes and self._published.get(processes) != len(ranks):
-                self._published[processes] = len(ranks)
-                world.set(_NEAR + processes, json.dumps(ranks))
 
     # The other ranks.
 
@@ -549,6 +536,7 @@ class _Meeting:
             self.obstacle = "another process with this rank has entered rank 0's world"
             return False
         world.hold(key, entry)
+        self._near.enter(world, self.place.rank)
         self._extend(world)
         self.obstacle, self.awaited = "rank 0 gave no verdict", "other ranks"
         return True
@@ -558,14 +546,12 @@ class _Meeting:
 
         Returns False if this world is of an earlier round or has another size. Raises the error of any other verdict.
         """
-        near: dict[str, tuple[str, str]] = {}
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
             try:
                 with contextlib.suppress(StoreSilentError):
-                    if found := _try_get(world.within(_SLICE_OF_OTHERS_S), _NEAR + self.own_place.processes):
-                        near = json.loads(found)
+                    self._near.read(world.within(_SLICE_OF_OTHERS_S))
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
@@ -579,10 +565,10 @@ class _Meeting:
                     raise
                 if isinstance(error.__cause__, _ENDING):
                     refused_at = refused_at or time.monotonic()
-                    self._check_rank_0(launcher, name, near, refused_at, error)
+                    self._check_rank_0(launcher, name, refused_at, error)
                 else:  # rank 0 is stopped, or the network is down for now
                     refused_at = None
-                    self._note_silence(error, near)
+                    self._note_silence(error)
             if time.monotonic() > self.deadline:
                 raise self._deadline_error(world)
 
@@ -608,33 +594,26 @@ class _Meeting:
             world.add(_HEARD, 1)
         return self.places.get(self.place.rank) == self.own_place
 
-    def _check_rank_0(
-        self,
-        launcher: BoundedStore,
-        name: str,
-        near: Mapping[str, tuple[str, str]],
-        refused_at: float,
-        error: Exception,
-    ) -> None:
+    def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
         """Raises rank 0's published verdict, or the error that rank 0 exited, if its store refuses connections.
 
         Returns after a pause if the store has refused for less than 0.8 s without evidence of an exit.
         """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error
-        time.sleep(_TOGETHER_S)
-        ended = {int(rank) for rank, process in near.items() if _has_ended(*process)}
+        time.sleep(TOGETHER_S)
+        ended = self._near.ended()
         if 0 in ended or time.monotonic() > refused_at + _ENDED_S:
             raise self._failure([_ENDED, *sorted({0, *ended})]) from error
 
-    def _note_silence(self, error: Exception, near: Mapping[str, tuple[str, str]]) -> None:
+    def _note_silence(self, error: Exception) -> None:
         """Stores why rank 0 doesn't answer, for the error at the deadline, and pauses."""
         why = str(error.__cause__ or error).splitlines()[0]
-        pid, _ = near.get("0", ("", ""))
-        held = condition_of(int(pid)) if pid else ""
+        pid, _ = self._near.found.get(0, (0, ""))
+        held = condition_of(pid) if pid else ""
         also = f"; it is {held}" if held else ""
         self.obstacle = f"rank 0 serves the world's store, but does not answer ({why}){also}"
-        time.sleep(_TOGETHER_S)
+        time.sleep(TOGETHER_S)
 
     def _published_verdict(self, launcher: BoundedStore, name: str) -> list[Any] | None:
         found = ""
@@ -763,10 +742,6 @@ def _try_get(store: BoundedStore, key: str) -> str:
     """Returns the value of a key, or "". `get` would block if the key vanished after a check."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
-
-
-def _has_ended(pid: str, born: str) -> bool:
-    return start_time(int(pid)) != born or bool(native.load().ps_control_is_ending(int(pid)))
 
 
 def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:

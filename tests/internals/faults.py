@@ -59,15 +59,16 @@ ENDS: dict[str, Place] = {
 OF_A_WATCHER = "Watcher.close"
 
 
-def after_entering(then: Callable[[], object]) -> None:
-    enter = _Meeting._enter
+def after_entering(then: Callable[[], object], meeting: Any = _Meeting) -> None:
+    """`meeting`: the class whose `_enter` writes this rank's entry."""
+    enter = meeting._enter
 
-    def enter_and_then(*args: Any) -> bool:
-        enter(*args)
+    def enter_and_then(*args: Any) -> Any:
+        entered = enter(*args)
         then()
-        return True
+        return entered
 
-    _Meeting._enter = enter_and_then  # type: ignore[method-assign]
+    meeting._enter = enter_and_then
 
 
 def met_alone() -> Met:

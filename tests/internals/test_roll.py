@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.cpu.watching import _Roll
+from device_communicators.base.host import start_time
+from device_communicators.cpu.watching import Neighbours, _Roll
 
 DEADLINE_S = 20.0
 Result = tuple[list[list[Any]], list[int]]
@@ -44,7 +48,7 @@ def start(
     threads: ThreadPoolExecutor, store: Any, ranks: Sequence[int], size: int, round_: str, timeout_s: float = DEADLINE_S
 ) -> list[Future[Result]]:
     def call(rank: int) -> Result:
-        roll = _Roll(BoundedStore(store), rank, range(size), f'["{round_}", {rank}]')
+        roll = _Roll(BoundedStore(store), rank, range(size), f'["{round_}", {rank}]', Neighbours(""))
         return roll.call(time.monotonic() + timeout_s)
 
     return [threads.submit(call, rank) for rank in ranks]
@@ -85,9 +89,33 @@ def test_a_rank_still_waits_while_another_one_retries(threads: ThreadPoolExecuto
 
 
 def test_an_attempt_that_a_rank_could_not_close(threads: ThreadPoolExecutor, store: CountedStore) -> None:
-    roll = _Roll(BoundedStore(store), 0, range(2), '["old", 0]')
+    roll = _Roll(BoundedStore(store), 0, range(2), '["old", 0]', Neighbours(""))
     roll._store = BoundedStore(store).until(time.monotonic() + DEADLINE_S)
     roll._attempts.append(store.compare_set("process/attempt", "", "name").decode())
     roll._enter()
     calls = start(threads, store, (0, 1), 2, "new")
     assert [each.result(DEADLINE_S) for each in calls] == [roll_of(2, "new")] * 2
+
+
+def test_a_rank_knows_which_neighbours_had_entered_and_exited(store: CountedStore, monkeypatch: Any) -> None:
+    bounded = BoundedStore(store)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        for rank, processes, pid in ((0, "here", os.getpid()), (1, "here", other.pid), (2, "elsewhere", other.pid)):
+            monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+            Neighbours(processes).enter(bounded, rank)
+        monkeypatch.undo()
+        near = Neighbours("here")
+        assert near.ended() == set(), "nothing was read"
+        near.read(bounded)
+        assert near.found.keys() == {0, 1}
+        assert near.ended() == set()
+        assert near.found[1] == (other.pid, start_time(other.pid))
+        other.kill()
+    assert near.ended() == {1}
+
+
+def test_a_rank_reads_its_neighbours_while_it_waits(threads: ThreadPoolExecutor, store: CountedStore) -> None:
+    rolls = [_Roll(BoundedStore(store), rank, range(3), "[]", Neighbours("here")) for rank in (0, 1)]
+    calls = [threads.submit(roll.call, time.monotonic() + 1.2) for roll in rolls]
+    assert [each.result(DEADLINE_S) for each in calls] == [([], [2])] * 2
+    assert all(roll._near.found.keys() == {0, 1} for roll in rolls)
