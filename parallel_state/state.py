@@ -166,6 +166,9 @@ def init_distributed_environment(
             watcher=watcher,
             joined=not joined.is_ours,
         )
+        watcher = pool.watcher
+        if not joined.is_ours:
+            follow(pool, range(place.world_size), "init_distributed_environment")
         pool.address = joined.address
         if not joined.is_ours:
             ranks, limit_s = range(place.world_size), settings.START_TIMEOUT_S.get()

@@ -75,6 +75,13 @@ class World:
                 cls._current = made
             return made
 
+    @classmethod
+    def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
+        """Returns the watcher of all global `ranks` if the default group is of this backend, or None."""
+        with _LOCK:
+            current = cls._current
+        return None if current is None or not current.watcher.watches(ranks) else current.watcher
+
     def set_current(self) -> None:
         """Makes this the world of later groups."""
         with _LOCK:

@@ -92,8 +92,8 @@ def meet(
         if kind is CommunicationError:  # the server exited, or is exiting
             kind = RendezvousError if store.served_by is None else PeerDiedError
             time.sleep(TOGETHER_S)
-            if ended := near.ended().difference(suspects):
-                suspects, why = [*suspects, *sorted(ended)], f"{why}; global ranks {format_ranks(ended)} exited"
+            if ended := sorted(near.ended().difference(suspects)):
+                suspects, why = [*suspects, *ended], f"{why}; global ranks {format_ranks(ended)} exited"
         raise not_met(kind, why, suspects) from error
     if not entries:
         why = f"ranks {format_ranks(missing)} did not call {caller}() within {limit_s:g} s"

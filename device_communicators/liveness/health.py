@@ -198,6 +198,10 @@ class Watcher:
         """`close` calls these, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
         """Global rank -> the store that it serves. Keeps them alive for torch's groups, which don't."""
+        self._name = ""
+        """Of a scope; "" for the watcher that opened the control plane."""
+        self._all = [self]
+        """The watchers over one control plane: the one that opened it, then its scopes."""
 
     @property
     def problem(self) -> str:
@@ -267,6 +271,23 @@ class Watcher:
         """Adds this watcher to those of `shared_by`. Groups of the torch backend that use it must close first."""
         _SHARED.add(self)
 
+    def join(self, other: Watcher, name: str) -> None:
+        """Makes this new watcher a scope of `other`: it watches the same ranks, over the same control plane.
+
+        `give_up` then fails only the users of the scope. Each rank calls it with the same new `name`, and then
+        `gather`: an earlier `give_up` may be lost. Closing `other` closes the scope.
+        """
+
+        def take_failure(rank: int, text: bytes) -> bytes:
+            self.report(rank, text.decode(), certain=False)
+            return b""
+
+        self._world, self._rank, self._places, self._problem = other._world, other._rank, other._places, other._problem
+        self._name, self._all, self.answers[name] = name, other._all, take_failure
+        self._all.append(self)  # from here on it gets changes; the earlier ones follow
+        self._left = self._left | other._left
+        self._deaths.update((rank, death) for rank, death in other._deaths.items() if rank not in self._deaths)
+
     @classmethod
     def shared_by(cls, ranks: Iterable[int]) -> Watcher | None:
         """Returns a watcher that was shared by `share` and watches all these global ranks; None if there is none."""
@@ -286,7 +307,8 @@ class Watcher:
         plane replies by itself, even while Python there is blocked. With `on_replies`, `ask` returns {} at once, and
         the control plane's callback thread calls `on_replies(replies)`.
         """
-        world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
+        world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
+        question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
         asked = [rank for rank in ranks if rank in places and rank != self._rank]
         if world is not None and asked:
             # This process is leaving, or its protocol version differs: later waits raise that.
@@ -302,11 +324,13 @@ class Watcher:
 
     def _answer(self, rank: int, question: bytes) -> Answer:
         topic, _, payload = question.partition(b"\0")
-        answer = self.answers.get(topic.decode(errors="replace"))
+        name, _, topic = topic.rpartition(b"|")  # a guest names no scope
+        scopes = [each for each in self._all if name.decode(errors="replace") in ("", each._name)]
+        answer = next(filter(None, (each.answers.get(topic.decode(errors="replace")) for each in scopes)), None)
         return b"" if answer is None else answer(rank, payload)
 
     def _look(self) -> None:
-        for look in list(self.on_look):
+        for look in [look for each in list(self._all) for look in each.on_look]:
             try:
                 look()
             except Exception:  # must not prevent the other callbacks
@@ -314,6 +338,8 @@ class Watcher:
 
     def _take_in(self, change: Change) -> None:
         """Stores a change of a rank's state that the control plane reports. Runs in its callback thread."""
+        for scope in self._all[1:] if not self._name else ():
+            scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
         if place is None:  # the watcher was closed meanwhile
             return
@@ -385,7 +411,8 @@ class Watcher:
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
-        return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
+        name, give_up = self._name + purpose, lambda: bool(self.deaths_of(watched))
+        return world.agree(name, attempt, ranks, value, timeout_s, give_up)
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
         if self._world is not None:
@@ -544,7 +571,10 @@ class Watcher:
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
-                world.report_failed(text)
+                if self._name:
+                    self.ask(self._places, self._name, text.encode(), _DEATH_CONFIRM_S, lambda replies: None)
+                else:
+                    world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
         """Returns the deaths of these global ranks in order of detection. Costs nothing while there are none."""
@@ -656,10 +686,14 @@ class Watcher:
 
     def _leave(self) -> None:
         world, self._world = self._world, None
-        if world is not None and self._pid == os.getpid():
+        if world is not None and not self._name and self._pid == os.getpid():
             world.leave()
 
     def _end(self) -> None:
+        for scope in self._all[1:] if not self._name else ():
+            scope.close()
+        if self in self._all[1:]:
+            self._all.remove(self)
         self._leave()
         self._pids, self._places = {}, {}
         self.has_left = lambda rank: False

@@ -30,7 +30,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import default_store, is_fake, set_timeout
 from device_communicators.catalog import build_route
-from device_communicators.liveness.health import FailureDomain
+from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import counted_from_begin
 from device_communicators.routing.registry import register_route, unique_name
@@ -593,15 +593,18 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
 
     `caller`: the public call, which errors name.
     """
-    from device_communicators.c10d.world import address_of  # imported here as in create_group
+    from device_communicators.c10d.world import World, address_of  # imported here as in create_group
     from device_communicators.cpu.watching import meet
 
     store = default_store()
     pool.address = address_of(store.raw)
     if len(ranks) == 1 or is_fake():
         return
-    store = store.prefixed(f"{pool.prefix}/start")
-    meet(store, pool.rank, ranks, pool.watcher, pool.address, caller)
+    if shared := Watcher.shared_by(ranks) or World.watcher_of(ranks):
+        pool.watcher.join(shared, pool.prefix)
+        pool.watcher.gather("met", ranks, b"", settings.START_TIMEOUT_S.get(), what=f"{caller}()", operation=caller)
+    else:
+        meet(store.prefixed(f"{pool.prefix}/start"), pool.rank, ranks, pool.watcher, pool.address, caller)
 
 
 def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:

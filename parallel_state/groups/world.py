@@ -138,7 +138,7 @@ def join_default_group(world_size: int, rank: int, local_rank: int, backend: str
     device = device_of(found_backend, place)
     prepare(found_size)
     token = agree_on_token(device)
-    return JoinedWorld(place, device, False, token, watcher=_watch_joined(place, token))
+    return JoinedWorld(place, device, False, token)
 
 
 def join_world(
@@ -359,24 +359,6 @@ def _not_connected(
         f"start, raise {settings.START_TIMEOUT_S.name}",
         **facts,  # type: ignore[arg-type]
     )
-
-
-def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
-    """Detects failures, from now on, among the ranks of a default group that the program made. Every rank calls it."""
-    if place.world_size == 1 or torch_internals.is_fake():
-        return None
-    from device_communicators.c10d.world import address_of  # imported only if the program made a default group
-    from device_communicators.cpu.watching import meet as meet_over_store
-
-    store, watcher = torch_internals.default_store().prefixed(f"parallel_state{token}/start"), Watcher()
-    try:
-        address = address_of(torch_internals.default_store().raw)
-        meet_over_store(store, place.rank, range(place.world_size), watcher, address, "init_distributed_environment")
-    except BaseException as error:
-        give_up(watcher, error)
-        watcher.close()
-        raise
-    return watcher
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
