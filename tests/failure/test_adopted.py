@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.control.plane import find_endpoints
-from parallel_state import state
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.over_torch import torch_world
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, kill_me
+from tests.internals.faults import WORLD_GROUP, count_planes
 
 pytestmark = pytest.mark.side_by_side
 SOON_S = 2.0
@@ -40,12 +39,12 @@ def _start_twice() -> Found:
             def fail(*args: Any, **kwargs: Any) -> None:
                 raise ZeroDivisionError("the reason")
 
-            patch.setattr(state, "init_world_group", fail)
+            patch.setattr(*WORLD_GROUP, fail)
         told = attempt(ps.init_distributed_environment, timeout=LONG_S)
         patch.undo()
         own_sum = own.all_reduce(torch.ones(1)).item()
         again = attempt(ps.init_distributed_environment, timeout=LONG_S)
-        planes = len(find_endpoints()[os.getpid()])
+        planes = count_planes()
         ps.destroy_distributed_environment()
         return Found(told, own_sum, again, planes, own.all_reduce(torch.ones(1)).item())
 

@@ -16,8 +16,6 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.cpu.watching import _Roll
-from parallel_state.startup.rendezvous import _Meeting
 from tests.contract.attempts import Outcome, attempt, attempt_all, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import torch_world
@@ -41,8 +39,7 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank != 0:
         if stage in ("meeting", OF_THE_BACKEND):
-            meeting = _Meeting if stage == "meeting" else _Roll
-            after_entering(Path(folder, f"entered-{rank}").touch, meeting)
+            after_entering(Path(folder, f"entered-{rank}").touch, of_backend=stage == OF_THE_BACKEND)
         return
     owner, name = STAGES[stage]
     function = getattr(owner, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.c10d import world as c10d_world
+from device_communicators.control.plane import find_endpoints
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
+from device_communicators.cpu.watching import _Roll
 from device_communicators.cpu_communicator import CpuCommunicator
 from device_communicators.liveness.health import Watcher
 from parallel_state import GroupCoordinator, ParallelGroups, state
@@ -42,6 +45,7 @@ STAGES: dict[str, Place] = {
     "exchange of the backend": (c10d_world, "meet"),
 }
 """The function whose call kills the rank, by stage of a start."""
+WORLD_GROUP: Place = (state, "init_world_group")
 ENDS: dict[str, Place] = {
     f"{owner.__name__}.{name}": (owner, name)
     for owner, name in (
@@ -59,8 +63,9 @@ ENDS: dict[str, Place] = {
 OF_A_WATCHER = "Watcher.close"
 
 
-def after_entering(then: Callable[[], object], meeting: Any = _Meeting) -> None:
-    """`meeting`: the class whose `_enter` writes this rank's entry."""
+def after_entering(then: Callable[[], object], of_backend: bool = False) -> None:
+    """`of_backend`: the meeting of a group of torch's backend, not of init_distributed_environment."""
+    meeting: Any = _Roll if of_backend else _Meeting
     enter = meeting._enter
 
     def enter_and_then(*args: Any) -> Any:
@@ -69,6 +74,11 @@ def after_entering(then: Callable[[], object], meeting: Any = _Meeting) -> None:
         return entered
 
     meeting._enter = enter_and_then
+
+
+def count_planes() -> int:
+    """Returns the number of this process's control planes."""
+    return len(find_endpoints()[os.getpid()])
 
 
 def met_alone() -> Met:
