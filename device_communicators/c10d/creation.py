@@ -31,6 +31,7 @@ from device_communicators.c10d.membership import create_reconfigurable
 from device_communicators.c10d.world import World
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members
+from device_communicators.routing import status
 from device_communicators.routing.failures import counted_from_begin
 
 logger = logging.getLogger("parallel_state")
@@ -128,6 +129,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
         timeout=timeout,
         python=group,
     )
+    status.watch(group)
     _GROUPS.add(group)
     return backend
 

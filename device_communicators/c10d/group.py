@@ -34,6 +34,7 @@ from device_communicators.base.member import LOST
 from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout, set_store
 from device_communicators.c10d.control_store import for_torch
 from device_communicators.c10d.world import World
+from device_communicators.calls.recorder import Operation
 from device_communicators.calls.work import TransferError
 from device_communicators.cpu import native
 from device_communicators.cpu.connections import Connections
@@ -116,9 +117,9 @@ class Group:
         self._pid = os.getpid()
         self.has_crashed = False
         """True if an exception ends this process."""
-        self._context = GroupContext(
+        self.context = GroupContext(
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout,
-            host_memory=memory, watcher=world.watcher, domain=world.domain,
+            host_memory=memory, watcher=world.watcher, domain=world.domain, given=members.name,
         )  # fmt: skip
         self.signal_pipe = 0
         """See `NativeLibrary.signal_pipe`."""
@@ -140,6 +141,8 @@ class Group:
         """Set by the compiled backend: makes it refuse later calls with `failed`."""
         self.shut_down: Callable[[], None] = lambda: None
         """Set by the compiled backend: ends it, if it still exists."""
+        self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
+        """Set by the compiled backend: returns the calls that run now, and the last one that ended."""
         world.watcher.on_death.append(self._note_death)
 
     @property
@@ -151,8 +154,23 @@ class Group:
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
+    def operations(self) -> list[Operation]:
+        """Returns the calls that run now, and the last one that ended. gloo's are not among them."""
+        return sorted(
+            (
+                Operation(
+                    number, method, str(dtype or "").removeprefix("torch."), shape, began_s, ended_s or None, peer=peer
+                )
+                for number, method, dtype, shape, began_s, ended_s, peer in self.logged_calls()
+            ),
+            key=lambda each: each.started_s,
+        )
+
+    def operations_under_way(self) -> list[Operation]:
+        return [each for each in self.operations() if each.ended_s is None]
+
     def _note_death(self) -> None:
-        if self._context.deaths():
+        if self.context.deaths():
             self.note_failure()
             if self._gloo is not None:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
@@ -160,10 +178,10 @@ class Group:
     def _end_waits_in_gloo(self) -> None:
         """Ends gloo's waits for living ranks, because deaths don't. Pauses first: data of the dead may still arrive."""
         time.sleep(NOTICE_S)
-        dead = {death.rank for death in self._context.deaths()}
-        peers = [rank for rank in range(self._context.size) if rank != self._context.rank]
+        dead = {death.rank for death in self.context.deaths()}
+        peers = [rank for rank in range(self.context.size) if rank != self.context.rank]
         if self._gloo is not None:  # living peers first: they accept connections
-            abandon(self._gloo, sorted(peers, key=lambda peer: self._context.ranks[peer] in dead), _NOBODYS_TAG)
+            abandon(self._gloo, sorted(peers, key=lambda peer: self.context.ranks[peer] in dead), _NOBODYS_TAG)
 
     def leave(self) -> None:
         """Reports that this rank leaves on purpose. Idempotent."""
@@ -181,7 +199,7 @@ class Group:
             self._world.close()
 
     def _gather(self, record: bytes) -> list[bytes]:
-        return self._context.gather(record, "connect")
+        return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of errors and of gloo. The compiled backend has set its own."""
@@ -218,11 +236,11 @@ class Group:
         """Returns the error of a call that starts after the group failed, or after a death that no call reported."""
         first = self._first_failure
         if first is not None:
-            error: CommunicationError = failed_earlier(self._context, first)
+            error: CommunicationError = failed_earlier(self.context, first)
             error.__cause__ = first
             return as_torch_error(error)
-        self._world.watcher.await_death_of(self._context.failure_ranks, 0)  # others may have died with it
-        return self._failed(died(self._context, operation, time.monotonic()), operation, 0.0)
+        self._world.watcher.await_death_of(self.context.failure_ranks, 0)  # others may have died with it
+        return self._failed(died(self.context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
         """Returns the error of a failed call, with all dead ranks. Makes the group unusable."""
@@ -231,9 +249,9 @@ class Group:
         first, collectives = self._first_failure, self._memory.collectives
         started = time.monotonic() - elapsed_s
         if isinstance(error, PeerDiedError):
-            error = all_died(self._context, operation, started, error)
+            error = all_died(self.context, operation, started, error)
             if first is not None and not error.suspect_ranks:  # this rank's own failure ended the call
-                error = failed_earlier(self._context, first)
+                error = failed_earlier(self.context, first)
         elif collectives is not None and first is None:
             collectives.give_up(error)
         if not isinstance(error, GroupFailedError):
@@ -267,20 +285,20 @@ class Group:
         self, said: RuntimeError, operation: str, peer: int, elapsed_s: float, where: str
     ) -> BaseException:
         started = time.monotonic() - elapsed_s
-        if self._context.deaths():  # `_end_waits_in_gloo` caused gloo's error
-            return self._failed(died(self._context, operation, started), operation, elapsed_s)
+        if self.context.deaths():  # `_end_waits_in_gloo` caused gloo's error
+            return self._failed(died(self.context, operation, started), operation, elapsed_s)
         kind = kind_of_failure(str(said))
-        error: CommunicationError = self._context.failure(
+        error: CommunicationError = self.context.failure(
             kind,
-            f"{operation} of {self._context} failed after {elapsed_s:.3f} s {where}: {plain(said)}. {LOST}; "
+            f"{operation} of {self.context} failed after {elapsed_s:.3f} s {where}: {plain(said)}. {LOST}; "
             f"{ADVICE[kind]}",
             operation,
-            suspect_ranks=(self._context.ranks[peer],) if peer >= 0 else (),
+            suspect_ranks=(self.context.ranks[peer],) if peer >= 0 else (),
             elapsed_s=elapsed_s,
-            timeout_s=self._context.timeout_s,
+            timeout_s=self.context.timeout_s,
         )
         if kind is not CollectiveTimeoutError:
-            error = attributed(self._context, operation, started, error)
+            error = attributed(self.context, operation, started, error)
         return self._failed(error, operation, elapsed_s)
 
     def usage_error(self, text: str) -> BaseException:
@@ -296,10 +314,10 @@ class Group:
         call = Call(lambda: make_gloo(store, rank, size, timedelta(seconds=members.timeout_s), self._world.address))
         # gloo's own deadline is the same, but its store operations have none.
         deadline = started + members.timeout_s + LAST_WORD_S
-        if call.wait(deadline, lambda: bool(self._context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
+        if call.wait(deadline, lambda: bool(self.context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
             return call.result()
-        if self._context.deaths():
-            raise as_torch_error(died(self._context, "new_group", started))
+        if self.context.deaths():
+            raise as_torch_error(died(self.context, "new_group", started))
         silent = StoreSilentError(f"{store} did not let the ranks connect over gloo")
         raise self._lost_store(silent, "new_group", started)
 
@@ -309,7 +327,7 @@ class Group:
         gloo connects two ranks at their first transfer, and one fixed side dials. So a transfer between unconnected
         ranks blocks until the peer transfers, too, and signal handlers don't run meanwhile.
         """
-        context, started = replace(self._context, make_cpu_group=lambda: self._gloo), time.monotonic()
+        context, started = replace(self.context, make_cpu_group=lambda: self._gloo), time.monotonic()
         try:
             Watched(self._gloo.barrier(), context, "new_group").wait()
         except RuntimeError as error:
@@ -323,7 +341,7 @@ class Group:
 
     def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
         members, elapsed_s = self._members, time.monotonic() - started
-        kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self._context.failure_ranks)
+        kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self.context.failure_ranks)
         text = (
             f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves it"
         )
@@ -338,7 +356,7 @@ class Group:
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s
-        what, watched = f"{method} of {members}", self._context.failure_ranks
+        what, watched = f"{method} of {members}", self.context.failure_ranks
         try:
             watcher.gather(
                 method, members.ranks, b"", limit_s, watched=watched, what=what, group=members, operation=method

@@ -87,6 +87,8 @@ class State(NamedTuple):
     is_compiling: bool = False
     idle_s: float = 0.0
     """Seconds since its last call; -1 while it makes calls."""
+    peer: int = -1
+    """Global rank of the peer, if the call is a transfer with one."""
 
     def is_in_call_of(self, other: State) -> bool:
         return (self.key, self.call) == (other.key, other.call)
@@ -112,7 +114,8 @@ def state_without_call(idle_s: float) -> State:
 
 def state_of(context: GroupContext, operation: Operation, thread: int | None) -> State:
     place = stacks.in_words(stacks.frames_of(thread))
-    return State(group_key(context), context.name, call_in_words(context, operation), place)
+    peer = -1 if operation.peer < 0 else context.ranks[operation.peer]
+    return State(group_key(context), context.name, call_in_words(context, operation), place, peer=peer)
 
 
 def describe_states(states: dict[int, State], context: GroupContext) -> list[str]:

@@ -19,7 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from device_communicators.base import settings
 from device_communicators.calls.recorder import Operation
@@ -27,7 +27,6 @@ from device_communicators.liveness import stacks
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import Report
-from device_communicators.routing.route import Route
 from device_communicators.routing.states import (
     MOST_ASKED,
     SILENT,
@@ -66,6 +65,15 @@ class _Failed:
         self.states: dict[int, State] = {}
 
 
+class Calls(Protocol):
+    """The calls of one group: a `Route`, or a group of the backend for torch.distributed."""
+
+    @property
+    def context(self) -> GroupContext: ...
+    def operations(self) -> list[Operation]: ...
+    def operations_under_way(self) -> list[Operation]: ...
+
+
 class Start(NamedTuple):
     """A rank's wait for other ranks in start-up, for processes that ask what it is doing."""
 
@@ -82,10 +90,9 @@ class Status:
     def __init__(self, watcher: Watcher, rank: int) -> None:
         self._watcher = watcher
         self.rank = rank
-        self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._failed_groups: OrderedDict[str, _Failed] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
-        """Guards the two fields above. Notified of each new report."""
+        """Guards the field above. Notified of each new report."""
         self._failed: State | None = None
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
@@ -103,10 +110,6 @@ class Status:
             elsewhere=lambda rank, _: self._answer_elsewhere,
         )
         watcher.on_look.append(self._look)
-
-    def add(self, route: Route) -> None:
-        with self._changed:
-            self._routes.add(route)
 
     # This rank's state.
 
@@ -157,16 +160,16 @@ class Status:
             "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
             "groups": [
                 {
-                    "group": route.context.name,
-                    "ranks": route.context.ranks,
+                    "group": group.context.name,
+                    "ranks": group.context.ranks,
                     "last": [
-                        {"operation": f"{call_in_words(route.context, each)} number {each.sequence}",
+                        {"operation": f"{call_in_words(group.context, each)} number {each.sequence}",
                          "began_s": now - each.started_s,
                          "took_s": None if each.ended_s is None else each.ended_s - each.started_s}
-                        for each in route.operations()[-_LAST_OPERATIONS:]
+                        for each in group.operations()[-_LAST_OPERATIONS:]
                     ],
                 }
-                for route in self._live_routes()
+                for group in _live_groups()
             ],
             "threads": [
                 {"name": thread.name, "waits": str(waits[thread.ident]) if thread.ident in waits else "",
@@ -184,22 +187,19 @@ class Status:
 
     @property
     def _world_ranks(self) -> tuple[int, ...]:
-        return max((route.context.ranks for route in self._live_routes()), key=len, default=())
-
-    def _live_routes(self) -> list[Route]:
-        with self._changed:
-            return list(self._routes)
+        own = (group.context for group in _live_groups() if group.context.watcher is self._watcher)
+        return max((context.ranks for context in own), key=len, default=())
 
     def _last_operation(self) -> tuple[GroupContext, Operation] | None:
-        began = [(route.context, each) for route in self._live_routes() for each in route.operations()[-1:]]
+        began = [(group.context, each) for group in _live_groups() for each in group.operations()[-1:]]
         return max(began, key=lambda each: each[1].started_s, default=None)
 
     def _longest_wait(self) -> tuple[GroupContext, Operation, int | None] | None:
         waits: list[tuple[GroupContext, Operation, int | None]] = [
             (*wait, thread) for thread, wait in list(WAITS.items())
         ]
-        for route in self._live_routes():
-            waits += [(route.context, each, threading.main_thread().ident) for each in route.operations_under_way()]
+        for group in _live_groups():
+            waits += [(group.context, each, threading.main_thread().ident) for each in group.operations_under_way()]
         waits = [wait for wait in waits if wait[1].ended_s is None]
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
@@ -316,7 +316,7 @@ class Status:
     def _look(self) -> None:
         """Logs this rank's longest wait if it exceeds PARALLEL_STATE_SLOW_S. The control plane calls it every 0.4 s."""
         found, now = self._longest_wait(), time.monotonic()
-        if found is None:
+        if found is None or found[0].watcher is not self._watcher:  # another world's status logs it
             return
         self._waited_at_s = now
         waited_s = now - found[1].started_s
@@ -361,11 +361,25 @@ def _packed(key: str, report: Report) -> bytes:
     return json.dumps([key, report.sequence, report.call, report.timed_out, report.before]).encode()
 
 
-def watch(route: Route) -> None:
-    """From now on answers requests for the calls of `route`'s group, and logs its long waits. Needs a control plane."""
-    context, watcher = route.context, route.context.watcher
+def watch(group: Calls) -> None:
+    """From now on answers requests for the calls of `group`, and logs its long waits. Needs a control plane."""
+    context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return
     if watcher.status is None:
         watcher.status = Status(watcher, context.global_rank)
-    watcher.status.add(route)
+    with _GROUPS_LOCK:
+        _GROUPS.add(group)
+
+
+def _live_groups() -> list[Calls]:
+    with _GROUPS_LOCK:
+        groups = list(_GROUPS)
+    return [
+        each for each in groups if each.context.watcher is not None and each.context.watcher.watches(each.context.ranks)
+    ]
+
+
+_GROUPS: weakref.WeakSet[Calls] = weakref.WeakSet()
+"""All groups of this process, coordinators' and torch's: a rank is in one call, whichever world the call is of."""
+_GROUPS_LOCK = threading.Lock()

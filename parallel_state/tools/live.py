@@ -11,7 +11,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import parent_of
@@ -25,43 +25,81 @@ _ANSWER_S = 0.7
 _STATES_S = 1.0
 _MOST_AT_ONCE = 16
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID_JOB")
-_MOST_SHOWN = 256
+MOST_SHOWN = 256
+
+
+class Wait(NamedTuple):
+    """A call in which ranks wait."""
+
+    ranks: list[int]
+    call: str
+    group: str
+    missing: list[int]
+    """The ranks for which they wait; empty if all ranks are in the call."""
+
+    def __str__(self) -> str:
+        whom = f"for ranks {format_ranks(self.missing)}" if self.missing else "though all ranks are in it"
+        return f"ranks {format_ranks(self.ranks)} wait in {self.call} of group {self.group!r} {whom}"
+
+
+class Job(NamedTuple):
+    """The ranks of a job, as they answered."""
+
+    world: list[int]
+    states: dict[int, State]
+    """The known states, by rank."""
+    answers: dict[int, Any]
+    """PID -> description, of the ranks on this host."""
+    others: list[int]
+    """PIDs of ranks in other worlds that the search found too."""
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     """Prints the state of the job's ranks. Returns 0, or 2 if `target` names no rank of this host."""
+    try:
+        job = find(target)
+    except LookupError as error:
+        print(error.args[0], file=sys.stderr)
+        return 2
+    if as_json:
+        shown = {rank: state._asdict() for rank, state in sorted(job.states.items())}
+        content = {"world": job.world, "ranks": shown, "answers": list(job.answers.values()), "others": job.others}
+        print(json.dumps(content, indent=1))
+        return 0
+    print("\n".join(describe(job, stacks=stacks)))
+    if job.others:
+        print(
+            f"{target!r} has {len(job.others)} more ranks in other worlds; ask them by PID: "
+            f"{', '.join(map(str, job.others))}"
+        )
+    return 0
+
+
+def find(target: str) -> Job:
+    """Asks the ranks that `target` names: the PID of a rank or launcher on this host, or a job's id.
+
+    Raises LookupError if there are none, or if they can't be asked.
+    """
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:
         described = _describe_all(endpoints)
     except native.NativeUnavailableError as error:
-        print(f"can't ask any rank, because the compiled library is missing: {error}", file=sys.stderr)
-        return 2
+        raise LookupError(f"can't ask any rank, because the compiled library is missing: {error}") from error
     answers = {pid: answer for pid, (answer, _) in described.items()}
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
         names = f"; PIDs of ranks here: {', '.join(map(str, pids))}" if pids else ""
-        print(f"{target!r} isn't a rank or launcher on this host, or the id of a job with ranks here{names}",
-              file=sys.stderr)  # fmt: skip
-        return 2
+        raise LookupError(
+            f"{target!r} isn't a rank or launcher on this host, or the id of a job with ranks here{names}"
+        )
     first, answer = next(iter(job.items()))
     at_start = {pid for pid, each in answers.items() if each.get("start") and each["start"] == answer.get("start")}
     ranks = {first, *answer["pids"].values(), *at_start}  # ranks don't know each other's PIDs during start-up
     others = sorted(set(job) - ranks)
     job = {pid: each for pid, each in answers.items() if pid in ranks}
-    world, states = _states_of(job, described[first][1])
-    if as_json:
-        shown = {rank: state._asdict() for rank, state in sorted(states.items())}
-        content = {"world": world, "ranks": shown, "answers": list(job.values()), "others": others}
-        print(json.dumps(content, indent=1))
-        return 0
-    print("\n".join(describe(world, states, job, stacks=stacks)))
-    if others:
-        print(
-            f"{target!r} has {len(others)} more ranks in other worlds; ask them by PID: {', '.join(map(str, others))}"
-        )
-    return 0
+    return Job(*_states_of(job, described[first][1]), job, others)
 
 
 def _pids_of(target: str, listening: list[int]) -> set[int]:
@@ -132,17 +170,14 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
     return world, states
 
 
-def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *, stacks: bool = False) -> list[str]:
+def describe(job: Job, *, stacks: bool = False) -> list[str]:
     """Returns lines: calls that wait for ranks, then each rank's state."""
-    lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
-    lines += _waits(states, job)
-    pids = {each["rank"]: (pid, each) for pid, each in job.items()}
-    is_starting = any(each.get("start") for each in job.values())
-    unknown = "has not arrived, or is on another host" if is_starting else "is on another host and doesn't answer"
-    for rank in world[:_MOST_SHOWN]:
-        state = states.get(rank)
+    lines = [f"{len(job.world)} ranks, {len(job.answers)} of them answered on this host"]
+    lines += map(str, waits(job))
+    pids = {each["rank"]: (pid, each) for pid, each in job.answers.items()}
+    for rank in job.world[:MOST_SHOWN]:
         who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
-        lines.append(f"  {who} {unknown if state is None else f'is {state.in_words()}'}")
+        lines.append(f"  {who} {state_in_words(job, rank)}")
         threads = pids[rank][1]["threads"] if stacks and rank in pids else []
         for thread in threads:
             lines.append(f"    thread {thread['name']}{', waits for ' + thread['waits'] if thread['waits'] else ''}")
@@ -150,18 +185,28 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
     return lines
 
 
-def _waits(states: dict[int, State], job: dict[int, Any]) -> list[str]:
-    ranks_of = {(each["rank"], group["group"]): group["ranks"] for each in job.values() for group in each["groups"]}
+def state_in_words(job: Job, rank: int) -> str:
+    if (state := job.states.get(rank)) is not None:
+        return f"is {state.in_words()}"
+    is_starting = any(each.get("start") for each in job.answers.values())
+    return "has not arrived, or is on another host" if is_starting else "is on another host and doesn't answer"
+
+
+def waits(job: Job) -> list[Wait]:
+    states = job.states
+    ranks_of = {
+        (each["rank"], group["group"]): group["ranks"] for each in job.answers.values() for group in each["groups"]
+    }
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(states.items()):
         if state.key:
             calls.setdefault((state.key, state.call), []).append(rank)
-    lines = []
+    found = []
     for (_, call), waiting in calls.items():
         name = states[waiting[0]].group
         members = next((ranks_of[rank, states[rank].group] for rank in waiting
                         if (rank, states[rank].group) in ranks_of), waiting)  # fmt: skip
-        missing = [rank for rank in members if rank not in waiting]
-        whom = f"for ranks {format_ranks(missing)}" if missing else "though all ranks are in it"
-        lines.append(f"ranks {format_ranks(waiting)} wait in {call} of group {name!r} {whom}")
-    return lines
+        peers = {states[rank].peer for rank in waiting} - {-1}
+        missing = [rank for rank in sorted(peers) or members if rank not in waiting]
+        found.append(Wait(waiting, call, name, missing))
+    return found

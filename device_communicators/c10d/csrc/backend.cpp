@@ -391,7 +391,7 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
       if (failure.status != static_cast<std::int64_t>(QueueStatus::kInterrupted)) Hooks::call_failed(hooks);
       return error;
     };
-    pairs_ = std::make_shared<Pairs>(library_, transfers, raise, hooks_);
+    pairs_ = std::make_shared<Pairs>(library_, transfers, raise, hooks_, calls_);
   }
   init();
 }
@@ -530,11 +530,15 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
       std::chrono::duration<double>((timeout == c10d::kUnsetTimeout ? options_->timeout : timeout) + extra).count();
   auto ephemeral = extra.count() == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
   const std::size_t bytes = bytes_of(inputs);
+  const Tensors& alike = kind.type == OpType::SCATTER ? outputs : inputs;  // those that all ranks have
+  Tensor x = alike.empty() ? Tensor() : alike[0];
   auto call = c10::make_intrusive<Lane::Call>(rank_, kind.type, kind.title, std::move(inputs), std::move(outputs),
                                               sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
   call->set_list_length(kind.list_length);
-  auto run = [this, timeout_s, ephemeral = std::move(ephemeral), body = std::move(body)]() mutable {
+  auto run = [this, timeout_s, ephemeral = std::move(ephemeral), body = std::move(body), method = kind.method,
+              sequence = call->getSequencenumber(), x = std::move(x)]() mutable {
     const Below below;
+    const CallLog::Scope scope(*calls_, sequence, method, x);
     const auto ends = std::move(ephemeral);
     timeout_s_ = timeout_s;
     if (is_native()) library_->group_timeout(group_, timeout_s);

@@ -61,6 +61,7 @@ class Backend : public HookedBackend {
   // A copy: torch before 2.15 writes a child group's timeout and name into it.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
   const c10::intrusive_ptr<Options>& options() const { return options_; }
+  const std::shared_ptr<CallLog>& calls() const { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   // Adds to the timeouts of calls until the first of them is done, as in ProcessGroupNCCL. Called by torch from 2.15
   // on; older versions lack it, so it can't be an `override`.
@@ -185,6 +186,7 @@ class Backend : public HookedBackend {
   const c10::intrusive_ptr<Options> options_;
   Callbacks callbacks_;
   const int made_in_;
+  const std::shared_ptr<CallLog> calls_ = std::make_shared<CallLog>();
   std::shared_ptr<Lane> lane_;
   std::shared_ptr<Pairs> pairs_;  // null: over gloo
   std::mutex gloo_mutex_;

@@ -160,6 +160,17 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, st
   made->options()->apply_timeout = [weak = c10::weak_intrusive_ptr<Backend>(made)](std::chrono::milliseconds timeout) {
     if (const auto backend = weak.lock()) backend->setTimeout(timeout);
   };
+  python.attr("logged_calls") = py::cpp_function([calls = made->calls()] {
+    py::list found;
+    for (const CallLog::Entry& entry : calls->entries()) {
+      py::object dtype = py::none();
+      if (entry.dtype >= 0) dtype = py::cast(static_cast<at::ScalarType>(entry.dtype));
+      const std::vector<std::int64_t> sizes(entry.sizes.begin(), entry.sizes.end());
+      found.append(py::make_tuple(entry.sequence, entry.method, dtype, py::tuple(py::cast(sizes)), entry.began_s,
+                                  entry.ended_s, entry.peer));
+    }
+    return found;
+  });
   // The Python object of a backend ends with its last user in Python, the backend with its process group.
   python.attr("shut_down") = py::cpp_function(
       [weak = c10::weak_intrusive_ptr<Backend>(made)] {

@@ -19,8 +19,13 @@ const TransferUser Pairs::kUser{
     [](void* self) { Held::reclaim(static_cast<Transfer*>(self)); },
 };
 
-Pairs::Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise, std::shared_ptr<const Hooks> hooks)
-    : library_(std::move(library)), raise_(std::move(raise)), hooks_(std::move(hooks)), transfers_(transfers) {}
+Pairs::Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise, std::shared_ptr<const Hooks> hooks,
+             std::shared_ptr<CallLog> calls)
+    : library_(std::move(library)),
+      raise_(std::move(raise)),
+      hooks_(std::move(hooks)),
+      calls_(std::move(calls)),
+      transfers_(transfers) {}
 
 Pairs::~Pairs() {
   library_->transfers_close(transfers_);
@@ -54,6 +59,9 @@ void Pairs::start(const Held& transfer, std::chrono::milliseconds timeout) {
 }
 
 bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
+  const std::uint64_t sequence = transfer.getSequencenumber();
+  const CallLog::Scope scope(*calls_, sequence, transfer.is_send ? "send" : "recv", transfer.result()[0],
+                             transfer.peer);
   const double timeout_s = until ? std::max(0.0, std::chrono::duration<double>(*until - Clock::now()).count()) : -1.0;
   switch (library_->transfers_wait(transfers_, transfer.number_, timeout_s)) {
     case kLateTransfer: return false;

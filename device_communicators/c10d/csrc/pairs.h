@@ -37,7 +37,8 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   using Held = c10::intrusive_ptr<Transfer>;
 
   // Owns `transfers`, an object of the library.
-  Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise, std::shared_ptr<const Hooks> hooks);
+  Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise, std::shared_ptr<const Hooks> hooks,
+        std::shared_ptr<CallLog> calls);
   ~Pairs();
 
   void start(const Held& transfer, std::chrono::milliseconds timeout);
@@ -57,6 +58,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   const std::shared_ptr<const Library> library_;
   const Raise raise_;
   const std::shared_ptr<const Hooks> hooks_;
+  const std::shared_ptr<CallLog> calls_;
   void* const transfers_;
   std::mutex mutex_;
   std::exception_ptr closed_, failure_;  // guarded by mutex_

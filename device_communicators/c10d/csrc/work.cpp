@@ -1,6 +1,9 @@
 #include "work.h"
 
 #include <pthread.h>
+#include <time.h>
+
+#include <algorithm>
 
 #include <torch/csrc/distributed/c10d/exception.h>
 
@@ -17,7 +20,42 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 std::atomic<int> forks{0};
 
+double coarse_now_s() {
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
 }  // namespace
+
+CallLog::Scope::Scope(CallLog& log, std::uint64_t sequence, const char* method, const at::Tensor& x, int peer)
+    : log_(log) {
+  entry_.sequence = sequence;
+  entry_.method = method;
+  entry_.peer = peer;
+  if (x.defined()) {
+    entry_.dtype = static_cast<int>(x.scalar_type());
+    entry_.sizes = x.sizes();
+  }
+  entry_.began_s = coarse_now_s();
+  const std::lock_guard<std::mutex> lock(log_.mutex_);
+  log_.running_.push_back(&entry_);
+}
+
+CallLog::Scope::~Scope() {
+  entry_.ended_s = coarse_now_s();
+  const std::lock_guard<std::mutex> lock(log_.mutex_);
+  log_.running_.erase(std::find(log_.running_.begin(), log_.running_.end(), &entry_));
+  log_.last_ = entry_;
+}
+
+std::vector<CallLog::Entry> CallLog::entries() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Entry> found;
+  if (last_.method != nullptr) found.push_back(last_);
+  for (const Entry* const entry : running_) found.push_back(*entry);
+  return found;
+}
 
 std::uint64_t new_key() {
   static std::atomic<std::uint64_t> last{0};

@@ -28,6 +28,39 @@ using Interruption = std::function<std::exception_ptr()>;
 // Returns a number unique in this process: torch names completed works by it.
 std::uint64_t new_key();
 
+// The calls that run now, and the last one that ended, for reports of what this rank waits for. Any thread.
+class CallLog {
+ public:
+  struct Entry {
+    std::uint64_t sequence = 0;
+    const char* method = nullptr;
+    int peer = -1;   // of a transfer; -1: any, or none
+    int dtype = -1;  // torch's number; -1: no tensor
+    c10::DimVector sizes;
+    double began_s = 0, ended_s = 0;  // monotonic clock, to some milliseconds; 0: not yet
+  };
+
+  // Logs a call while it exists. `x`: its tensor; undefined if it has none.
+  class Scope {
+   public:
+    Scope(CallLog& log, std::uint64_t sequence, const char* method, const at::Tensor& x, int peer = -1);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    CallLog& log_;
+    Entry entry_;
+  };
+
+  std::vector<Entry> entries() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<const Entry*> running_;
+  Entry last_;
+};
+
 // A started call. The thread that ran it calls `settle` once, and then `announce` without locks: callbacks of the
 // future may begin calls.
 class Operation : public c10d::Work {

@@ -1,0 +1,83 @@
+"""A page for torch's debug server, which torch 2.15 and later have: the calls in which ranks wait, and for which ranks.
+
+    from torch.distributed.debug import start_debug_server
+    start_debug_server(handlers=[DebugPage()])      # every rank; http://HOST-OF-RANK-0:25999/parallel_state
+
+The server asks the control planes of the ranks, as `debug --live` does. So a rank in a hanging call answers, too.
+"""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from types import SimpleNamespace
+
+from device_communicators.base.errors import format_ranks
+from parallel_state.tools.live import MOST_SHOWN, Job, describe, find, state_in_words, waits
+from parallel_state.tools.output import html_page
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.3rem; } small, td.soft { color: light-dark(#596273, #9aa4b2); }
+p.wait { border-left: 4px solid #d97706; background: light-dark(#fff7ed, #2b2013); padding: .6rem .9rem; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; padding: .35rem .6rem; vertical-align: top; }
+tr { border-bottom: 1px solid light-dark(#e2e6ec, #333b46); } tr.late { background: light-dark(#fef2f2, #2f1a1a); }
+tr.late td:first-child { box-shadow: inset 4px 0 #dc2626; } td:first-child { font-variant-numeric: tabular-nums; }
+"""
+_REFRESH = '<meta http-equiv="refresh" content="2">'
+
+
+class DebugPage:
+    """A handler for `start_debug_server(handlers=…)`: the page /parallel_state. Rank 0 makes it."""
+
+    fetch_timeout = 0.0
+    """Set by torch; the control planes have limits of their own."""
+
+    def __init__(self) -> None:
+        self._pid = str(os.getpid())
+
+    def routes(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(path="/parallel_state", handler=lambda request: self.html().encode())]
+
+    def nav_links(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(path="/parallel_state", label="parallel_state")]
+
+    def templates(self) -> dict[str, str]:
+        return {}
+
+    def dump_filename(self) -> str:
+        """Returns the name for `start_debug_server(enabled_dumps=…)`."""
+        return "parallel_state"
+
+    def dump(self) -> str:
+        """Returns the state of all ranks as text, as `debug --live` prints it."""
+        try:
+            return "\n".join(describe(find(self._pid)))
+        except LookupError as error:
+            return str(error.args[0])
+
+    def html(self) -> str:
+        """Returns the page. It reloads every 2 s."""
+        try:
+            body = _body(find(self._pid))
+        except LookupError as error:
+            body = f"<h1>No rank answers</h1><p>{escape(error.args[0])}</p>"
+        return html_page("parallel_state", _STYLE, _REFRESH + body)
+
+
+def _body(job: Job) -> str:
+    found = waits(job)
+    late = {rank for wait in found for rank in wait.missing}
+    processes = {each["rank"]: escape(f"{each['host']}, pid {pid}") for pid, each in job.answers.items()}
+    rows = "".join(
+        f'<tr{" class=late" * (rank in late)}><td>{rank}</td><td class="soft">{processes.get(rank, "another host")}'
+        f"</td><td>{escape(state_in_words(job, rank))}</td></tr>\n"
+        for rank in job.world[:MOST_SHOWN]
+    )
+    heading = f"Ranks {format_ranks(sorted(late))} are awaited" if late else "No rank is awaited"
+    cards = "".join(f'<p class="wait">{escape(str(wait))}</p>\n' for wait in found)
+    return f"""<h1>{heading} <small>{len(job.world)} ranks, {len(job.answers)} on this host</small></h1>
+{cards}<table><thead><tr><th>Rank</th><th>Process</th><th>State</th></tr></thead><tbody>
+{rows}</tbody></table>
+<p><small><a href="/">torch's pages</a></small></p>"""

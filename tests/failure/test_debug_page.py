@@ -1,0 +1,138 @@
+"""torch's debug server shows which rank the others wait for, in calls of torch's groups and of coordinators."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from device_communicators.c10d import creation
+from parallel_state.tools.debug_page import DebugPage
+from tests.failure.test_waiting_at_start import ROOT, free_port
+
+DEADLINE_S = 60.0
+PROGRAM = """
+import os, sys
+import torch
+import torch.distributed as dist
+import parallel_state as ps
+from parallel_state.tools.debug_page import DebugPage
+
+def read_next_batch():
+    print("late", flush=True)
+    sys.stdin.readline()
+
+dist.init_process_group("parallel_state")
+rank, x = dist.get_rank(), torch.ones(4)
+dist.barrier()
+if len(sys.argv) > 1:
+    from torch.distributed.debug import start_debug_server
+    start_debug_server(port=int(sys.argv[1]), handlers=[DebugPage()])
+else:
+    page = DebugPage()
+calls = [lambda: dist.all_reduce(x), lambda: dist.recv(x, 1) if rank == 0 else dist.send(x, 0)]
+if os.environ.get("WITH_COORDINATORS"):
+    ps.init_distributed_environment()
+    calls.append(lambda: ps.get_world_group().all_reduce(x))
+for call in calls:
+    if rank == 1:
+        read_next_batch()
+    call()
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def _two_ranks(**variables: str) -> Iterator[list[subprocess.Popen[str]]]:
+    creation.load()  # before any deadline starts
+    fixed = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+             "PYTHONPATH": str(ROOT), "TORCH_FR_DUMP_ON_TIMEOUT": "0"}  # fmt: skip
+    arguments = [sys.executable, "-c", PROGRAM, *([variables.pop("port")] if "port" in variables else [])]
+    ranks = [
+        subprocess.Popen(arguments, env={**os.environ, **fixed, **variables, "RANK": rank, "LOCAL_RANK": rank},
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for rank in "01"
+    ]  # fmt: skip
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            os.killpg(process.pid, signal.SIGKILL)  # also the server's process
+            process.communicate()
+
+
+def _next_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def _until(look: Callable[[], str], *words: str) -> str:
+    """Returns the first text with all `words`: a rank counts as idle after a second without calls."""
+    until = time.monotonic() + DEADLINE_S
+    while not all(each in (text := look()) for each in words):
+        assert time.monotonic() < until, text
+        time.sleep(0.1)
+    return text
+
+
+def _check(look: Callable[[], str], ranks: list[subprocess.Popen[str]], calls: list[str]) -> None:
+    for call in calls:
+        assert _next_line(ranks[1]) == "late"
+        _until(look, f"ranks [0] wait in {call}", f"pid {ranks[1].pid}", "in no call of a group", "read_next_batch")
+        _go_on(ranks[1])
+    assert _next_line(ranks[1]) == "done"
+
+
+CALLS = [
+    "all_reduce of [4] float32 of group '0' for ranks [1]",
+    "recv(src global rank 1) of [4] float32 of group '0' for ranks [1]",
+    "all_reduce of [4] float32 of group 'world:0' for ranks [1]",
+]
+
+
+def test_calls_of_both_kinds_of_groups_are_in_one_record() -> None:
+    with _two_ranks(WITH_COORDINATORS="1") as ranks:
+        page = DebugPage()
+        page._pid = str(ranks[0].pid)
+        _check(page.dump, ranks, CALLS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch.distributed.debug") is None, reason="needs torch >= 2.14")
+def test_the_debug_server_shows_who_is_late(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("tabulate")
+    port = free_port()
+
+    def look() -> str:
+        try:
+            with urllib.request.urlopen(f"http://localhost:{port}/parallel_state", timeout=10) as answer:
+                page = unescape(answer.read().decode())
+        except OSError as error:  # the server is starting
+            return str(error)
+        (tmp_path / "page.html").write_text(page, encoding="utf-8")
+        return page
+
+    with _two_ranks(port=str(port)) as ranks:
+        _check(look, ranks, CALLS[:2])
+        text = _until(look, "No rank is awaited")
+        assert "Ranks [1] are awaited" not in text and f"pid {ranks[0].pid}" in text
+        with urllib.request.urlopen(f"http://localhost:{port}/parallel_state", timeout=10) as answer:
+            raw = answer.read().decode()
+        assert "<!DOCTYPE html>" in raw and 'content="light dark"' in raw and "default-src 'none'" in raw
