@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parallel_state as ps
+from device_communicators.base import torch_internals
 from parallel_state import GroupOptions
 from parallel_state.groups import world as startup
-from parallel_state.process_groups import pool as groups
 from tests.contract.attempts import Outcome, attempt, environment, whose, world
 from tests.contract.test_rendezvous import held_port
 from tests.workers import WorkerPool
@@ -545,7 +545,7 @@ def _one_sided() -> list[tuple[str, float]]:
             options, told = GroupOptions("gloo", 5.0 + number / 8), "not asked"
             with environment(PARALLEL_STATE_START_TIMEOUT_S="1"), pytest.MonkeyPatch.context() as patch:
                 if how == "fails" and everyone.rank == rank:
-                    patch.setattr(groups, "new_group_of_members", _no_descriptor)
+                    patch.setattr(torch_internals, "new_group_of_members", _no_descriptor)
                 if how == "fails" or everyone.rank == rank:
                     told = attempt(pool.acquire, everyone.context.ranks, options).kind
             everyone.barrier()
@@ -568,7 +568,7 @@ def _sub_group_that_fails(failing: int) -> tuple[Outcome, list[float]]:
     with world() as everyone:
         with pytest.MonkeyPatch.context() as patch:
             if everyone.rank == failing:
-                patch.setattr(groups, "new_group_of_members", _no_descriptor)
+                patch.setattr(torch_internals, "new_group_of_members", _no_descriptor)
             told = attempt(everyone.make_sub_group, [0, 1])
         again = [group for group in [everyone.make_sub_group([0, 1]) for _ in range(2)] if group is not None]
         sums = [_sum_by_torch(group.device_group) for group in again]
@@ -631,7 +631,7 @@ def _slow_connections() -> list[Any]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(startup.dist, "init_process_group", late(dist.init_process_group))
-            patch.setattr(groups, "new_group_of_members", late(groups.new_group_of_members))
+            patch.setattr(torch_internals, "new_group_of_members", late(torch_internals.new_group_of_members))
             ps.init_distributed_environment(timeout=SHORT_S)
             made = [ps.get_world_group(), ps.get_world_group().make_sub_group([0, 1])]
             made.append(ps.init_model_parallel_group([[0, 1]], 0, "gloo"))

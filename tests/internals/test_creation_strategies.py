@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from device_communicators.base import torch_internals
 from device_communicators.base.errors import SettingError, UnsupportedError
 from parallel_state import GroupOptions
 from parallel_state.process_groups import pool as groups
@@ -45,9 +46,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made = Calls()
     monkeypatch.setattr(dist, "split_group", made.split)
     monkeypatch.setattr(dist, "new_group", made.globally)
-    monkeypatch.setattr(groups, "new_group_of_members", made.of_members)
-    monkeypatch.setattr(groups, "name_ranks", lambda group: setattr(made, "named", group))
-    monkeypatch.setattr(groups, "set_timeout", lambda group, timeout_s: None)  # the groups here have none
+    monkeypatch.setattr(torch_internals, "new_group_of_members", made.of_members)
+    monkeypatch.setattr(torch_internals, "name_ranks", lambda group: setattr(made, "named", group))
+    monkeypatch.setattr(torch_internals, "set_timeout", lambda group, timeout_s: None)  # the groups here have none
     try:
         yield made
     finally:
@@ -62,7 +63,7 @@ def pool(calls: Calls) -> ProcessGroupPool:
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates an NCCL default group bound to a device."""
-    monkeypatch.setattr(groups, "bound_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch_internals, "bound_device", lambda: torch.device("cuda", 0))
 
 
 def test_members_make_a_group_where_no_device_is_bound(pool: ProcessGroupPool, calls: Calls) -> None:
@@ -150,7 +151,7 @@ def test_a_failed_nccl_group_is_aborted_before_it_is_destroyed(
     pool: ProcessGroupPool, calls: Calls, monkeypatch: pytest.MonkeyPatch, failed: bool
 ) -> None:
     made = _Made()
-    monkeypatch.setattr(groups, "new_group_of_members", lambda *_: made)
+    monkeypatch.setattr(torch_internals, "new_group_of_members", lambda *_: made)
     monkeypatch.setattr(groups, "_destroy", lambda group: group.ends.append("destroy"))
     first, second = pool.acquire([2, 3], NCCL), pool.acquire([2, 3], NCCL)
     pool.release(first, failed=failed)
