@@ -276,6 +276,66 @@ def _slowly(count: int) -> tuple[list[float], float]:
     return found, took_s
 
 
+def _leave_without_a_link(who: int, pause_s: float, ends: bool) -> tuple[Outcome, float]:
+    """Rank `who` leaves while its host's link is down; with `ends`, its process ends, too. The others wait for it.
+
+    A pause of 0 never ends.
+    """
+    ps.init_distributed_environment()
+    group = ps.get_world_group()
+    group.barrier()
+    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    told = Outcome("ok", "", 0.0)
+    if group.rank != who:
+        told = attempt(group.recv, (3,), torch.float32, who)
+    else:
+        _shell(f"ip link set {INTERFACE} down")
+        if pause_s:
+            subprocess.Popen(f"sleep {pause_s}; ip link set {INTERFACE} up", shell=True)
+    left = time.monotonic()
+    ps.destroy_distributed_environment()
+    if group.rank == who and ends:
+        os._exit(0)
+    return told, time.monotonic() - left
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it lives"])
+@pytest.mark.parametrize(
+    ("placement", "who", "pause_s"),
+    some(
+        [
+            (TWO_EACH, 2, 0.0), (TWO_EACH, 3, LIMIT_S / 4), (ONE_EACH, 1, LIMIT_S / 4), (TWO_EACH, 2, LIMIT_S / 4),
+            (ONE_EACH, 1, 0.0), (TWO_EACH, 3, 0.0), (TWO_EACH, 0, 0.0), (ONE_EACH, 0, LIMIT_S / 4),
+        ],
+        3,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_a_rank_leaves_while_the_link_is_down(
+    tmp_path: Path, placement: tuple[int, ...], who: int, pause_s: float, ends: bool
+) -> None:
+    """Its host's ranks get "left" at once. Other hosts get it once the link is up, and else a silent host."""
+
+    def trial(_: Path) -> float:
+        with _two_hosts() as two, _ranks(two, placement) as ranks:
+            results = ranks.survivors(_leave_without_a_link, who, pause_s, ends, timeout_s=DEADLINE_S)
+        assert sorted(results) == [rank for rank in range(len(placement)) if rank != who or not ends]
+        for rank, (told, leaving_s) in results.items():
+            where = f"rank {rank}: {told}, left in {leaving_s:.1f} s"
+            if rank == who:
+                continue
+            if placement[rank] == placement[who] or pause_s:
+                assert told.kind == "PeerDiedError" and told.suspect_ranks == (who,), where
+                assert f"global rank {who} has left" in told.text, where
+            else:
+                far = {each for each, host in enumerate(placement) if host == placement[who]}
+                assert issubclass(getattr(errors, told.kind), ps.CollectiveTimeoutError), where
+                assert told.suspect_ranks and set(told.suspect_ranks) <= far, where
+        return max(max(told.seconds, leaving_s) for told, leaving_s in results.values())
+
+    assert_in_time(trial, tmp_path, LIMIT_S + 1.0)
+
+
 @pytest.mark.parametrize("placement", some([ONE_EACH, TWO_EACH], 1), ids=str)
 def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
     """1 Mbit/s, for longer than the heartbeat limit. Beats share the link."""
