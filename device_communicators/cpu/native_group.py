@@ -51,6 +51,7 @@ OUTSIDE = 1 << 15
 """`kOutside` in csrc/liveness.h."""
 _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
     _TIMED_OUT: (CollectiveTimeoutError, "timed out"),
+    _PEER_DIED: (PeerDiedError, "waited for a rank that has left"),
     _MISMATCH: (CollectiveMismatchError, "detected a mismatched call"),
     _INTERRUPTED: (CommunicationError, "was interrupted by a signal"),
     _UNMAPPED: (CommunicationError, "had no address space left (ulimit -v) to map a tensor"),

@@ -19,6 +19,7 @@ from device_communicators.base.errors import (
     PeerDiedError,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.member import LEFT
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.routing.communicator import GroupContext
 
@@ -156,10 +157,7 @@ def attributed(
 
 def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
     """Returns the error for `failure`, a broken connection, if no rank died: a peer closed it after a failure."""
-    return context.failure(
-        CommunicationError,
-        f"{failure.args[0]}. All ranks of the group are alive: one of them failed first, at its deadline or by another "
-        "error",
-        failure.operation,
-        like=failure,
-    )
+    why = "All ranks of the group are alive: one of them failed first, at its deadline or by another error"
+    if context.watcher is not None and (left := context.watcher.left(failure.suspect_ranks)):
+        why = f"Global rank {left[0]} {LEFT}, perhaps after an error"
+    return context.failure(CommunicationError, f"{failure.args[0]}. {why}", failure.operation, like=failure)

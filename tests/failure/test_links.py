@@ -276,19 +276,22 @@ def _slowly(count: int) -> tuple[list[float], float]:
     return found, took_s
 
 
-def _leave_without_a_link(who: int, pause_s: float, ends: bool) -> tuple[Outcome, float]:
+def _leave(folder: str, call: str, who: int, pause_s: float | None, ends: bool) -> tuple[Outcome, float]:
     """Rank `who` leaves while its host's link is down; with `ends`, its process ends, too. The others wait for it.
 
-    A pause of 0 never ends.
+    A pause of 0 never ends; with None the link stays up. No survivor leaves before all have an error.
     """
     ps.init_distributed_environment()
     group = ps.get_world_group()
     group.barrier()
     time.sleep(3 * BEAT_S)  # all hosts have sent beats
-    told = Outcome("ok", "", 0.0)
+    told, left_by = Outcome("ok", "", 0.0), time.monotonic() + DEADLINE_S / 2
     if group.rank != who:
-        told = attempt(group.recv, (3,), torch.float32, who)
-    else:
+        told = attempt(group.all_reduce, torch.ones(3)) if call == "all_reduce" else attempt(group.recv_object, who)
+        Path(folder, str(group.rank)).touch()
+        while len(os.listdir(folder)) < group.world_size - 1 and time.monotonic() < left_by:
+            time.sleep(0.01)
+    elif pause_s is not None:
         _shell(f"ip link set {INTERFACE} down")
         if pause_s:
             subprocess.Popen(f"sleep {pause_s}; ip link set {INTERFACE} up", shell=True)
@@ -301,32 +304,36 @@ def _leave_without_a_link(who: int, pause_s: float, ends: bool) -> tuple[Outcome
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it lives"])
 @pytest.mark.parametrize(
-    ("placement", "who", "pause_s"),
+    ("placement", "call", "who", "pause_s"),
     some(
         [
-            (TWO_EACH, 2, 0.0), (TWO_EACH, 3, LIMIT_S / 4), (ONE_EACH, 1, LIMIT_S / 4), (TWO_EACH, 2, LIMIT_S / 4),
-            (ONE_EACH, 1, 0.0), (TWO_EACH, 3, 0.0), (TWO_EACH, 0, 0.0), (ONE_EACH, 0, LIMIT_S / 4),
+            (TWO_EACH, "all_reduce", 2, 0.0), (TWO_EACH, "all_reduce", 3, LIMIT_S / 4),
+            (TWO_EACH, "all_reduce", 3, None), (ONE_EACH, "recv_object", 1, LIMIT_S / 4),
+            (TWO_EACH, "recv_object", 2, LIMIT_S / 4),
+            (ONE_EACH, "all_reduce", 1, 0.0), (TWO_EACH, "recv_object", 3, 0.0), (TWO_EACH, "all_reduce", 0, 0.0),
+            (ONE_EACH, "all_reduce", 0, LIMIT_S / 4),
         ],
-        3,
+        4,
     ),
     ids=str,
 )  # fmt: skip
 def test_a_rank_leaves_while_the_link_is_down(
-    tmp_path: Path, placement: tuple[int, ...], who: int, pause_s: float, ends: bool
+    tmp_path: Path, placement: tuple[int, ...], call: str, who: int, pause_s: float | None, ends: bool
 ) -> None:
     """Its host's ranks get "left" at once. Other hosts get it once the link is up, and else a silent host."""
 
-    def trial(_: Path) -> float:
+    def trial(folder: Path) -> float:
         with _two_hosts() as two, _ranks(two, placement) as ranks:
-            results = ranks.survivors(_leave_without_a_link, who, pause_s, ends, timeout_s=DEADLINE_S)
+            results = ranks.survivors(_leave, str(folder), call, who, pause_s, ends, timeout_s=DEADLINE_S)
         assert sorted(results) == [rank for rank in range(len(placement)) if rank != who or not ends]
         for rank, (told, leaving_s) in results.items():
             where = f"rank {rank}: {told}, left in {leaving_s:.1f} s"
             if rank == who:
                 continue
-            if placement[rank] == placement[who] or pause_s:
-                assert told.kind == "PeerDiedError" and told.suspect_ranks == (who,), where
-                assert f"global rank {who} has left" in told.text, where
+            if placement[rank] == placement[who] or pause_s != 0.0:
+                is_recv = call == "recv_object" and placement[rank] != placement[who]  # it may also have failed first
+                assert told.kind == ("CommunicationError" if is_recv else "PeerDiedError"), where
+                assert told.suspect_ranks == (who,) and f"lobal rank {who} has left" in told.text, where
             else:
                 far = {each for each, host in enumerate(placement) if host == placement[who]}
                 assert issubclass(getattr(errors, told.kind), ps.CollectiveTimeoutError), where

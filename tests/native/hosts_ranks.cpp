@@ -615,6 +615,21 @@ void absences() {
       if (kind == 2) CHECK(handle.has_left(0));
     });
   }
+  // A rank of another host left: a rank that waits for its lead, which stays, also gets that. Rank 2 gets it at home.
+  {
+    Team team;
+    team.host_of_rank = {0, 0, 1, 1};
+    team.run([](Handle& handle) {
+      if (handle.rank() == 3) return handle.leave_group();
+      float in = 1, out = 0;
+      const Status status = run(handle, told(Method::kAllReduce, 1), [&](Group& group, double limit) {
+        return group.all_reduce(&out, &in, 1, Dtype::kFloat32, ReduceOp::kSum, limit);
+      });
+      CHECK(status == Status::kPeerDied && handle.failure().suspect == 3 && handle.failure().reporter < 0);
+      CHECK(handle.has_left(3) && handle.failure().elapsed_s < 5);
+      usleep(1'500'000);  // leaving would end the others' waits, too
+    });
+  }
   // A failure note reaches all ranks of other hosts.
   Team team;
   team.host_of_rank = {0, 1};

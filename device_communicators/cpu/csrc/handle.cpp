@@ -141,9 +141,12 @@ void Handle::note(Status status, double elapsed_s) {
                 group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
     failed_ = true;
   }
-  // The ranks of this host know of its failures and of deaths already.
+  // The ranks of this host know of its failures and of deaths already, but not that a rank of another host left.
   const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
-  if (!is_known && status != Status::kPeerDied) {
+  const int suspect = failure_.suspect;
+  const bool has_left = hosts_ != nullptr && suspect >= 0 && suspect < hosts_->size() && !hosts_->is_here(suspect) &&
+                        hosts_->has_left(suspect);
+  if (!is_known && (status != Status::kPeerDied || has_left)) {
     const bool has_calls = status == Status::kMismatch;
     liveness_.fail(static_cast<int>(status), failure_.suspect, has_calls ? failure_.expected.told : Told{},
                    has_calls ? failure_.found.told : Told{}, failure_.misfit);

@@ -277,12 +277,23 @@ Status HostsGroup::blame_dead() {
 Status HostsGroup::at_home_ended() {
   const Loss loss = liveness_.loss(place_);
   if (loss.reporter < 0) return is_alone() ? Status::kDone : at_home(local_.compare(left_s()));
-  reporter_ = local_ranks()[static_cast<std::size_t>(loss.reporter)];
-  suspect_ = loss.rank;
   expected_ = {loss.expected};
   found_ = {loss.found};
   misfit_ = loss.misfit;
-  return static_cast<Status>(loss.status);
+  return take_failure(loss.reporter, loss.rank, static_cast<Status>(loss.status));
+}
+
+// Takes over the failure that a rank of this host reported. Of a rank that left it is this rank's own: the control
+// plane may report it later.
+Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
+  suspect_ = suspect;
+  if (status != Status::kPeerDied) {
+    reporter_ = local_ranks()[static_cast<std::size_t>(reporter)];
+  } else if (suspect >= 0 && suspect < size_) {
+    std::uint8_t end = kAlive;
+    (*ended_)[static_cast<std::size_t>(suspect)].compare_exchange_strong(end, kLeft, std::memory_order_acq_rel);
+  }
+  return status;
 }
 
 Status HostsGroup::blame(Link& link) {
@@ -405,9 +416,7 @@ Status HostsGroup::at_home(Status status) {
     misfit_.to = rank_at(misfit_.to);
   }
   if (local_.reporter() >= 0) {  // its ranks are of the whole group
-    reporter_ = rank_at(local_.reporter());
-    suspect_ = local_.suspect();
-    return status;
+    return take_failure(local_.reporter(), local_.suspect(), status);
   }
   if (status == Status::kPeerDied && local_.suspect() == kOutside) return blame_dead();
   suspect_ = rank_at(local_.suspect());

@@ -139,6 +139,7 @@ class HostsGroup final : public Group {
   Status blame(Link& link);
   bool is_sound(const FailureNote& why) const;
   Status at_home_ended();
+  Status take_failure(int reporter, int suspect, Status status);
   bool dies_soon(int rank) const;
   void learn_end(int rank);
   Status blame_broken(Link& link);
