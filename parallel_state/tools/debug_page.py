@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 from device_communicators.base.errors import format_ranks
 from parallel_state.tools.live import MOST_SHOWN, Job, describe, find, state_in_words, waits
-from parallel_state.tools.output import html_page
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -25,7 +24,6 @@ td, th { text-align: left; padding: .35rem .6rem; vertical-align: top; }
 tr { border-bottom: 1px solid light-dark(#e2e6ec, #333b46); } tr.late { background: light-dark(#fef2f2, #2f1a1a); }
 tr.late td:first-child { box-shadow: inset 4px 0 #dc2626; } td:first-child { font-variant-numeric: tabular-nums; }
 """
-_REFRESH = '<meta http-equiv="refresh" content="2">'
 
 
 class DebugPage:
@@ -63,7 +61,12 @@ class DebugPage:
             body = _body(find(self._pid))
         except LookupError as error:
             body = f"<h1>No rank answers</h1><p>{escape(error.args[0])}</p>"
-        return html_page("parallel_state", _STYLE, _REFRESH + body)
+        return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="2">
+<title>parallel_state</title><style>{_STYLE}</style></head>
+<body>{body}</body></html>
+"""
 
 
 def _body(job: Job) -> str:
