@@ -64,6 +64,7 @@ class DebugPage:
         return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="2">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>parallel_state</title><style>{_STYLE}</style></head>
 <body>{body}</body></html>
 """
