@@ -59,6 +59,8 @@ def install() -> list[str]:
     problems = [problem for name, wheel in WHEELS.items() if missing(name) for problem in _wheel(name, wheel)]
     problems += [problem for name in DEBIAN if missing(name) for problem in _debian(name)]
     missing.cache_clear()
+    if not missing("ray"):
+        _share_packages()
     return problems
 
 
@@ -74,11 +76,14 @@ def _wheel(name: str, wheel: str) -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         return [f"{name}: {reasons[0] if reasons else 'pip failed'}"]
-    if name == "ray":  # its actors import torch and this project from the tests' Python
-        site = next((folder / "lib").glob("python*/site-packages"))
-        folders = [path for path in sys.path if path.endswith("-packages")]
-        (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))
     return []
+
+
+def _share_packages() -> None:
+    """Lets Ray's actors import torch from this Python's environment. The one of an earlier run may be gone."""
+    site = next((FOLDER / "ray" / "lib").glob("python*/site-packages"))
+    folders = [path for path in sys.path if path.endswith("-packages")]
+    (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))
 
 
 def _debian(name: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ CHECK_S = 75
 """60 s of --timeout, and the time that a hanging rank gets to exit."""
 START_S = 30
 """Ranks on a busy machine import torch at different speeds."""
+LATE = r"rank 3( \(pid \d+\))? is in no call of a group, at job\.py"
+"""The two hosts share their PIDs, so either host's ranks may be those that answer for this one."""
 CHECK = ("-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60")
 TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40))
 
@@ -149,7 +152,7 @@ def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, 
     def ask_until_known() -> bool:
         if not hold.exists():
             ask(cluster.run(0, job.split(), SOON_S).output.strip())
-            if "rank 3 is in no call" in answers[-1]:
+            if re.search(LATE, answers[-1]):
                 if name.startswith("torchrun"):
                     ask(str(cluster.commands[0].pid))  # the agent on the first host
                 hold.touch()
@@ -161,7 +164,7 @@ def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, 
     for answer in answers[-2:] if name.startswith("torchrun") else answers[-1:]:
         assert "4 ranks, 2 of them answered on this host" in answer
         assert "ranks [0, 1, 2] wait in all_reduce" in answer and "for ranks [3]" in answer
-        assert "rank 3 is in no call of a group, at job.py" in answer
+        assert re.search(LATE, answer)
 
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
