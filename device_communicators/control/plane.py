@@ -36,6 +36,7 @@ from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
+    UnsupportedError,
     UsageError,
     format_ranks,
 )
@@ -58,6 +59,8 @@ _GRACE_S = 5.0
 """A call whose thread is this late after the deadline raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
+_MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
+"""Equal to kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
 """Block size of HMAC-SHA-256, which would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
@@ -249,6 +252,12 @@ class World:
             raise InvalidArgumentError(
                 "World.meet needs each rank and process once, and this process among them; got ranks "
                 f"{format_ranks([member.rank for member in members])}. Pass the roster that all ranks published"
+            )
+        domains = len({member.domain or member for member in members})
+        if len(members) > _MOST_MEMBERS or domains > _MOST_DOMAINS:
+            raise UnsupportedError(
+                f"a world has at most {_MOST_MEMBERS} ranks on {_MOST_DOMAINS} hosts, but this one has {len(members)} "
+                f"on {domains}; start several worlds"
             )
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)

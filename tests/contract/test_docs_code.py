@@ -21,7 +21,7 @@ from tests.doc_blocks import BLOCKS, DIRECTIVES, PLAIN, PYTHON, ROOT, SHELL, Blo
 from tests.programs import FORK_SERVERS, Program, script
 from tests.workers import WorkerPool
 
-NOT_RUN_AT_MOST = 6
+NOT_RUN_AT_MOST = 7
 """Limit on blocks that none of our machines can run."""
 
 

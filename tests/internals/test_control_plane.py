@@ -599,7 +599,7 @@ def _ask_in_the_callback_thread() -> str:
 
 def test_the_callback_thread_does_not_wait_for_replies(pool: Ranks) -> None:
     party = _joined(pool, TWO)
-    assert "give on_replies" in party.each([0], _ask_in_the_callback_thread)[0]
+    assert "pass on_replies" in party.each([0], _ask_in_the_callback_thread)[0]
     party.each(ALL, leave)
 
 
