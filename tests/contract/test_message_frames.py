@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -33,11 +34,15 @@ def _frames_of(call: Callable[[], Any]) -> tuple[Any, int]:
         if event == "call":
             names.append(frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name)
 
+    gc.disable()  # finalizers of earlier objects have frames, too
     sys.setprofile(note)
     try:
         result = call()
     finally:
         sys.setprofile(None)
+        gc.enable()
+    if len(names) > MOST_FRAMES:
+        print(names, file=sys.stderr)
     return result, len(names)
 
 

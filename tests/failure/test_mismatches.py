@@ -87,13 +87,20 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
 
 @contextmanager
 def _groups(route: str) -> Iterator[Callable[[], Any]]:
-    """A failed group is unusable, so each call gets a new one."""
+    """A failed group is unusable, so each call gets a new one, whose ranks are connected."""
     with world_over(route) as world:
-        if route == OVER_TORCH:
-            yield lambda: OverTorch(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
-            return
-        with environment(**settings_of(route)):
-            yield lambda: world.make_sub_group(range(4))
+
+        def new_group() -> Any:
+            if route == OVER_TORCH:
+                group: Any = OverTorch(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
+            else:
+                group = world.make_sub_group(range(4))
+            group.barrier()
+            world.barrier()  # else the others' next call could fail the group while this rank is still in its barrier
+            return group
+
+        with environment(**({} if route == OVER_TORCH else settings_of(route))):
+            yield new_group
 
 
 def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
@@ -104,7 +111,6 @@ def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
             group = new_group()
             x = torch.full((SMALL if size == "small" else LARGE,), float(group.rank + 1))
             before = x.clone()
-            group.barrier()
             told = attempt(other if group.rank == OTHER else usual, group, x)
             again = attempt(group.all_reduce, torch.ones(3))
             found[name] = told, again, torch.equal(x, before), "scatter" in name or bool((x == 1).all())
@@ -160,7 +166,6 @@ def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
     with _groups(route) as new_group:
         for name, (sent, expected, dtype) in PAIRS.items():
             group = new_group()
-            group.barrier()
             if group.rank == 0:
                 found[name] = attempt(group.send, torch.ones(sent), 1), True
             if group.rank == 1:
