@@ -78,7 +78,7 @@ _NODES: list[list[int]] | None = None
 _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: Start | None = None
-"""How this process joined a world that this library made; `reinitialize` uses it."""
+"""The way in which this process joined the world that this library made. `reinitialize` uses it again."""
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
 """At destroy, undoes init's other changes to this process: exported variables, default group, ports, cores.
 

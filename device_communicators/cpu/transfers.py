@@ -39,7 +39,7 @@ from device_communicators.cpu.plain_tree import PastPython
 _NO_MEMORY, _CLOSED, _BROKEN = 7, 8, 9
 """Statuses of `TransferFailure` in addition to those of `QueueStatus`. Any other: a malformed message."""
 _DONE, _INSIDE = 0, -2
-"""Results of a start, in csrc/transfer_call.h. Any other negative number is a refusal."""
+"""Return values of a transfer's start, as in csrc/transfer_call.h. Any other negative number is a refusal."""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
 """Results of a wait, in the same file. Any other number is a failure."""
 _LONGEST_S = 1e9

@@ -199,7 +199,7 @@ class Watcher:
         self._stores: dict[int, BoundedStore] = {}
         """Global rank -> the store that it serves. Keeps them alive for torch's groups, which don't."""
         self._name = ""
-        """Of a scope; "" for the watcher that opened the control plane."""
+        """Name of the scope; "" for the watcher that opened the control plane."""
         self._all = [self]
         """The watchers over one control plane: the one that opened it, then its scopes."""
 

@@ -81,7 +81,7 @@ class Messenger:
         self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
-        """Source -> receives that have not arrived, in the order of their starts."""
+        """Source rank -> started receives whose messages have not arrived, in the order of their starts."""
         self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
         """Started sends: keeps their buffers alive, even if the caller has dropped the handles."""

@@ -283,8 +283,8 @@ Status HostsGroup::at_home_ended() {
   return take_failure(loss.reporter, loss.rank, static_cast<Status>(loss.status));
 }
 
-// Takes over the failure that a rank of this host reported. Of a rank that left it is this rank's own: the control
-// plane may report it later.
+// Adopts the failure that another rank of this host reported. If it says that a rank left, records that here, too: this
+// rank's control plane may report it later.
 Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
   suspect_ = suspect;
   if (status != Status::kPeerDied) {

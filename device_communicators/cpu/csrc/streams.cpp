@@ -15,9 +15,8 @@ namespace parallel_state {
 namespace {
 
 constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC", kPut[] = "PSMW";
-constexpr std::uint64_t kMessageBytes = 256;  // memory of a stored message besides its body
-constexpr std::uint64_t kMostAnnounced =
-    1 << 20;  // maximum number of messages over the limit that wait for their receives
+constexpr std::uint64_t kMessageBytes = 256;       // memory of a stored message besides its body
+constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 1024;              // the kernel's maximum
 constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
@@ -574,8 +573,9 @@ void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
   };
   add(descriptor_, !sends_.empty(), !awaits_stripes() && !asks_);
-  for (const Stripe& stripe : stripes_)
+  for (const Stripe& stripe : stripes_) {
     add(stripe.descriptor, !stripe.sends.is_idle(), stripe.missing.bytes_left() > 0);
+  }
 }
 
 void Streams::Stream::stop(const char* why) {

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from device_communicators.base.errors import GroupNotInitializedError
+from device_communicators.routing.registry import routes
 from parallel_state import state
 from parallel_state.collectives import capture_stream
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
-from parallel_state.compat.vllm.group import GroupCoordinator, groups
+from parallel_state.compat.vllm.group import GroupCoordinator
 from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.functions import aliases
 from parallel_state.functions.capture import graph_capture as _graph_capture
@@ -57,8 +57,9 @@ MISSING = reasons({
         "_replace_active_groups _init_stateless_group"
     ),
     "used by vLLM's own package `distributed` only": (
-        "TensorMetadata _split_tensor_dict _get_unique_name _register_group all_reduce_fake reduce_scatter_fake "
-        "all_gather_fake get_cpu_distributed_timeout_or_none get_distributed_timeout_or_none"
+        "TensorMetadata _split_tensor_dict _get_unique_name _register_group all_reduce all_reduce_fake reduce_scatter "
+        "reduce_scatter_fake all_gather all_gather_fake get_cpu_distributed_timeout_or_none "
+        "get_distributed_timeout_or_none"
     ),
     "internal to vLLM's queue; this library's queue has its own ring": (
         "USE_SCHED_YIELD sched_yield memory_fence from_bytes_big SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS "
@@ -88,38 +89,10 @@ _NAMES = {
 globals().update(collect(_NAMES))
 
 
-# Collectives that take a group's name, as vLLM's registered ops do.
-
-
-def _named(group_name: str) -> GroupCoordinator:
-    group = groups.get(group_name)
-    if group is None:
-        raise ValueError(f"there is no group {group_name!r}; groups: {', '.join(sorted(groups)) or 'none'}")
-    return group
-
-
-def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
-    """Returns the sum over the ranks of the group with this `unique_name`."""
-    return _named(group_name).all_reduce(tensor)
-
-
-def reduce_scatter(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    """Returns this rank's slice, along `dim`, of the sum over the named group."""
-    return _named(group_name).reduce_scatter(tensor, dim)
-
-
-def all_gather(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    """Returns the tensors of the named group's ranks, concatenated along `dim`."""
-    return _named(group_name).all_gather(tensor, dim)
-
-
 def _each_communicator(method: str) -> None:
     """Calls a method of all groups' communicators that have it, in the same order on all ranks."""
-    made = [*groups.values(), state.try_get_world_group()]
-    if model_parallel_is_initialized():  # also groups that no getter of this module has returned
-        made += state.get_parallel_groups().groups.values()
-    for _, route in sorted({each.unique_name: each.route for each in made if each is not None}.items()):
-        for communicator in () if route.closed else route.communicators:
+    for route in routes():
+        for communicator in route.communicators:
             getattr(communicator, method, lambda: None)()
 
 

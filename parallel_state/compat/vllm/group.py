@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,8 +20,6 @@ from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.groups.coordinator import GroupCoordinator as Ours
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
-groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
-"""Groups by `unique_name`, for ops that take the name."""
 
 
 class Handle(Protocol):
@@ -92,7 +89,6 @@ class GroupCoordinator(GroupView):
         self.use_custom_op_call = self.use_cpu_custom_send_recv = True
         self._all2all = a2a
         self._sizes: list[int] = []
-        groups[self.unique_name] = self
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
         """Makes another process group of the same ranks. Every rank of the world calls it."""
