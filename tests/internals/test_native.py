@@ -240,7 +240,7 @@ def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], t
     script = f'case "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec {quick["CXX"]} "$@"'
     output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
     assert "no ops: " in output and "too old" in output
-    assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
+    assert "the registered ops run through Python" in output, "a warning, and not a word in explain() only"
     assert VERSION in output
     assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
 
