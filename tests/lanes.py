@@ -111,14 +111,23 @@ in time. None may starve, because all have deadlines."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
-    "tests/unit", "test_docs", "test_engine_layouts",
+    "tests/unit", "test_bounded_store", "test_docs", "test_engine_layouts", "test_faces",
 ) + _files(
-    "tests/internals", "test_codec", "test_codec_hostile", "test_plan", "test_plan_picture", "test_wire",
+    "tests/internals", "test_codec", "test_codec_hostile", "test_matcher", "test_plan", "test_plan_picture",
+    "test_wire",
 )  # fmt: skip
 """Unit tests that take most of the CPU time. `make test` and the checks of their rooms run them."""
 UNITS = ("tests/unit", "tests/internals")
-WITH_RANKS = (*FUZZING, *RANKS, *_files("tests/internals", "test_bench_command", "test_benchmarks"))
-"""Tests in these folders that start ranks or take seconds a case."""
+WITH_RANKS = (
+    *FUZZING,
+    *RANKS,
+    *_files(
+        "tests/internals", "test_bench_command", "test_benchmarks", "test_collectives_ranks", "test_commands",
+        "test_domains", "test_host_names", "test_meeting", "test_progress", "test_roll", "test_signals",
+        "test_store_answers",
+    ),
+)  # fmt: skip
+"""Tests in these folders that start processes or take seconds a case."""
 CHECK = (
     *(Lane(folder.rpartition("/")[2], (folder,), but=(*COMPUTING, *WITH_RANKS)) for folder in UNITS),
     Lane(

@@ -62,6 +62,7 @@ def _world_by_env() -> dict[str, Any]:
     return {**facts, "ended": not dist.is_initialized() and launcher_variables() == before}
 
 
+@pytest.mark.slow
 def test_a_world_by_torchruns_environment(pools: Pools) -> None:
     for rank, facts in enumerate(pools(4).run(_world_by_env, timeout_s=DEADLINE_S)):
         assert facts == {

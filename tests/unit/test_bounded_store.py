@@ -184,6 +184,7 @@ def test_errors_of_a_store_are_raised_as_they_are() -> None:
             store.check(["key"])
 
 
+@pytest.mark.slow
 def test_an_idle_helper_holds_no_store() -> None:
     """A server closes its port with its last reference."""
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

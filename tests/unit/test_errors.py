@@ -110,6 +110,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+@pytest.mark.slow
 def test_errors_come_back_from_a_pool_of_processes() -> None:
     """An error that can't be unpickled would break the pool."""
     context = multiprocessing.get_context("forkserver")
