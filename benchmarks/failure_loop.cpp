@@ -1,4 +1,4 @@
-// Loops over what a call records for failure reports, without Python. failure_costs.py compiles them.
+// Loops over what a call records for failure reports, without Python.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ enum What {
   kComparedExchange
 };
 
-// Like Counter::publish without the note, and not inlined either.
+// Not inlined, as Counter::publish isn't.
 [[gnu::noinline]] void publish_without_note(Counter& own, std::uint64_t next) {
   const auto here = static_cast<std::uint16_t>(sched_getcpu() + 1);
   if (own.core.load(std::memory_order_relaxed) != here) own.core.store(here, std::memory_order_relaxed);
@@ -70,7 +70,7 @@ template <typename Body>
   return static_cast<double>(now_ns() - started) * 1e-9;
 }
 
-// One rank. Its shared memory holds the group alone, the group with a handle, and the lines of two exchanges.
+// Shared memory holds the group alone, the group with a handle, and the lines of two exchanges.
 class Ranks {
  public:
   Ranks(int descriptor, int rank, int size, std::size_t count)
@@ -87,7 +87,7 @@ class Ranks {
     own_.own();
   }
 
-  // Returns the seconds of `calls` calls; negative if one failed. All ranks must call it for exchanges.
+  // Negative if a call failed. All ranks must call it for exchanges.
   double run(What what, int calls) {
     switch (what) {
       case kNothing: return seconds_of(calls, [] { return true; });
@@ -110,7 +110,7 @@ class Ranks {
     return -1;
   }
 
-  // One call's error, or an empty text. All ranks must call it for exchanges.
+  // Returns the call's error, or an empty text. All ranks must call it for exchanges.
   std::string check(What what) {
     for (float& each : in_) each = static_cast<float>(rank_ + 1);
     const std::uint64_t before = served_->traffic(Counted::kAllReduceInPlace).calls;
@@ -138,7 +138,6 @@ class Ranks {
     return group.all_reduce(out_.data(), in_.data(), in_.size(), Dtype::kFloat32, ReduceOp::kSum, timeout_s);
   }
 
-  // The group's call with the mutex. Threads take turns, so it is always needed.
   template <typename Call>
   bool locked(Call call) {
     const std::lock_guard<std::mutex> turn(turn_);
@@ -149,14 +148,12 @@ class Ranks {
     return locked([this](Group& group, double timeout_s) { return all_reduce(group, timeout_s); });
   }
 
-  // The call as the registered op makes it.
   bool carry() {
     const auto call = [this](Group& group, double timeout_s) { return all_reduce(group, timeout_s); };
     const std::size_t bytes = in_.size() * sizeof(float);
     return served_->carry(Counted::kAllReduceInPlace, kDtype, sizes_, 1, bytes, call) == Status::kDone;
   }
 
-  // Served::carry without the handle and the call.
   bool record() {
     Record& record = served_->begin(Counted::kAllReduceInPlace, kDtype, sizes_, 1);
     record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
@@ -187,7 +184,7 @@ class Ranks {
 
   bool is_recorded(std::uint64_t calls) const {
     if (served_->traffic(Counted::kAllReduceInPlace).calls != calls) return false;
-    const Record& record = served_->record(calls % Served::kRecords);  // nothing else is recorded here
+    const Record& record = served_->record(calls % Served::kRecords);
     return record.sequence == calls && record.operation == static_cast<int>(Counted::kAllReduceInPlace) &&
            record.dtype == kDtype && record.dims == 1 && record.sizes[0] == sizes_[0] && record.started_s > 0 &&
            record.ended_s >= record.started_s;
@@ -202,7 +199,6 @@ class Ranks {
     return failed.run([](Group&, double) { return Status::kDone; }) == Status::kMismatch;
   }
 
-  // Whether the last exchange's notes differ from another call's.
   bool notices_peers() {
     for (int peer = 0; peer < size_; ++peer) {
       if (!differs(compared_lines_[peer], compared_exchanges_, kNote + 1)) return false;

@@ -1,8 +1,6 @@
 // Single cases of the control core: a real core, and peers made of frames.
 //
 //   control_cases [NAME]
-//
-// Each case prints its name and its failures.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -37,7 +35,6 @@ Event event_of(Event::Kind kind, int connection = -1, Proc proc = 0) {
 
 Proc proc_of(int rank) { return static_cast<Proc>(rank) + 11; }
 
-// The core of rank `me`, and a peer's bytes.
 struct World {
   explicit World(const std::vector<int>& hosts, int me = 0, bool meets = true, Config config = Config())
       : core(proc_of(me), "token" + std::to_string(me), config) {
@@ -67,7 +64,7 @@ struct World {
     for (; asked > 0; --asked) core.step(now, event_of(Event::kBeats), &actions);
   }
 
-  // Advances the time in ticks. The boards of `beats`, in the same domain, keep beating.
+  // The boards of `beats`, in the same domain, keep beating.
   void pass(Nanos time, const std::vector<Proc>& beats = {}) {
     std::vector<Action> all;
     for (const Nanos end = now + time; now < end;) {
@@ -103,7 +100,7 @@ struct World {
     identify(connection, from, true);
   }
 
-  void answer(int connection, int to) {  // the dial of rank `to`
+  void answer(int connection, int to) {
     step(event_of(Event::kDialed, connection, proc_of(to)));
     identify(connection, to, false);
   }
@@ -151,7 +148,6 @@ struct World {
     return nullptr;
   }
 
-  // The last frame of this kind sent on the connection, or null.
   const Action* sent(int connection, FrameKind kind) const {
     for (const Action& action : actions) {
       const bool is_frame = action.kind == Action::kSend && action.sent().size() >= kHeadBytes;
@@ -582,7 +578,7 @@ void a_clock_that_goes_back_ends_nothing() {
 }
 
 void a_death_before_the_farewell_of_the_lead() {
-  // Rank 2 died, then rank 0's farewell arrives. Rank 1, the next lead, dials without the pause after a farewell.
+  // Rank 1, the next lead, dials without the pause after a farewell.
   World world({3, 1}, 1);
   world.step(event_of(Event::kEnded, -1, proc_of(2)));
   Event board = event_of(Event::kBoard);
@@ -600,7 +596,7 @@ void a_stranger_that_holds_the_token_is_closed() {
 }
 
 void a_leaver_whose_farewell_comes_over_another() {
-  // Rank 1 left. Its connection breaks and its port refuses before rank 2's state arrives.
+  // Rank 1's connection breaks and its port refuses before rank 2's state arrives.
   World world({1, 1, 1});
   for (int peer : {1, 2}) {
     world.accept(2 + peer, peer);
@@ -628,8 +624,7 @@ void dials_that_are_refused_once_the_connection_broke_are_exits() {
   CHECK(world.knows(1, kExited));
 }
 
-// An idle call's connection is silent. If it were closed when a hunt begins, the exit of its process would be known 0.6
-// s later than its neighbor's.
+// If it were closed when a hunt begins, the exit of its process would be known 0.6 s later than its neighbor's.
 void a_hunt_keeps_a_connection_that_was_idle() {
   World world({1, 2});
   world.accept(3, 1);
@@ -653,7 +648,6 @@ void a_hunt_keeps_a_connection_that_was_idle() {
   CHECK(world.knows(1, kExited) && world.knows(2, kExited));
 }
 
-// Guests of one store, who seal their calls.
 struct Visits {
   struct Guest {
     Seal out, in;
@@ -688,7 +682,7 @@ struct Visits {
   static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
     return encode_store(static_cast<std::uint8_t>(call), parts);
   }
-  // Returns the last step's reply with its parts joined by commas, or "-".
+  // Parts joined by commas, or "-".
   std::string reply(int id) {
     if (guests[id].reply.empty()) return "-";
     Bytes body = guests[id].reply.substr(kHeadBytes);
@@ -812,7 +806,7 @@ void a_guest_is_closed_for_what_it_must_not_send() {
   const Bytes frame = Visits::raw(FrameKind::kStoreCall, visits.guests[1].out.seal(count));
   visits.bytes(1, frame);
   CHECK(visits.reply(1) == "0");
-  visits.bytes(1, frame);  // again
+  visits.bytes(1, frame);
   CHECK(visits.guests[1].closed);
 }
 

@@ -1,12 +1,10 @@
-// The driver without Python, for sanitizers: several stays in one process, and a step that throws.
+// The driver without Python, for sanitizers.
 //
 //   control_driver worlds ROUNDS      stays of one process agree, fork, and leave
 //   control_driver throws             memory runs out in the thread: its worlds end, and another one can be opened
 //   control_driver neighbours         a process that can't be watched at first, and one with a reused pid
 //   control_driver ports              the port of a stay that left is reused at once
 //   control_driver guests             threads use a stay's store, with large values; a key is held; the stay leaves
-//
-// Prints "all holds", or the failures and returns 1.
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
@@ -32,7 +30,7 @@
 
 using namespace parallel_state::control;
 
-extern "C" {  // guest.cpp
+extern "C" {
 std::int64_t ps_store_client(const char* addresses, int port, const char* token);
 std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_t size, double timeout_s,
                           double connect_s);
@@ -227,7 +225,7 @@ pid_t start_process() {
   while (true) pause();
 }
 
-// Meets a process without a board as the stay's only neighbor.
+// A process without a board is the stay's only neighbor.
 void meet_process(const Opened& one, pid_t pid, std::uint64_t began) {
   Event event;
   event.kind = Event::kMeet;
@@ -276,7 +274,7 @@ void run_neighbours() {
   leave(one);
 }
 
-// The listening stay closes first, so its port is in TIME_WAIT. Another stay can reuse it.
+// The listening stay closes first, so its port is in TIME_WAIT.
 void run_ports() {
   const Opened first = open_one();
   sockaddr_in address{};

@@ -2,9 +2,8 @@
 //
 //   control_explorer --hosts 1,1,1 --crashes C --drops D --first R
 //
-// All cores connect first. Then each process from rank R on calls, and anything in flight may happen next. A state is
-// not entered twice; its digest covers all cores and everything in flight. Time passes only if nothing else can happen.
-// Prints the number of states, or the steps to a failure.
+// Each process from rank R on calls, and anything in flight may happen next. A state is not entered twice. Time passes
+// only if nothing else can happen. Prints the number of states, or the steps to a failure.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -89,7 +88,6 @@ class Explorer {
     return visit(state);
   }
 
-  // Delivers all in flight, in one order.
   void settle(State* state) {
     while (is_busy(*state)) {
       std::vector<State> next;
@@ -156,7 +154,7 @@ class Explorer {
     if (beats) step(state, rank, answer);
   }
 
-  // Whether the connection's end is in flight: it carries nothing more.
+  // Its end is in flight: it carries nothing more.
   static bool is_broken(const Connection& connection) {
     return (!connection.to[0].empty() && connection.to[0].back().empty()) ||
            (!connection.to[1].empty() && connection.to[1].back().empty());
@@ -353,7 +351,7 @@ class Explorer {
     return true;
   }
 
-  // Advances to the next timer while a call runs or an exit isn't known everywhere.
+  // Only while a call runs or an exit isn't known everywhere.
   bool wait(const State& state, std::vector<State>* next) {
     if (is_settled(state)) return false;
     Nanos wake = kNever;
@@ -386,7 +384,7 @@ class Explorer {
     return std::any_of(ends.begin(), ends.end(), [&](const auto& entry) { return entry.first == proc_of(dead); });
   }
 
-  // Checks a state with nothing in flight.
+  // A state with nothing in flight.
   bool check(const State& state) {
     const Verdict* first = nullptr;
     for (int rank = 0; rank < ranks_; ++rank) {

@@ -3,8 +3,8 @@
 //   control_fuzzer --seconds S [--seed N]
 //
 // Four cores on two hosts exchange frames, which are mutated with consistent lengths. Events come in any order that a
-// driver may produce. The peers know each other's tokens, so that mutants get far. Each round begins with new cores,
-// without a corpus. The state and output of a core must stay bounded.
+// driver may produce. The peers know each other's tokens, so that mutants get far. The state and output of a core must
+// stay bounded.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -232,7 +232,7 @@ class Fuzzer {
   std::deque<std::pair<std::size_t, Event>> local_;
 };
 
-// Guests of one store. Their calls are mutated before sealing: tests the table's parser and waits.
+// Calls are mutated before sealing: tests the table's parser and waits.
 class Guests {
  public:
   explicit Guests(std::uint64_t seed) : random_{seed} {
@@ -301,7 +301,7 @@ class Guests {
   std::vector<Store::Output> out_;
 };
 
-// Only bytes, in pieces of any size.
+// In pieces of any size.
 void fuzz_parser(Random* random) {
   Bytes stream = encode(Hello{});
   for (int i = 0; i < 5; ++i) {

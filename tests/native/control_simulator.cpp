@@ -3,8 +3,8 @@
 //   control_simulator --replay FILE
 //   control_simulator [--record FILE] --seed N --seeds COUNT --ranks R --hosts H [--fault NAME] [--trace]
 //
-// A seed determines faults, times, delays, orders between connections and, without --hosts, the number of hosts. A
-// failing seed prints its schedule, and the same arguments replay it.
+// A seed determines everything and, without --hosts, the number of hosts. A failing seed prints its schedule, and the
+// same arguments replay it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -81,15 +81,15 @@ struct Connection {
 
 struct Agreement {
   std::vector<int> members;
-  std::map<int, Nanos> called;    // when
+  std::map<int, Nanos> called;
   std::map<int, Nanos> deadline;  // by the process's clock
   struct Given {
     std::shared_ptr<const Verdict> verdict;
     std::vector<int> ranks;
   };
   std::vector<Given> given;  // the different verdicts
-  std::set<int> ended;       // ranks that have one
-  Nanos decided = -1;        // the first verdict
+  std::set<int> ended;
+  Nanos decided = -1;  // the first verdict
 };
 
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
@@ -375,7 +375,6 @@ class Simulator {
     deliver(rank, std::move(event));
   }
 
-  // Each question gets one reply in time.
   void ask(int asker, int asked) {
     const Process& process = processes_[asker];
     if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
@@ -530,7 +529,7 @@ class Simulator {
     if (is_well && cuts_.empty()) fail("garbage changed a state");
   }
 
-  // Returns when bytes that leave `from` now arrive at `to`; kForEver for never.
+  // For bytes that leave `from` now; kForEver for never.
   Nanos arrival(int from, int to) {
     Nanos time = now_ + (from == to ? 10'000 : 50'000) + random_.below(500'000);
     if (slow_percent_ > 0 && random_.chance(slow_percent_)) time += random_.below(30 * kMillisecond);
@@ -810,7 +809,6 @@ class Simulator {
     });
   }
 
-  // All ranks that can detect the death must know it in time.
   void expect_death(int rank, Nanos when) {
     if (processes_[rank].left) return;
     const bool alone = !has_witness(rank);
@@ -830,8 +828,7 @@ class Simulator {
     if (cut_hosts_.count(victim.host) != 0 || faults_.count("clock") != 0) return;
     if (!up_[victim.host] && bound < config_.limit) return;  // the whole host died afterwards
     if (victim.alive && !has_witness(dead)) return;          // exiting, and its witnesses are gone
-    if (up_[victim.host]) {  // a witness that stopped or exited in between doesn't count; `check_end` finds what it
-                             // misses
+    if (up_[victim.host]) {  // a witness that stopped or exited in between doesn't count
       const auto& mates = on_host_[victim.host];
       const bool steady = std::all_of(mates.begin(), mates.end(), [&](int mate) {
         const Process& each = processes_[mate];
@@ -906,7 +903,6 @@ class Simulator {
     }
   }
 
-  // Survivors always have equal verdicts.
   void check_equal(Agreement* agreement, int rank, const Action& action) {
     if (action.verdict->kind == Verdict::kUndecided) return;
     auto same = std::find_if(agreement->given.begin(), agreement->given.end(), [&](const Agreement::Given& each) {

@@ -1,11 +1,7 @@
-// Ranks over the C++ of the CPU path, for sanitizers. Prints the number of checks and of failures.
+// Ranks over the C++ of the CPU path, for sanitizers.
 //
 //   cpu_ranks processes   each rank is a process: for AddressSanitizer and UndefinedBehaviorSanitizer
 //   cpu_ranks threads     each rank is a thread over one mapping: ThreadSanitizer sees all accesses
-//
-// Runs every collective in several sizes and dtypes, with and without arenas, messages through queues, and
-// windows. Other threads close, inspect and doom groups. Calls fail by mismatch, deadline and death. A peer sends bytes
-// that are no message.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <sched.h>
@@ -83,7 +79,6 @@ std::atomic<long> calls{0}, wrong{0};
     }                                                                                   \
   } while (false)
 
-// Memory of all ranks, and this process's mapping.
 struct File {
   int descriptor;
   std::size_t bytes;
@@ -330,7 +325,6 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   close_group(group);
 }
 
-// A list of one tensor, as calls in C++ pass it.
 struct List {
   std::string head;
   std::vector<char> body;
@@ -369,9 +363,8 @@ bool take(void* reader, std::uint64_t number, Body body) {
   return receive_value(*static_cast<OpenReader*>(reader), number, kTimeoutS, body) == Outcome::kDone;
 }
 
-// Each rank puts to the next one, signals, and checks what the previous one put before its signal. Ranks map arenas at
-// different addresses, so ThreadSanitizer sees the order of accesses only between two threads that use the rank's own
-// part. Finally threads compete for signals.
+// Ranks map arenas at different addresses, so ThreadSanitizer sees the order of accesses only between two threads that
+// use the rank's own part. Finally threads compete for signals.
 void windows(const World& world, const File& segment, const File& arenas) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   use_arenas(world, group, arenas);
@@ -400,7 +393,7 @@ void windows(const World& world, const File& segment, const File& arenas) {
     if (!together) CHECK(window.signal(after, &refusal) == Status::kDone);
     CHECK(window.wait_signal(before, kTimeoutS, &refusal) == Status::kDone);
     CHECK(std::all_of(own + first, own + kCount, [&](std::int64_t value) { return value == round; }));
-    CHECK(window.signal(before, &refusal) == Status::kDone);  // it may write again
+    CHECK(window.signal(before, &refusal) == Status::kDone);
     CHECK(window.wait_signal(after, kTimeoutS, &refusal) == Status::kDone);
   }
   std::atomic<std::int64_t> read{0};
@@ -447,7 +440,6 @@ void windows(const World& world, const File& segment, const File& arenas) {
   close_group(group);
 }
 
-// Rank 0 writes to all others, then each of them to rank 0.
 void messages(const World& world, const File& segment, const File& queues, const File& arenas) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   use_arenas(world, group, arenas);
@@ -473,7 +465,7 @@ void messages(const World& world, const File& segment, const File& queues, const
     char head[8];
     std::vector<char> body(bytes);
     const Piece piece{body.data(), body.size()};
-    if (bytes % 2 != 0) {  // by one call
+    if (bytes % 2 != 0) {
       if (!take(reader, bytes, Body("head", &body))) return false;
       return body.front() == static_cast<char>(bytes % 101) && body.back() == body.front();
     }
@@ -493,7 +485,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       else CHECK(receive(broadcast, bytes));
     }
   }
-  // Lists, alternately in C++ and by the functions that Python calls.
+  // Alternately in C++ and by the functions that Python calls.
   Served served(find(group));
   std::uint64_t broadcasts = 0;
   const Told to_all = told(144, 0, 0);
@@ -521,8 +513,7 @@ void messages(const World& world, const File& segment, const File& queues, const
     }
     CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
   }
-  // Broadcasts lists as loans. Receivers borrow them on another thread, or copy them; senders copy if most loans are
-  // held.
+  // Receivers borrow lists on another thread, or copy them; senders copy if most loans are held.
   const auto meet = [&] {
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
   };
@@ -600,7 +591,6 @@ void messages(const World& world, const File& segment, const File& queues, const
   close_group(group);
 }
 
-// Each kind of failure, in its own group.
 void failures(const World& world, const std::vector<const File*>& segments) {
   std::vector<float> x(100, 1.0f);
   const auto reduce = [&](std::uint64_t group, std::size_t count) {
@@ -709,7 +699,7 @@ struct Copy : Taker {
   }
 };
 
-// Both ends of a queue. A hostile writer changes the ring before it is read.
+// A hostile writer changes the ring before it is read.
 void hostile_messages() {
   constexpr std::uint64_t kSmallChunk = 256, kFewChunks = 4;
   const World world{0, {}};
@@ -732,7 +722,7 @@ void hostile_messages() {
     void* const reader =
         ps_queue_reader_new(control, data, kSmallChunk, kFewChunks, 1, ranks, 1, liveness, 0, 0, report);
     ps_queue_reader_serve(reader, group, 0, 0, nullptr);
-    bool spoilt = false;  // from then on
+    bool spoilt = false;
     for (std::uint64_t message = 0; message < 3; ++message) {
       const std::vector<char> head(draw(80), 'h'), body(draw(500), 'b');
       const Piece piece{const_cast<char*>(body.data()), body.size()};
@@ -752,7 +742,7 @@ void hostile_messages() {
       std::vector<char> room(draw(3) == 0 ? draw(500) : body.size());
       const std::uint64_t first = draw(room.size() + 1);
       const Piece pieces[] = {{room.data(), first}, {room.data() + first, room.size() - first}};
-      if (draw(4) == 0) {  // by a taker of any message
+      if (draw(4) == 0) {
         Copy copy(draw(3) == 0);
         const std::uint64_t number = draw(3) == 0 ? 0 : fingerprint;
         const Outcome outcome = draw(2) == 0 && number == 0
@@ -765,7 +755,7 @@ void hostile_messages() {
         if (report[9] != 0 || outcome == Outcome::kRaised) break;
         if (done) continue;
       }
-      if (!expected.empty() && draw(2) == 0) {  // in C++, by a receiver that expects a dict
+      if (!expected.empty() && draw(2) == 0) {
         const Outcome outcome =
             receive_message(served, {0, 1}, {{expected.data(), expected.size()}, pieces[0], pieces[1]});
         const bool done = outcome == Outcome::kDone;
@@ -815,7 +805,6 @@ void* made(int kind, std::string bytes = "") {
   return object;
 }
 
-// Releases a reference. The last one deletes an object from `made`.
 void let_go(void* object) {
   const auto found = held.find(object);
   if (found == held.end()) return;  // a type, which has no references
@@ -905,7 +894,6 @@ Python fake_python() {
   return python;
 }
 
-// A queue in its own memory, with both ends.
 struct Ends {
   const std::int64_t pids[2] = {getpid(), getpid()};
   const int ranks[2] = {0, 1};
@@ -926,7 +914,7 @@ struct Ends {
   }
 };
 
-// Random dicts of tensors and random forms. Fitting ones give the tensors' addresses; others are refused.
+// Fitting dicts give the tensors' addresses; others are refused.
 void known_dicts() {
   const World world{0, {}};
   Python python = fake_python();
@@ -974,7 +962,7 @@ void known_dicts() {
   }
 }
 
-// Unpacks a packed head, then slightly changed ones. Everything made must be freed.
+// Also slightly changed heads. Everything made must be freed.
 void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_t tensor_bytes, std::uint64_t slices) {
   const World world{0, {}};
   struct Made : Tensors {
@@ -1010,7 +998,6 @@ void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_
   }
 }
 
-// Random objects whose packed messages are unpacked.
 void packed_objects() {
   const World world{0, {}};
   Python python = fake_python();
@@ -1044,14 +1031,14 @@ void packed_objects() {
     Fake* const object = make(make, static_cast<int>(draw(4)));
     python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
     const std::uint64_t limit = draw(3) == 0 ? draw(2000) : 1 << 20;
-    ps_packed(nullptr, 0, nullptr, nullptr);  // frees what the last one holds
+    ps_packed(nullptr, 0, nullptr, nullptr);
     const int depth = static_cast<int>(draw(5));
     python.depth = depth;
     const std::uint64_t slices = draw(4);
     if (ps_pack(object, &python, depth, limit, slices, slices == 0 ? 0 : draw(slices), nullptr) == 0) continue;
     Piece pieces[200];
     int counts[2] = {};
-    if (draw(5) == 0) continue;  // the next call frees what it holds
+    if (draw(5) == 0) continue;
     void* kept[128] = {};
     const int count = ps_packed(pieces, 200, counts, kept), heads = counts[0];
     for (int each = 0; each < counts[1]; ++each) python.let_go(kept[each]);
@@ -1094,7 +1081,6 @@ int main(int, char** arguments) {
   std::vector<File> own;  // closing a group unmaps its mapping
   for (int rank = 0; rank < kRanks; ++rank) own.emplace_back(segment_bytes);
   const File closing(segment_bytes);
-  // All ranks' pids, which each rank writes.
   File pids(4096);
   auto* const shared = static_cast<std::atomic<std::int64_t>*>(pids.shared);
   const auto body = [&](int rank) {

@@ -1,4 +1,3 @@
-// The kernels of peer/csrc as a library for the CPU, and their launch.
 #include "cuda_on_cpu.h"
 
 #include <dlfcn.h>
@@ -32,7 +31,6 @@ void run_thread(void (*kernel)(Call), const Call& call, on_cpu::ThreadBlock& blo
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Runs a kernel with a thread for each CUDA thread.
 EXPORTED int on_cpu_launch(const char* name, unsigned blocks, unsigned threads, const Call* call) {
   auto* const kernel = find_kernel(name);
   if (kernel == nullptr) return int(End::NO_SUCH_KERNEL);

@@ -1,6 +1,4 @@
-// Enough of CUDA to run the kernels of peer/csrc on a CPU, with cuda_on_cpu.cpp. Tests only.
-//
-// Each CUDA thread is a thread. A launch starts them, waits, and returns how they ended. Ranks are threads of one
+// Enough of CUDA to run the kernels of peer/csrc on a CPU. Each CUDA thread is a thread. Ranks are threads of one
 // process, each with its own launch, or processes over shared memory. Grids and blocks should be small.
 #pragma once
 
@@ -35,7 +33,7 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
-// A barrier that also reduces a value. Once broken, all its threads throw Trapped.
+// Also reduces a value. Once broken, all its threads throw Trapped.
 class Meeting {
  public:
   explicit Meeting(unsigned members) : members_(members) {}

@@ -1,4 +1,4 @@
-// Tests the deadline of a wait after 2^32 polls. Prints "kept", or "begun anew".
+// Tests the deadline of a wait after 2^32 polls.
 #include "cuda_on_cpu.h"
 
 #define private public

@@ -1,8 +1,7 @@
-// Ranks as threads that call kernels of peer/csrc in sequence, for ThreadSanitizer. Prints failures.
+// Ranks as threads that call kernels of peer/csrc in sequence, for ThreadSanitizer.
 //
 // With PLAIN_DATA, staged data is ordinary memory, so a flag that doesn't order it is a race. Kernels with stages then
-// run in their own sequence: between two pushes only time orders a stage's reads and writes (see epochs.cuh), which the
-// sanitizer can't know.
+// run in their own sequence: between two pushes only time orders a stage's reads and writes.
 #include "cuda_on_cpu.cpp"
 
 #include <cstdio>

@@ -1,9 +1,8 @@
-// Ranks of several hosts on one machine, over the C++ of the CPU path: a segment per host, and socket pairs.
+// Ranks of several hosts on one machine: a segment per host, and socket pairs.
 //
 //   hosts_ranks threads|processes SEED ROUNDS
 //
-// SEED determines sizes, dtypes, roots and layouts. Results are compared with ones computed here. Other tests: calls
-// that differ; ranks that are late, fail or exit; and the parser of received bytes for every cut.
+// SEED determines sizes, dtypes, roots and layouts. The parser of received bytes is tested for every cut.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -182,7 +181,7 @@ bool are_same(const void* found, const std::vector<char>& expected) {
   return expected.empty() || std::memcmp(found, expected.data(), expected.size()) == 0;
 }
 
-// Reduces over a host's ranks, then over the hosts. Small whole numbers, so every order gives the same.
+// Small whole numbers, so every order gives the same.
 void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_place) {
   const int size = handle.size(), rank = handle.rank();
   std::vector<float> in(count), out(count);
@@ -244,7 +243,6 @@ void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_pl
   CHECK(right);
 }
 
-// Takes a message whose tensors go to `places`.
 class Places final : public Taker {
  public:
   enum class How { kTakes, kRefuses, kLeaves };
@@ -340,7 +338,6 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
     CHECK(status == Status::kUnsupported);
     return;
   }
-  // Ragged sizes, some zero.
   std::vector<std::size_t> parts;
   std::vector<std::vector<char>> found;
   std::vector<void*> outs;
@@ -377,7 +374,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
   for (int kind = 0; kind < 3; ++kind) {  // even, ragged, even on some ranks
     const auto sent = [&](int from, int to) -> std::size_t {
       if (kind == 1) return bytes / (1 + static_cast<std::size_t>(from + 2 * to) % 4);
-      const bool differs = kind == 2 && from == 0 && to == size - 1;  // even for all ranks except these two
+      const bool differs = kind == 2 && from == 0 && to == size - 1;
       return differs ? bytes / ranks / 2 : bytes / ranks;
     };
     std::vector<std::size_t> gives, takes;
@@ -522,7 +519,6 @@ void parser() {
   feed(single, true);
 }
 
-// All ranks detect and name different calls.
 void mismatches() {
   for (const auto& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 2}}) {
     Team team;
@@ -577,7 +573,6 @@ void mismatches() {
   });
 }
 
-// A rank that doesn't come, or has left.
 void absences() {
   for (const bool leaves : {false, true}) {
     Team team;
@@ -597,8 +592,8 @@ void absences() {
       CHECK(failure.elapsed_s < 5);
     });
   }
-  // A rank that exceeds another's deadline also fails, although it has all data. A rank that gave up between calls,
-  // or left, is reported as such.
+  // A rank that exceeds another's deadline also fails, although it has all data. A rank that gave up between calls, or
+  // left, is reported as such.
   for (const int kind : {0, 1, 2}) {
     Team team;
     team.host_of_rank = {0, 1};
@@ -784,7 +779,7 @@ void leaves_early() {
   for (const auto& each : ends) close(each[1]);
 }
 
-// Two ranks, both root of a large broadcast, detect it while they send.
+// Both are root of a large broadcast, and detect it while they send.
 void two_roots() {
   Team team;
   team.host_of_rank = {0, 1};

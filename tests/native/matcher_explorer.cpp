@@ -3,16 +3,13 @@
 //   matcher_explorer --messages M --receives R
 //
 // Two sources send up to M messages each, with two tags. The receiver posts up to R receives, each from one source or
-// any, and may cancel one. Each source's messages and the receiver's steps stay in order; all interleavings run. After
-// each step the program checks the matcher's promises:
+// any, and may cancel one. Checked after each step:
 //
 //   - a match has one source and tag, and uses each message and each receive once;
 //   - a message is matched before any later one of its source and tag;
 //   - a receive is matched before any later one that accepts the same message;
 //   - no held message fits a posted receive;
 //   - the matcher's reports about sources are true.
-//
-// Prints the number of orders, or the steps to the first failure.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,6 +1,5 @@
-// memory.cuh without PTX, for the host's compiler. memory.cuh includes it within its namespace. Tests only.
-//
-// PLAIN_DATA makes staged data ordinary memory, so that ThreadSanitizer checks whether flags order it.
+// memory.cuh without PTX, which includes it within its namespace. PLAIN_DATA makes staged data ordinary memory, so that
+// ThreadSanitizer checks whether flags order it.
 
 // On a GPU anything may happen between two accesses: `pause` sometimes sleeps, and halves are stored in any order.
 inline void store_packet(u64 address, Packet packet) {

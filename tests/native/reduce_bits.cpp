@@ -17,7 +17,7 @@ std::uint32_t draw() {
   return static_cast<std::uint32_t>(state >> 33);
 }
 
-// Finite numbers of either sign, from some thousandths to some hundreds, that round at each step.
+// Finite numbers of either sign that round at each step.
 void fill(std::vector<unsigned char>& bytes, Dtype dtype) {
   const std::size_t width = size_of(dtype);
   for (std::size_t at = 0; at < bytes.size(); at += width) {

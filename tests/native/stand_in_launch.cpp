@@ -1,4 +1,4 @@
-// Replaces libcuda in tests of `peer.kernels`: one device, and a record of the last launch.
+// Replaces libcuda: one device, and a record of the last launch.
 #include <cstdint>
 #include <cstring>
 
@@ -21,7 +21,7 @@ constexpr int INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT
 int version = 13000, capability = 90, context, module, depth, launches, loaded;
 char names[256][64];
 std::int64_t last[9];
-thread_local void* current;  // a thread's context
+thread_local void* current;
 
 }  // namespace
 
@@ -39,7 +39,6 @@ EXPORTED const std::int64_t* stand_in_last() {
 
 EXPORTED const char* stand_in_name(int kernel) { return names[kernel]; }
 
-// This thread's context, and a thread with its own.
 EXPORTED void* stand_in_context() { return current; }
 EXPORTED void stand_in_enters(void* own) { current = own; }
 

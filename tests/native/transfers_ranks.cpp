@@ -1,10 +1,9 @@
-// Sends, receives, messages and windows of ranks that are threads, for sanitizers: over rings within a host, and over
-// socket pairs between hosts. Prints the number of checks and of failures.
+// Transfers of ranks that are threads, for sanitizers: over rings within a host, and over socket pairs between hosts.
 //
 //   transfers_ranks SEED ROUNDS
 //
 // Two threads of each rank call at the same time, and the process' progress threads move what nobody waits for. SEED
-// determines sizes, tags and the order of receives. Also counts the system calls of a message and of a put.
+// determines sizes, tags and the order of receives.
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -98,7 +97,7 @@ bool has_ended(Transfers& own, std::int64_t number) {
          (number > 0 && own.wait(static_cast<Transfers::Number>(number), kTimeoutS, true) == kEndedTransfer);
 }
 
-// Each rank sends some tensors to each other one, with two tags, and receives the second tag's first where it draws so.
+// With two tags; receives the second tag's first where it draws so.
 void exchange(Transfers& own, int rank, std::uint64_t seed, int tags) {
   constexpr int kEach = 4;
   std::deque<std::vector<char>> sent, received;
@@ -143,7 +142,6 @@ void exchange(Transfers& own, int rank, std::uint64_t seed, int tags) {
   for (const std::int64_t number : sends) CHECK(has_ended(own, number));
 }
 
-// A message from each rank to each other one is received from any source.
 void from_any(Transfers& own, int rank, int tag) {
   std::vector<char> data = content(static_cast<std::uint64_t>(rank), 64), found(64);
   std::vector<std::int64_t> sends;
@@ -170,7 +168,6 @@ void tensors(Transfers& own, int rank, std::uint64_t seed) {
   CHECK(own.drain(kTimeoutS));
 }
 
-// Takes a message into places of these sizes.
 class Places final : public Taker {
  public:
   explicit Places(const std::vector<std::size_t>& sizes) : places(sizes.begin(), sizes.end()) {}
@@ -206,7 +203,6 @@ struct Sent {
   }
 };
 
-// Objects with tensors: some small, some large, some of many tensors.
 void messages(Transfers& own, int rank, std::uint64_t seed) {
   constexpr int kTag = 30, kEach = 6;
   const auto sizes_of = [&](int src, int number) {
@@ -242,7 +238,7 @@ void messages(Transfers& own, int rank, std::uint64_t seed) {
   for (const std::int64_t number : sends) CHECK(has_ended(own, number));
 }
 
-// Each rank puts to each other one, with a signal in the same message or after it. `numbers`: by rank.
+// With a signal in the same message or after it. `numbers`: by rank.
 void windows(Streams& own, int rank, std::vector<std::uint32_t>& numbers, Meeting& meeting) {
   constexpr std::size_t kBytes = 150'000;
   constexpr int kRounds = 40;
@@ -268,7 +264,7 @@ void windows(Streams& own, int rank, std::vector<std::uint32_t>& numbers, Meetin
       CHECK(std::memcmp(memory.get() + static_cast<std::size_t>(src) * kBytes, data_of(src).data(), bytes) == 0);
       CHECK(own.put(src, numbers[static_cast<std::size_t>(src)], 0, nullptr, 0, true, kTimeoutS) == kEndedTransfer);
     }
-    for (int src = 0; src < kRanks; ++src) {  // they may write again
+    for (int src = 0; src < kRanks; ++src) {
       if (src != rank) CHECK(own.take_signal(src, number, kTimeoutS) == kEndedTransfer);
     }
   }

@@ -26,7 +26,7 @@ struct Native {
   ReduceOp op;
 };
 
-// Returns whether the kernels reduce `dtype` by `op`, and how. For bools "or" is max and "and" is min.
+// For bools "or" is max and "and" is min.
 bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   const bool is_bool = dtype == at::kBool;
   switch (op) {
@@ -119,8 +119,7 @@ void divide_(const Tensor& x, std::int64_t divisor) {
   }
 }
 
-// A work of gloo. `name` translates gloo's errors. gloo has no averages: when it is done, the tensors `averaged` are
-// divided by the number of ranks.
+// A work of gloo, which has no averages: when it is done, the tensors `averaged` are divided by the number of ranks.
 class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
@@ -169,7 +168,7 @@ class Borrowed final : public c10d::Work {
 #endif
   std::vector<Tensor> result() override {
     const bool is_transfer = opType_ == OpType::SEND || opType_ == OpType::RECV || opType_ == OpType::RECVANYSOURCE;
-    return is_transfer ? std::vector<Tensor>{} : work_->result();  // gloo's transfers have none
+    return is_transfer ? std::vector<Tensor>{} : work_->result();
   }
   void synchronize() override { work_->synchronize(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return averaged_ ? averaged_ : work_->getFuture(); }
@@ -211,8 +210,7 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
   return true;
 }
 
-// Returns the bytes of a contiguous tensor as a flat view. A tensor of one element is contiguous with any stride, but
-// torch views it as bytes only with stride 1.
+// A tensor of one element is contiguous with any stride, but torch views it as bytes only with stride 1.
 Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
 
 // From a tensor's first element to its last.
@@ -247,7 +245,7 @@ bool any_overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
-// Removes duplicates. Each tensor is divided in place, so they must not overlap otherwise.
+// Each tensor is divided in place, so they must not overlap otherwise.
 std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> found;
   for (const Tensor& x : tensors) {
@@ -260,8 +258,7 @@ std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   return found;
 }
 
-// Returns contiguous `input`, copied if an output overlaps it. Exception: `outputs[own]` at the input's address, where
-// the call writes the input itself.
+// Returns contiguous `input`, copied if an output overlaps it, except `outputs[own]` at the input's address.
 Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   const Tensor in = input.contiguous();
   if (!in.is_same(input)) return in;
@@ -273,13 +270,13 @@ Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   return in;
 }
 
-// Returns `part`, copied if it overlaps `whole` except at the place of rank `own`. `whole` has an equal part per rank.
+// Copies `part` if it overlaps `whole` except at the place of rank `own`. `whole` has an equal part per rank.
 Tensor apart_from_whole(const Tensor& part, const Tensor& whole, int own) {
   const auto* const place = static_cast<const char*>(whole.const_data_ptr()) + own * part.nbytes();
   return place != part.const_data_ptr() && overlap(part, whole) ? part.clone() : part;
 }
 
-// For calls that run in order: copies an input that an earlier call's outputs overlap.
+// Copies an input that an earlier call's outputs overlap.
 std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
                                   const std::function<std::vector<Tensor>(std::size_t call)>& outputs_of) {
   std::vector<Extent> written;
@@ -333,7 +330,6 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
   return total;
 }
 
-// Replaces AVG, which gloo lacks, by SUM.
 template <typename Options>
 Options summed(Options options) {
   if (options.reduceOp == RedOp::AVG) options.reduceOp = RedOp::SUM;
@@ -355,8 +351,7 @@ void* begin_of_joined(const std::vector<Tensor>& tensors) {
   return begin;
 }
 
-// Returns the bytes of `tensors` as one flat tensor: a view if they are consecutive and none is in `outputs`, else a
-// copy.
+// A flat view if the tensors are consecutive and none is in `outputs`, else a copy.
 Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& outputs) {
   bool is_apart = true;
   for (const Tensor& tensor : tensors) {
@@ -520,7 +515,7 @@ void Backend::call_failure_hooks() {
   callbacks_.without_interpreter([this] { Hooks::call_failed(hooks_); });
 }
 
-// Runs `body` in the lane. The tensors that it reads must stay until the work is done. The future holds `outputs`.
+// The tensors that `body` reads must stay until the work is done. The future holds `outputs`.
 template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, Body body) {
@@ -591,9 +586,7 @@ Backend::Started Backend::kept(Started work) {
   return work;
 }
 
-// Collectives.
-
-// With a root it is part of `reduce`, and published as such.
+// With a root it is published as part of `reduce`.
 void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int root) {
   if (size_ == 1) return;
   Native how;
@@ -622,7 +615,7 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   x.view({-1}).copy_(reduce_rows(gather_rows({x}), op));
 }
 
-// Returns the `tensors` of all ranks in rank order: [size · tensors.size(), numel].
+// In rank order: [size · tensors.size(), numel].
 Tensor Backend::gather_rows(const Tensors& tensors) {
   const auto count = static_cast<std::int64_t>(tensors.size());
   const Tensor mine = at::empty({count, tensors[0].numel()}, tensors[0].options());
@@ -746,7 +739,7 @@ Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   if (tensors.size() == 1) return submit(kKind, {x}, {x}, options.asyncOp, options.timeout, run);
   return submit(kKind, {x}, tensors, options.asyncOp, options.timeout, [run, x, tensors] {
     run();
-    for (const Tensor& tensor : tensors) {  // this rank's other tensors
+    for (const Tensor& tensor : tensors) {
       if (!tensor.is_same(x)) tensor.copy_(x.view_as(tensor));
     }
   });
@@ -767,7 +760,6 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
   if (!out.is_same(output)) output.copy_(out);
 }
 
-// The outputs may have different sizes.
 void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
   const Tensor in = apart(input, outputs, rank_);
   if (size_ == 1) {
@@ -1219,8 +1211,6 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
                                wait_all_ranks);
 }
 
-// Transfers.
-
 Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int tag) {
   check_usable(kind.method);
   const Tensor x = only(tensors, kind.method);
@@ -1232,7 +1222,7 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
   check(sends || at::has_internal_overlap(x) != at::MemOverlap::Yes, kind.method,
         " needs a tensor whose elements are apart, but got an expanded one");
   auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
-                                                   sequence_.load(std::memory_order_relaxed));  // of collectives
+                                                   sequence_.load(std::memory_order_relaxed));
   work->is_send = sends;
   work->peer = peer;
   work->tag = tag;
@@ -1266,8 +1256,6 @@ Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
   }
   return transfer({OpType::RECVANYSOURCE, "recv", "parallel_state:recvAnySource"}, tensors, Pairs::kAnySource, tag);
 }
-
-// Calls in between return at once; their works are combined.
 
 namespace {
 
@@ -1374,8 +1362,6 @@ c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t
 }
 
 c10d::ErrorType Backend::getError() { return c10d::ErrorType::SUCCESS; }
-
-// Ends.
 
 void Backend::abort() {
   if (!closed_) call_failure_hooks();

@@ -1,19 +1,17 @@
-// torch.distributed's collectives and transfers of CPU tensors.
-//
-// A group on one host uses shared memory (device_communicators/cpu). One over several hosts uses the library's
-// transport where that is supported. gloo carries all else. The choice depends on facts that are equal on all ranks.
+// A group on one host uses shared memory. One over several hosts uses the library's transport where that is supported.
+// gloo carries all else. The choice depends on facts that are equal on all ranks.
 #pragma once
 
 #include "pairs.h"
 
 namespace parallel_state {
 
-// What Python does for a backend. Each callback takes the interpreter lock.
+// Each callback takes the interpreter lock.
 struct Callbacks {
-  // Returns the error for a status of group.h.
+  // For a status of group.h.
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
       collective_error;
-  // Returns the error for a status of a window's call with `rank`, in the thread of that call.
+  // In the thread of the window's call.
   std::function<std::exception_ptr(int status, const char* method, int rank, double elapsed_s, double timeout_s)>
       window_error;
   Pairs::Raise pair_error;
@@ -27,13 +25,13 @@ struct Callbacks {
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
   // Runs its argument without the interpreter lock.
   std::function<void(const std::function<void()>&)> without_interpreter;
-  // Returns the error for gloo's text; null if the transport didn't fail. `peer`: of a transfer, or -1.
+  // Null if the transport didn't fail. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
-  std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // sets the timeout of Python's part
+  std::function<void(std::chrono::milliseconds timeout)> set_timeout;
   using Group = c10::intrusive_ptr<c10d::Backend>;
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Timeout = std::chrono::milliseconds;
-  // Return the backend of a new group. Each of its ranks calls them.
+  // Each rank of the new group calls them.
   std::function<Group(const Store&, const std::vector<int>& ranks, Timeout timeout, const std::string& name)> split;
   std::function<Group(const Store&, int rank, int size, Timeout timeout, const std::string& name)> merge;
   // `renumber`: the new group's ranks are their own global ranks.
@@ -45,10 +43,10 @@ class Backend : public HookedBackend {
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
     Options(const Options& other) : c10d::Backend::Options(other) {}  // a copy has no backend
-    // torch 2.15 and later call this to copy options before changing them for a child group. Older versions lack it, so
-    // it can't be an `override`.
+    // torch 2.15 copies options by this before it changes them for a child group. No `override`: older versions lack
+    // it.
     virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
-    // Sets the backend's timeout; null for options without a backend.
+    // Null for options without a backend.
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
@@ -64,7 +62,7 @@ class Backend : public HookedBackend {
   const std::shared_ptr<CallLog>& calls() const { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   // Adds to the timeouts of calls until the first of them is done, as in ProcessGroupNCCL. Called by torch from 2.15
-  // on; older versions lack it, so it can't be an `override`.
+  // on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   bool supportsSplitting() const override { return true; }
   // Only batch_isend_irecv asks; its coalescing manager stays open after an exception.
@@ -106,7 +104,7 @@ class Backend : public HookedBackend {
   Started endCoalescing() override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
-  // torch.distributed.shrink_group excludes ranks by this. In torch 2.10 and later; not an `override`, as above.
+  // From torch 2.10 on.
   virtual bool supportsShrinking() const { return size_ > 1; }
   virtual c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
                                                    const c10::intrusive_ptr<c10d::Backend::Options>& options);
@@ -114,7 +112,7 @@ class Backend : public HookedBackend {
                                                   const c10::intrusive_ptr<c10d::Backend::Options>& options,
                                                   const int& rank, const int& size);
   c10d::ErrorType getError() override;
-  // Ends the group on this rank, after the hooks on failures.
+  // After the hooks on failures.
   void abort() override;
   void shutdown() override;
 #ifdef C10D_BACKEND_HAS_WINDOW
@@ -126,11 +124,11 @@ class Backend : public HookedBackend {
 
  private:
   friend class Window;
-  struct Kind {  // of a call, as recorded
+  struct Kind {
     c10d::OpType type;
     const char* method;
     const char* title;
-    std::size_t list_length = 0;  // see Operation::set_list_length
+    std::size_t list_length = 0;
   };
 
   template <typename Body>
@@ -162,7 +160,6 @@ class Backend : public HookedBackend {
   bool end_calls(bool in_order);
   void call_failure_hooks();
   void done(int status, const char* method, Clock::time_point started);
-  // The part of the ephemeral timeout that ends with a call.
   struct Ephemeral {
     explicit Ephemeral(Backend& of);
     ~Ephemeral();
@@ -172,7 +169,7 @@ class Backend : public HookedBackend {
     std::int64_t owned_ms = 0;
   };
 
-  // The steps of the calls, in the thread that runs them.
+  // In the thread that runs the calls.
   void all_reduce(const at::Tensor& x, const c10d::ReduceOp& op);
   void all_reduce_flat(const at::Tensor& x, const c10d::ReduceOp& op, int root = -1);
   void reduce_by_gathering(const at::Tensor& x, const c10d::ReduceOp& op);
@@ -194,7 +191,7 @@ class Backend : public HookedBackend {
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
   std::atomic<bool> stays_{false};  // SHRINK_ABORT ended the calls, but `end` must report that this rank leaves
-  std::atomic<std::int64_t> ephemeral_ms_{0};  // see addEphemeralTimeout; written by ephemeral_mutex_
+  std::atomic<std::int64_t> ephemeral_ms_{0};  // guarded by ephemeral_mutex_ when written
   std::int64_t owned_ephemeral_ms_ = 0;        // of this, what ends with calls that have begun
   std::mutex ephemeral_mutex_;
   double timeout_s_ = 0;  // of the running collective

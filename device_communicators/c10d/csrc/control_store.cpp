@@ -1,7 +1,5 @@
-// Implements torch's Store as a client of a control plane's store (control/csrc/store.h).
-//
-// torch's threads call a store at any time, also while Python exits or another thread holds the interpreter lock. So no
-// method needs Python; only the main thread takes the lock, after a signal arrived.
+// torch's Store as a client of a control plane's store. torch's threads call it also while Python exits or another
+// thread holds the interpreter lock. So only the main thread takes the lock, after a signal arrived.
 
 #include "control_store.h"
 
@@ -35,7 +33,7 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr double kSliceSeconds = 0.05;
 constexpr double kConnectSeconds = 2.0;
 
-// The client in the compiled library, which this process has already loaded: see control/csrc/guest.cpp.
+// In the compiled library, which this process has already loaded.
 struct Client {
   explicit Client(const std::string& path) {
     void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
@@ -61,7 +59,7 @@ struct Client {
 
 class Store : public c10d::Store {
  public:
-  // Set and read by Python: the store's address, the global rank that serves it, and its access control.
+  // Set and read by Python.
   struct Facts {
     std::string name;
     std::pair<std::string, int> address;
@@ -123,8 +121,8 @@ class Store : public c10d::Store {
     return ask(call, parts, timeout_);
   }
 
-  // Returns the parts of the reply. Raises DistStoreError for an invalid request or keys that aren't set in time, and
-  // DistNetworkError if the server doesn't answer.
+  // Raises DistStoreError for an invalid request or keys that aren't set in time, DistNetworkError if the server
+  // doesn't answer.
   std::vector<std::string> ask(StoreCall call, const std::vector<std::string>& parts, Milliseconds timeout) {
     const std::string content = control::encode_store(static_cast<std::uint8_t>(call), parts);
     TORCH_CHECK_VALUE(content.size() <= control::kMostStoreBytes && parts.size() <= control::kMostParts,
@@ -162,7 +160,6 @@ class Store : public c10d::Store {
     return answer;
   }
 
-  // Runs Python's signal handlers in the main thread if a signal arrived.
   void check_signals() const {
     if (PyThread_get_thread_ident() != main_thread_ || library_.has_signal() == 0) return;
     if (Py_IsInitialized() == 0) return;

@@ -1,4 +1,3 @@
-// The class `Store` of the module: the control plane's store as a store of torch.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

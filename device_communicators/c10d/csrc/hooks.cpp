@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kFailedGrace = std::chrono::milliseconds(250);
 
-struct Running {  // hooks on failures in this process; not destroyed at exit, when some may still run
+struct Running {  // not destroyed at exit, when some hooks may still run
   std::mutex mutex;
   std::condition_variable ended;
   int threads = 0;
@@ -43,7 +43,7 @@ void Hooks::call_failed(const std::shared_ptr<Hooks>& hooks) {
   };
   try {
     std::thread(run).detach();
-  } catch (const std::system_error& error) {  // the call's own failure matters more
+  } catch (const std::system_error& error) {
     TORCH_WARN("hooks on the failure of a group were not called: no thread can be started: ", error.what());
     return;
   }

@@ -1,7 +1,5 @@
-// torch's hooks on completed calls and on failures of a group; see torch's c10d/Hooks.hpp.
-//
-// torch's flight recorder registers one of each for every group. A hook on a completed call runs in the thread that ran
-// the call, under the lock of that call: it must not call the work or the backend.
+// torch's hooks on completed calls and on failures of a group. torch's flight recorder registers one of each for every
+// group. A hook on a completed call runs under the lock of that call: it must not call the work or the backend.
 #pragma once
 
 #include <torch/headeronly/version.h>
@@ -23,8 +21,7 @@
 
 namespace parallel_state {
 
-// Hooks by torch's number of them. A table is copied when it changes, so a hook runs without a lock and may remove
-// hooks.
+// A table is copied when it changes, so a hook runs without a lock and may remove hooks.
 template <typename... Arguments>
 class HookTable {
  public:
@@ -70,17 +67,16 @@ class HookTable {
   std::atomic<bool> is_empty_{true};
 };
 
-// The hooks of one group.
 struct Hooks {
   HookTable<std::uint64_t, std::optional<float>> completed;  // the work's key; how long the call ran, in ms
   HookTable<> failed;
   std::atomic<bool> times_calls{false};  // also without hooks
   std::atomic<bool> has_failed{false};
 
-  // Calls the hooks on failures in a thread of their own, only the first time, and waits for them for at most 0.25 s:
-  // torch's recorder writes a file in its hook, and first imports torch's compiler, which takes seconds.
+  // In a thread of their own, only the first time. Waits at most 0.25 s: torch's recorder imports torch's compiler
+  // first, which takes seconds.
   static void call_failed(const std::shared_ptr<Hooks>& hooks);
-  // Waits until no hooks on failures run in this process, at most `limit`. Without the interpreter lock.
+  // For all groups of this process. Without the interpreter lock.
   static void wait_for_failed(std::chrono::milliseconds limit);
 
   bool needs_durations() const { return times_calls.load(std::memory_order_relaxed) || !completed.is_empty(); }

@@ -1,5 +1,3 @@
-// The Python module of the backend: its classes, and the conversion of errors between Python and C++.
-
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -52,7 +50,7 @@ std::exception_ptr python_error(const char* otherwise, Make make) {
   py::object error;
   try {
     error = make();
-  } catch (py::error_already_set& raised) {  // such as KeyboardInterrupt
+  } catch (py::error_already_set& raised) {
     error = raised.value();
   }
   if (error.is_none()) return nullptr;
@@ -60,7 +58,7 @@ std::exception_ptr python_error(const char* otherwise, Make make) {
   return std::make_exception_ptr(PythonError(text, error.release().ptr()));
 }
 
-// Owns a Python object. Releases it with the interpreter lock; never once the interpreter ends.
+// Releases the object with the interpreter lock; never once the interpreter ends.
 std::shared_ptr<py::object> held(py::object object) {
   return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* last) {
     if (Py_IsInitialized() == 0 || is_finalizing()) return;
@@ -110,7 +108,7 @@ Callbacks callbacks_of(const py::object& python) {
     const py::gil_scoped_acquire gil;
     try {
       owner->attr("leave")();
-    } catch (py::error_already_set& raised) {  // called in a destructor
+    } catch (py::error_already_set& raised) {
       raised.discard_as_unraisable("leave");
     }
   };
@@ -203,7 +201,7 @@ ReconfigurableBackend::Membership membership_of(const py::object& python) {
     const py::gil_scoped_acquire gil;
     try {
       owner->attr(method)();
-    } catch (py::error_already_set& raised) {  // called in a destructor
+    } catch (py::error_already_set& raised) {
       raised.discard_as_unraisable(method);
     }
   };

@@ -77,8 +77,7 @@ bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
       }
       library_->transfers_interrupt(transfers_, transfer.number_, 1);
       failure_of_all(failure);
-      std::rethrow_exception(
-          raised);  // the handler may have closed the group, and ended the transfer, before it raised
+      std::rethrow_exception(raised);  // the handler may have ended the transfer before it raised
     }
     case kInsideWait:
       TORCH_CHECK_WITH(DistBackendError, false,

@@ -1,4 +1,3 @@
-// torch's works of send and recv, over cpu/csrc/transfers.h.
 #pragma once
 
 #include <memory>
@@ -12,7 +11,7 @@ namespace parallel_state {
 
 class Pairs : public std::enable_shared_from_this<Pairs> {
  public:
-  // Returns the error of a failed transfer; takes the interpreter lock.
+  // Takes the interpreter lock.
   using Raise = std::function<std::exception_ptr(const TransferFailure&)>;
   static constexpr int kAnySource = -1;
 

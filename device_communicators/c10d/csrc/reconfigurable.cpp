@@ -6,9 +6,9 @@ namespace parallel_state {
 
 namespace {
 
-constexpr std::int64_t kOwnHook = 0;  // number of the hooks through which a group calls this backend's
+constexpr std::int64_t kOwnHook = 0;
 
-// The completed work that `reconfigure` returns: it waited until the group was created.
+// `reconfigure` itself waited until the group was created.
 class Reconfigured final : public Operation {
  public:
   explicit Reconfigured(int rank) : Operation(rank, c10d::OpType::UNKNOWN, nullptr, {}, {}, 0) { finish(nullptr); }

@@ -1,7 +1,5 @@
-// A backend whose group `reconfigure` creates and replaces.
-//
-// It forwards each call to the backend of its current group, so groups that can't be reconfigured pay nothing for it.
-// Python makes the groups (c10d/membership.py). torch has the interface since 2.15.
+// A backend whose group `reconfigure` creates and replaces (torch 2.15). Calls go to the backend of its current group.
+// Python makes the groups (c10d/membership.py).
 #pragma once
 
 #include "backend.h"
@@ -18,10 +16,10 @@ class ReconfigurableBackend final : public HookedBackend {
   using Tensors = parallel_state::Backend::Tensors;
   using Started = parallel_state::Backend::Started;
 
-  // Callbacks into Python. Each takes the interpreter lock itself.
+  // Each callback takes the interpreter lock itself.
   struct Membership {
     std::function<std::string()> handle;
-    // Creates the next group. It calls `end_group` after it checked the arguments.
+    // Calls `end_group` after it checked the arguments.
     std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
     std::function<std::exception_ptr(const char* method)> no_group;  // the error for a call without a group
     std::function<void()> revoke;                                    // ends the group's calls on the other ranks
@@ -46,7 +44,7 @@ class ReconfigurableBackend final : public HookedBackend {
     return group("new_window")->new_window(tensor);
   }
 #endif
-  // Ends the current group: its running calls raise at once on this rank.
+  // Running calls raise at once on this rank.
   void end_group();
   // Revokes the group on all of its ranks. `reconfigure` creates the next one.
   void abort() override;

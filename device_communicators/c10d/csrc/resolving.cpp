@@ -102,7 +102,7 @@ class Filled final : public c10d::Work {
     return x;
   }
 
-  // Returns a future's value (a tensor, or lists of tensors) with targets in place of copies.
+  // `value`: a tensor, or lists of tensors.
   c10::IValue with_targets(const c10::IValue& value) const {
     if (value.isTensor()) return target_of(value.toTensor());
     if (!value.isList()) return value;
@@ -264,7 +264,6 @@ Backend::Started ResolvingBackend::endCoalescing() {
 
 namespace {
 
-// Returns whether the call's tensors belong to this backend.
 bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given) {
   const auto& arguments = op.schema().arguments();
   std::optional<c10::DeviceType> device;

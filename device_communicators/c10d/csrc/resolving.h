@@ -1,8 +1,6 @@
-// Resolves deferred tensors before and after the backend's calls.
-//
 // torch defers conjugations, negations and zeros: a tensor has a mark, and its memory holds other numbers or none.
-// torch's backends use that memory as it is. Here a call reads a copy with the values. When it is done, torch's
-// `copy_`, which supports deferred tensors, copies the results to the caller's tensors.
+// torch's backends use that memory as it is. Here a call reads a copy with the values; its results are copied to the
+// caller's tensors.
 #pragma once
 
 #include <functional>

@@ -18,7 +18,6 @@ const WindowPart& part_of(const std::vector<std::int64_t>& words, std::int64_t r
 
 double seconds(std::chrono::duration<double> duration) { return duration.count(); }
 
-// A completed call.
 class Done final : public Operation {
  public:
   explicit Done(int rank) : Operation(rank, c10d::OpType::UNKNOWN, nullptr, {}, {}, 0) { finish(nullptr); }
@@ -29,7 +28,6 @@ class Done final : public Operation {
 
 }  // namespace
 
-// A started wait for a signal. `wait` and polls receive the signal.
 class Window::Signalled final : public Operation {
  public:
   Signalled(c10::intrusive_ptr<Window> window, int src, double timeout_s)

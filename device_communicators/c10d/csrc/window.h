@@ -1,4 +1,4 @@
-// torch's windows (since 2.15), over cpu/csrc/one_sided.h.
+// torch's windows (since 2.15).
 #pragma once
 
 #include "backend.h"
@@ -13,8 +13,7 @@ class Window final : public c10d::Window {
 
   explicit Window(c10::intrusive_ptr<Backend> backend) : backend_(std::move(backend)) {}
 
-  // A tensor in memory that the host's ranks map, such as that of another window, is used as it is. Another one is
-  // copied: puts then write to the copy, and `get_attr` says SEPARATE.
+  // A tensor that the host's ranks don't map is copied: puts then write to the copy, and `get_attr` says SEPARATE.
   void tensor_register(const at::Tensor& tensor, bool owning) override;
   void tensor_deregister() override;
   Started put(const at::Tensor& tensor, std::int64_t dst, std::int64_t first_element, bool is_async,

@@ -15,7 +15,6 @@ namespace {
 constexpr auto kLeft = std::chrono::microseconds(1000);
 // Number of such waits before the thread sleeps.
 constexpr int kLooks = 20;
-// Interval of polling `interruption`.
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 std::atomic<int> forks{0};

@@ -22,13 +22,13 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
-// Returns what a signal handler raised, such as Ctrl-C, in the thread that runs handlers; else null, without a lock.
+// Returns what a signal handler raised, in the thread that runs handlers; else null, without a lock.
 using Interruption = std::function<std::exception_ptr()>;
 
-// Returns a number unique in this process: torch names completed works by it.
+// Unique in this process: torch names completed works by it.
 std::uint64_t new_key();
 
-// The calls that run now, and the last one that ended, for reports of what this rank waits for. Any thread.
+// The calls that run now, and the last one that ended. Any thread.
 class CallLog {
  public:
   struct Entry {
@@ -40,7 +40,7 @@ class CallLog {
     double began_s = 0, ended_s = 0;  // monotonic clock, to some milliseconds; 0: not yet
   };
 
-  // Logs a call while it exists. `x`: its tensor; undefined if it has none.
+  // `x`: undefined if the call has no tensor.
   class Scope {
    public:
     Scope(CallLog& log, std::uint64_t sequence, const char* method, const at::Tensor& x, int peer = -1);
@@ -61,8 +61,8 @@ class CallLog {
   Entry last_;
 };
 
-// A started call. The thread that ran it calls `settle` once, and then `announce` without locks: callbacks of the
-// future may begin calls.
+// The thread that ran the call calls `settle` once, and then `announce` without locks: callbacks of the future may
+// begin calls.
 class Operation : public c10d::Work {
  public:
   Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
@@ -74,7 +74,7 @@ class Operation : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   int sourceRank() const override { return source_rank_; }
   std::uint64_t getSequencenumber() const override { return sequence_; }
-  // Milliseconds for which the call ran. Raises if nothing needed durations when it began.
+  // Raises if nothing needed durations when the call began.
   float getDuration() const override;
 #ifdef PARALLEL_STATE_HAS_HOOKS
   std::uint64_t getCompletionKey() const override { return key_; }
@@ -89,7 +89,7 @@ class Operation : public c10d::Work {
   void begin(const Hooks& hooks) {
     if (hooks.needs_durations()) began_ = Clock::now();
   }
-  // `hooks`: of the group; called if the call succeeded. A wait for the call returns after them.
+  // `hooks` are called if the call succeeded. A wait for the call returns after them.
   void settle(std::exception_ptr error, const Hooks* hooks = nullptr);
   void announce() { announce(take_future()); }
   void finish(std::exception_ptr error) {
@@ -167,8 +167,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   const Interruption interruption_;
   const std::shared_ptr<const Hooks> hooks_;
   std::mutex mutex_;
-  std::condition_variable posted_;    // wakes threads
-  std::condition_variable finished_;  // wakes waiters
+  std::condition_variable posted_;
+  std::condition_variable finished_;
   std::deque<c10::intrusive_ptr<Call>> queue_;
   bool running_ = false;
   std::thread::id runner_;  // while running_
@@ -180,8 +180,6 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::vector<std::thread> threads_;
 };
 
-// Returns how often this process and its ancestors forked since the first call. Objects of another number are an
-// ancestor's.
 int fork_generation();
 
 }  // namespace parallel_state

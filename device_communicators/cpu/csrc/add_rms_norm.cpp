@@ -1,4 +1,3 @@
-// all_reduce followed by the norm of a transformer's layer, while the sum is cached.
 #include <algorithm>
 
 #include "host_group.h"
@@ -16,8 +15,7 @@ void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t row
   }
 }
 
-// Works in chunks of rows that fit the second-level cache. If each rank finished only its rows and the others copied
-// them, two tensors would move between cores instead of one sum; moving is the cost.
+// Every rank finishes all rows: if others copied them, two tensors would move between cores instead of one sum.
 Status HostGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) {
   if (add_rms_norm_function(norm.dtype) == nullptr) return Status::kUnsupported;
   const std::size_t row_bytes = norm.hidden * size_of(norm.dtype);

@@ -25,7 +25,6 @@ Status HostGroup::reduce_all(void* out, const void* in, std::size_t count, Dtype
   return large_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
 }
 
-// One exchange: every rank reduces all slots.
 Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                                       std::uint64_t call) {
   const std::size_t bytes = count * size_of(dtype);
@@ -54,12 +53,12 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
 }
 
 // Per chunk c: (A) copy the others' slices to the own slot; (B) reduce the own slice from all slots into the own slot
-// and the output; (C) copy the others' reduced slices from their slots. Step i does B of chunk i-1, A of chunk i, C of
-// chunk i-2, in this order. Before A of chunk c + 4, all others have published A of c + 3, because this rank's B waits
-// for it. So they have done C of chunk c: four slots are enough.
+// and the output; (C) copy the others' reduced slices. Step i does B of chunk i-1, A of chunk i, C of chunk i-2. Before
+// A of chunk c + 4, all others have published A of c + 3, because this rank's B waits for it. So they have done C of
+// chunk c: four slots are enough.
 //
-// A shared input is read in place, without A. Its owner may overwrite it: each slice is read by one rank only, in B. It
-// is overwritten in B by that rank itself, or in C, which waits for that B.
+// A shared input is read in place, without A, each slice by one rank only, in B. It is overwritten in B by that rank
+// itself, or in C, which waits for that B.
 Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                    std::uint64_t call) {
   const std::size_t width = size_of(dtype);
@@ -68,7 +67,7 @@ Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count,
   const std::uint64_t flag = offer(in, count * width, out, count * width);
   Inputs inputs;
   std::uint64_t written[kLargeSlots] = {}, reduced[kLargeSlots] = {};
-  const auto slice = [&](int owner, std::size_t index, int rank) {  // `rank`'s slice in `owner`'s slot
+  const auto slice = [&](int owner, std::size_t index, int rank) {
     return place(owner, large_slot(large_count_ + index)) + rank * slices.slice * width;
   };
   for (std::size_t step = 0; step < slices.chunks + 2; ++step) {

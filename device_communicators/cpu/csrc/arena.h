@@ -1,7 +1,5 @@
-// Allocates tensors from this rank's part of the memory that all ranks of a group map.
-//
-// The part is a range of a sparse file. Freed blocks keep up to kIdleBytes of memory for reuse; the rest returns to the
-// system. On a full file system `allocate` returns null, instead of a SIGBUS at the first write. Thread-safe.
+// Allocates tensors from this rank's part of the memory that all ranks of a group map: a range of a sparse file. On a
+// full file system `allocate` returns null instead of a SIGBUS at the first write. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +17,7 @@ class Arena {
  public:
   static constexpr std::size_t kIdleBytes = 256 << 20;
 
-  // `windows` maps the file behind `descriptor` from `file_offset` on, and outlives this object. The descriptor is
-  // duplicated; -1 if back_with_memory needs none.
+  // `windows` outlives this object. The descriptor is duplicated; -1 if back_with_memory needs none.
   Arena(Windows& windows, int descriptor, std::size_t file_offset);
   ~Arena();
   Arena(const Arena&) = delete;
@@ -30,7 +27,7 @@ class Arena {
   void* allocate(std::size_t bytes);
   void release(void* block);
 
-  // Returns free memory to the system after a group ended in good order. Tensors may outlive the group.
+  // Returns free memory to the system. Tensors may outlive the group.
   void end();
 
   // Stops allocating: a failed peer may still write to blocks.

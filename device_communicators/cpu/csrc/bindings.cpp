@@ -1,7 +1,5 @@
-// The CPU kernels of the registered ops: from torch's dispatcher to a group, by name.
-//
-// An op falls back to its Python kernel in `parallel_state_python` for groups that aren't served, unusual dtypes, and
-// failures to report. `parallel_state.ops` defines both.
+// The CPU kernels of the registered ops. An op falls back to its Python kernel in `parallel_state_python` for groups
+// that aren't served, unusual dtypes, and failures to report.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -41,7 +39,6 @@ const auto& find_op(const char* space) {
 
 thread_local double began_s = 0;  // when the call began that Python repeats
 
-// Calls the op's Python kernel.
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
   struct Twin : Op {};
@@ -49,7 +46,6 @@ decltype(auto) in_python(Arguments&&... arguments) {
   return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
 }
 
-// Returns whether a group carried the call. False if the group isn't served.
 template <typename Call>
 bool carried(string_view group, Call call) {
   const double left_s = take_left_to_op(), called_s = left_s == 0 ? coarse_now_s() : left_s;
@@ -251,7 +247,7 @@ struct Empty {
   }
 };
 
-// A loan of a message's tensor, given back at its end. A forked child's copy gives nothing back.
+// A forked child's copy gives nothing back.
 struct Borrowed {
   Borrowed(std::shared_ptr<Handle> keep, const Loan& loan) : keep(std::move(keep)), loan(loan) {}
   ~Borrowed() {
@@ -310,12 +306,11 @@ Outcome broadcast_list(Served& served, int src, const std::vector<Piece>& pieces
                                        : receive_broadcast(served, told, src, pieces);
 }
 
-// Other ranks use the Python kernel.
 Outcome broadcast_own_list(Served& served, int src, const std::vector<Piece>& pieces) {
   return src == served.handle().rank() ? broadcast_list(served, src, pieces) : Outcome::kLeft;
 }
 
-// Lists of tensors: one message each, carried by `kCarry`, or by the Python kernel if not plain.
+// Carried by `kCarry`, or by the Python kernel if not plain.
 template <Outcome (*kCarry)(Served&, int, const std::vector<Piece>&)>
 struct OfList {
   using Signature = void(at::TensorList, Tensor&, string_view, std::int64_t, string_view);
@@ -378,7 +373,7 @@ bool wants_gradient(at::TensorList x) {
   return std::any_of(x.begin(), x.end(), [](const Tensor& each) { return wants_gradient(each); });
 }
 
-// Calls the kernel if no gradient is wanted; else the Python kernel, which has the formula or raises.
+// If a gradient is wanted, the Python kernel has the formula or raises.
 template <typename Op, typename Signature = typename Op::Signature>
 struct Autograd;
 
@@ -501,8 +496,7 @@ TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Describes a plain tensor: dense, contiguous, on the CPU, with memory of its own, without wrappers or lazy bits.
-// Returns 0 for others.
+// Returns 0 unless the tensor is dense, contiguous, on the CPU, with memory of its own, without wrappers or lazy bits.
 int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet dense({DispatchKey::CPU}),
@@ -526,7 +520,6 @@ int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
   return form->bytes == 0 || form->data != nullptr ? 1 : 0;
 }
 
-// See Python::make_tensor and view_tensor in pack.h.
 void* ps_make_tensor(const void* group, parallel_state::TensorForm* form, void* (*wrap)(const void*)) {
   const auto& handle = *static_cast<const std::shared_ptr<parallel_state::Handle>*>(group);
   try {

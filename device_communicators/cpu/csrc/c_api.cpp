@@ -1,5 +1,4 @@
-// The C interface of the library, for ctypes. Status codes are those of group.h. Groups are known by number; a closed
-// group returns kClosed.
+// The C interface of the library, for ctypes. Status codes are those of group.h. A closed group returns kClosed.
 
 #include <sys/mman.h>
 
@@ -76,7 +75,7 @@ std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 // For `rank` = `size`, where the last slots end.
 std::size_t ps_slots_offset(int size, int rank) { return HostGroup::slots_offset(size, rank); }
 
-// Maps the file behind `descriptor`, also beyond its end. Returns null and sets errno on failure.
+// Also beyond the file's end. Returns null and sets errno on failure.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
   return memory == MAP_FAILED ? nullptr : memory;
@@ -99,8 +98,7 @@ void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
 }
 void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
 
-// Takes ownership of `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
-// Returns the group's number, or 0.
+// As Handle's constructor. Returns the group's number, or 0.
 std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, std::int64_t spin_ns, int yields,
                            double timeout_s) {
   WaitPolicy policy;
@@ -109,11 +107,9 @@ std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, 
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
-// Extends the group over several hosts: `size` ranks, of which this is `rank`; `host_of_rank` numbers the hosts. The
-// ranks of ps_group_new are those of this host, in their order. The group owns `descriptors`, which connect to the
-// ranks `peers`; several to one rank are in the order of the other side. If `meshed`, all ranks of different hosts are
-// connected, else only leads. Call it once, before ps_group_listen and any call. Returns 0, or EBADF for an unknown
-// group.
+// `rank` and `size` of the whole group. The group owns `descriptors`, which connect to the ranks `peers`; several to
+// one rank are in the order of the other side. If `meshed`, all ranks of different hosts are connected, else only
+// leads. Call it once, before ps_group_listen and any call. Returns 0, or EBADF for an unknown group.
 int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
                   const int* descriptors, int connections, int meshed, int rounded) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -144,7 +140,6 @@ void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
 }
 
-// Reports to peers that this rank leaves on purpose.
 void ps_group_leave(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->leave_group();
 }
@@ -169,7 +164,7 @@ int ps_group_has_left(std::uint64_t group, int rank) {
   return handle != nullptr && handle->has_left(rank);
 }
 
-// See GroupLiveness::listen_to. `stay`: of ps_control_open. Returns 0 for an unknown group or stay.
+// `stay`: of ps_control_open. Returns 0 for an unknown group or stay.
 int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, int count, const int* domain,
                     int domain_count) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -179,12 +174,11 @@ int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, in
   return 1;
 }
 
-// Ends this process's waits in the group, and fails its calls.
 void ps_group_doom(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
 }
 
-// Reports that this rank failed. `suspect`: -1 if none.
+// `suspect`: -1 if none.
 void ps_group_fail(std::uint64_t group, int status, int suspect) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->fail(status, suspect);
 }
@@ -223,9 +217,8 @@ void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// The first failure: suspect, microseconds, reporter (-1: this rank); the misfit's sender and receiver (-1: none), its
-// bytes sent and expected (after kTooLarge: the maximum); then this rank's call and the other's, each as word, shape,
-// number of parts, and 64 sizes of parts.
+// The first failure: suspect, microseconds, reporter (-1: this rank); the misfit; then this rank's call and the
+// other's, each as word, shape, number of parts, and 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -239,7 +232,7 @@ void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   show(failure.found, show(failure.expected, out));
 }
 
-// The cause of the first failure if it is kBroken, cut to `capacity`, zero-terminated.
+// Cut to `capacity`, zero-terminated.
 void ps_group_failure_text(std::uint64_t group, char* out, int capacity) {
   const std::shared_ptr<Handle> handle = find(group);
   const std::string text = handle == nullptr ? std::string() : handle->failure().text;
@@ -275,8 +268,8 @@ int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, in
               [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); });
 }
 
-// The calls around a broadcast message, for METH_FASTCALL: `ps_group_enter(group)`, `ps_announce(group, word, shape,
-// src, spin_ns)`, and finally `ps_group_exit(group)`.
+// Around a broadcast message: `ps_group_enter(group)`, `ps_announce(group, word, shape, src, spin_ns)`,
+// `ps_group_exit(group)`.
 void* ps_entering(void*, void* const* given, std::ptrdiff_t count) {
   return count == 1 ? calling.make_integer(ps_group_enter(number_of(given[0]))) : nullptr;
 }
@@ -321,8 +314,8 @@ int ps_served_has_transfers(const char* key) {
   return served != nullptr && served->has_transfers() ? 1 : 0;
 }
 
-// The last operations, unordered. Each has 8 words: sequence, operation, dtype, dims, peer, method, start and end in
-// microseconds of the monotonic clock (0: none); then 6 sizes.
+// Unordered. Each has 8 words: sequence, operation, dtype, dims, peer, method, start and end in microseconds of the
+// monotonic clock (0: none); then 6 sizes.
 void ps_served_recorded(const char* key, std::int64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   constexpr auto relaxed = std::memory_order_relaxed;
@@ -398,7 +391,7 @@ int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uin
               [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
 }
 
-// Runs the kernel of one instruction set, for tests. Returns 1 if this processor lacks the set.
+// For tests. Returns 1 if this processor lacks the set.
 int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,
               int source_count, std::size_t count, int dtype, int op) {
   const auto reduce =

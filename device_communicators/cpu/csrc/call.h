@@ -1,4 +1,3 @@
-// The call record that a rank publishes with each tick, so that ranks detect mismatched calls.
 #pragma once
 
 #include <array>
@@ -25,8 +24,8 @@ enum class Kind : std::uint64_t {
   kPass
 };
 
-// The function that the program called; numbers as METHODS in user_call.py. Up to eight methods form a class and match
-// each other: one rank may reduce in place while others don't.
+// Numbers as METHODS in user_call.py. Up to eight methods form a class and match each other: one rank may reduce in
+// place while others don't.
 enum class Method : std::uint8_t {
   kNone = 0,
   kAllReduce = 8,
@@ -44,10 +43,10 @@ enum class Method : std::uint8_t {
   kScatter = 104,
   kBroadcastTensorDictWithSpec = 144
 };
-constexpr std::uint64_t kVariants = 7;  // distinguish the methods of a class
+constexpr std::uint64_t kVariants = 7;
 
-// A call as words. `word` has, from the lowest byte: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1;
-// then a 24-bit digest of the shape and sizes that must be equal. `shape` is only shown in errors.
+// `word` has, from the lowest byte: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1, then a 24-bit
+// digest of the shape and sizes. `shape` is only shown in errors.
 struct Told {
   std::uint64_t word = 0;
   std::uint64_t shape = 0;
@@ -80,7 +79,6 @@ std::uint64_t packed_shape(const Sizes& sizes) {
   return fits ? dims << kBits | packed : kNoShape << kBits | (numel & ((std::uint64_t{1} << kBits) - 1));
 }
 
-// As `digest` in user_call.py.
 template <typename Sizes>
 std::uint64_t digest_of_shape(const Sizes& sizes) {
   std::uint32_t digest = 0;
@@ -109,7 +107,6 @@ inline std::uint64_t digest_of(const std::size_t* parts, int count) {
   return digest;
 }
 
-// What ranks compare, except the size.
 inline std::uint64_t note_of_call(Kind kind, Told told, std::uint64_t digest, int reduction, int root) {
   const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
                               static_cast<std::uint64_t>(root + 1) << 16;

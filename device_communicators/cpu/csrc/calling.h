@@ -1,5 +1,5 @@
-// Functions that Python calls directly (METH_FASTCALL), in a fraction of ctypes' time. The library isn't linked with
-// Python; it receives these pointers to the stable ABI once.
+// Functions that Python calls directly (METH_FASTCALL). The library isn't linked with Python; it receives these
+// pointers.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,9 @@
 // All-reduce on a host whose memory has areas, such as NUMA nodes, each with consecutive ranks.
 //
-// If every rank read every slot, (size - ranks per area) times the tensor would cross between areas, twice. Here a sum
-// moves along the areas. In the first area each rank adds up one slice of its area's inputs. The rank of the same index
-// in the next area begins with that sum and adds its area's inputs, and so on. The ranks of other areas fetch a slice
-// each of the last area's result and share it within their area. So (areas - 1) * (wide + width) bytes per element
-// cross. The bits are the same as of other algorithms: elements are added in rank order, with one rounding.
+// A sum moves along the areas. In the first area each rank adds up one slice of its area's inputs. The rank of the same
+// index in the next area begins with that sum, and so on. The ranks of other areas fetch a slice each of the last
+// area's result and share it within their area. So (areas - 1) * (wide + width) bytes per element cross, instead of
+// twice (size - ranks per area). The bits are those of other algorithms.
 #include <algorithm>
 
 #include "copy.h"
@@ -19,11 +18,9 @@ void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
 
 // Per chunk c: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the
 // previous area; (C) fetch the own slice's result from the last area; (D) copy the area's other results. Step i does B
-// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, in this order, so delays of the previous area are hidden.
-// A, B and C are one tick each on every rank.
-//
-// A rank that published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so eight slots are
-// enough: halves of the large ones.
+// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, so delays of the previous area are hidden. A, B and C are
+// one tick each. A rank that published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so
+// eight slots are enough: halves of the large ones.
 Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                      std::uint64_t call) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;

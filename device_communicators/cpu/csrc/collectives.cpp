@@ -17,8 +17,8 @@ constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
 
-// Moves `bytes` per rank through slots. In each exchange, `write(slot, start, length)` may fill this rank's slot; then
-// `read(rank, slot, start, length)` reads those of the ranks that are `wanted(rank)`.
+// In each exchange, `write(slot, start, length)` may fill this rank's slot; then `read(rank, slot, start, length)`
+// reads those of the ranks that are `wanted(rank)`.
 template <typename Write, typename Wanted, typename Read>
 Status HostGroup::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
@@ -118,7 +118,6 @@ Status HostGroup::broadcast(void* data, std::size_t bytes, int src, double timeo
 
 Status HostGroup::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
   begin(timeout_s);
-  // A slot has a piece of every rank's block.
   const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes / size_);
   const std::uint64_t call = call_of(Kind::kScatter, bytes, Method::kNone, 0, -1, src);
@@ -145,7 +144,7 @@ Status HostGroup::scatter_reduced(void* out, const void* in, std::size_t outer, 
                                   ReduceOp op, bool wide, double timeout_s) {
   begin(timeout_s);
   const std::size_t width = size_of(dtype), row = inner * width, stride = row * size_;
-  const std::size_t bytes = outer * row;  // of a slice
+  const std::size_t bytes = outer * row;
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
   const ReduceFunction reduce = reduce_function(dtype, op);
   const PartFunction reduce_part = part_function(dtype, op);
@@ -244,9 +243,8 @@ Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src,
 Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                              double timeout_s) {
   begin(timeout_s);
-  // Every rank must see what each one sends to and expects from each other, so that all find the same misfit. A rank
-  // whose blocks all have one size publishes that with its tick. Other ranks put their sizes as a row before the blocks
-  // in their slot.
+  // All ranks must find the same misfit. A rank whose blocks all have one size publishes that with its tick. Other
+  // ranks put their sizes as a row before the blocks in their slot.
   const std::size_t each = in_bytes[0], row = 2 * static_cast<std::size_t>(size_);
   const auto is_each = [each](std::size_t bytes) { return bytes == each; };
   const bool even =

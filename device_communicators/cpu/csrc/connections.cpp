@@ -173,8 +173,6 @@ bool Outbox::drop() {
   return is_whole;
 }
 
-// Link.
-
 Link::Link(int rank, std::vector<int> descriptors)
     : rank(rank), descriptors_(std::move(descriptors)), stripes_(descriptors_.size() - 1) {
   if (!stripes_.empty()) in.stripe(stripes_.size(), kStripedBytes);
@@ -324,8 +322,6 @@ void Link::end(const FailureNote* why) {
   broken_ = true;
   for (const int descriptor : descriptors_) shutdown(descriptor, SHUT_WR);
 }
-
-// Connections.
 
 Connections::Connections(int size, const int* ranks, const int* descriptors, int count)
     : by_rank_(static_cast<std::size_t>(size)) {

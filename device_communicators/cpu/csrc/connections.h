@@ -1,11 +1,10 @@
 // The connections of one rank to ranks of other hosts, for the collectives of one group.
 //
-// Every message is a head of 64 bytes, its call's record, and a body. A call posts messages, and the destinations of
-// messages that it expects, in an order common to the two ranks. A body is read to its destination only after its head
-// was compared with this rank's call. Nothing unexpected is read: the kernel's buffers bound how far a rank gets ahead.
+// A message is a head, its call's record, and a body. A call posts and expects messages in an order common to the two
+// ranks. A body is read only after its head was compared with this rank's call. Nothing unexpected is read: the
+// kernel's buffers bound how far a rank gets ahead.
 //
-// Inbox and Outbox are values without I/O; Link and Connections move the bytes. Not thread-safe, except
-// Connections::close.
+// Inbox and Outbox do no I/O. Not thread-safe, except Connections::close.
 #pragma once
 
 #include <poll.h>
@@ -24,7 +23,6 @@
 
 namespace parallel_state {
 
-// The head of a message.
 struct CallRecord {
   static constexpr std::uint16_t kMagic = 0x3150;  // "P1"
   static constexpr std::uint16_t kBody = 1, kFailure = 2, kLeave = 3;
@@ -44,7 +42,7 @@ inline bool is_same_call(const CallRecord& own, const CallRecord& other) {
   return own.history == other.history && own.sequence == other.sequence;
 }
 
-// The body of a kFailure message, which ends the connection: why the sender's call failed.
+// The body of a kFailure message, which ends the connection.
 struct FailureNote {
   std::int64_t status = 0, suspect = -1, reporter = -1;
   Misfit misfit;
@@ -58,7 +56,6 @@ class Inbox {
 
   Inbox() : buffer_(new char[kBufferBytes]) {}
 
-  // A stripe of a large body, received over another connection.
   struct Stripe {
     char* place = nullptr;
     std::uint64_t missing = 0;
@@ -69,13 +66,12 @@ class Inbox {
     striped_bytes_ = bytes;
   }
 
-  // Begins a call without expected messages. `own` must stay unchanged during it.
+  // `own` must stay unchanged during the call.
   void begin(const CallRecord* own);
-  // Expects `bytes` next, to be written to `at`.
   void expect(char* at, std::uint64_t bytes);
-  // Expects any number of bytes next: the state is kChosen from the head until `take`.
+  // Expects any number of bytes: the state is kChosen from the head until `take`.
   void expect_any();
-  void take(char* at);  // as many as the head says
+  void take(char* at);
   // Whether to read a failure note even if no message is expected.
   void listen(bool on = true) { listens_ = on; }
   bool listens() const { return listens_; }
@@ -87,7 +83,7 @@ class Inbox {
   void stripe_came(std::size_t index, std::size_t bytes);
 
   State state() const { return state_; }
-  std::uint32_t done() const { return done_; }  // of the expected messages
+  std::uint32_t done() const { return done_; }
   std::uint32_t expected() const { return static_cast<std::uint32_t>(expected_.size()); }
   bool is_idle() const { return done_ == expected_.size(); }
   bool is_stuck() const {
@@ -111,11 +107,11 @@ class Inbox {
   std::vector<Expected> expected_;
   std::uint32_t done_ = 0;
   bool listens_ = false;
-  bool is_failure_ = false;  // reading a failure's body
+  bool is_failure_ = false;
   CallRecord head_;
   FailureNote failure_;
-  char* place_ = nullptr;      // of missing_
-  std::uint64_t missing_ = 0;  // bytes of the body, on this connection
+  char* place_ = nullptr;
+  std::uint64_t missing_ = 0;  // of the body, on this connection
   std::size_t stripes_left_ = 0;
   std::uint64_t striped_bytes_ = UINT64_MAX;
   std::vector<Stripe> stripes_;
@@ -125,9 +121,8 @@ class Inbox {
 
 class Outbox {
  public:
-  void begin();  // the last call's messages have been sent
+  void begin();
   void post(const CallRecord& head, const char* body, std::uint64_t bytes);
-  // The next pieces to send, at most `most`.
   int pieces(iovec* pieces, int most) const;
   void sent(std::size_t bytes);
   // Drops unsent messages; false if part of one was sent.
@@ -147,7 +142,6 @@ class Outbox {
   std::uint32_t done_ = 0;
 };
 
-// The connections to one rank: a large body is striped over them.
 class Link {
  public:
   static constexpr std::uint64_t kStripedBytes = 256 << 10;
@@ -172,7 +166,6 @@ class Link {
   }
   bool is_in_trouble() const { return in.is_stuck() || !error_.empty(); }
   void poll_for(std::vector<pollfd>* polled) const;
-  // Reports that this rank leaves, unless something is being sent.
   void leave();
   // Ends sending, after a failure note if there is one.
   void end(const FailureNote* why);
@@ -190,11 +183,11 @@ class Link {
 
   const std::vector<int> descriptors_;
   Outbox out_;
-  std::vector<StripeSends<std::uint32_t>> stripes_;  // each part with the number of its message
+  std::vector<StripeSends<std::uint32_t>> stripes_;
   std::size_t striped_ = 0;
-  bool broken_ = false;  // can't send any more
+  bool broken_ = false;
   std::string broken_by_, error_;
-  std::uint64_t receives_before_ = 0;  // at the call's begin
+  std::uint64_t receives_before_ = 0;
 };
 
 class Connections final : public SideWork {
@@ -207,14 +200,14 @@ class Connections final : public SideWork {
   Link& operator[](int rank) { return *by_rank_[static_cast<std::size_t>(rank)]; }
   std::vector<std::unique_ptr<Link>>& links() { return links_; }
 
-  // Moves what it can without waiting. Returns true if anything moved.
+  // Returns true if anything moved.
   bool move();
   bool advance() override { return move(), !is_idle(); }
   bool is_idle() const;
   int late() const;  // first rank with an expected or unsent message; -1: none
   Link* trouble();
-  Link* failed();  // first link whose peer reported a failure
-  // Sleeps until something can move. Returns true if a signal ended it.
+  Link* failed();
+  // Returns true if a signal ended the sleep.
   bool sleep(std::int64_t limit_ns);
   void leave();
   void end(const FailureNote* why);
@@ -222,7 +215,7 @@ class Connections final : public SideWork {
   void close();
 
  private:
-  std::vector<std::unique_ptr<Link>> links_;  // ascending by rank
+  std::vector<std::unique_ptr<Link>> links_;
   std::vector<Link*> by_rank_;
   std::vector<pollfd> polled_;
 };

@@ -1,10 +1,9 @@
-// The collectives and transfers of plain CPU tensors, called by Python directly (see calling.h). They bypass torch's
-// dispatcher and `torch.ops`, which take two of three microseconds.
+// The collectives and transfers of plain CPU tensors, called by Python directly. They bypass torch's dispatcher and
+// `torch.ops`, which take two of three microseconds.
 //
-// Each function has the arguments of its op; its `self`, `twin`, is the op's Python kernel. It returns NotImplemented,
-// before anything has begun, if the registered op could behave differently: for tensor subclasses, gradients, tensors
-// wrapped by torch.func, modes, tracers, profilers, wrong arguments, groups that aren't served. The caller then calls
-// the op. A call that began and failed is repeated by the Python kernel.
+// Each function has the arguments of its op; `twin` is the op's Python kernel. It returns NotImplemented, before
+// anything has begun, if the registered op could behave differently; the caller then calls the op. A call that began
+// and failed is repeated by the Python kernel.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -27,7 +26,7 @@ using namespace parallel_state;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// Facts about Python and torch, set by direct.py of parallel_state.collectives.
+// Set by direct.py of parallel_state.collectives, before any other function is called.
 struct Facts {
   std::ptrdiff_t type_at, tensor_at;  // offsets of an object's type, and of a tensor's TensorImpl
   const void* tensor_type;
@@ -56,7 +55,7 @@ struct Facts {
   void (*clear_error)();                                   // PyErr_Clear
 };
 
-const Facts* facts = nullptr;  // set before any other function is called
+const Facts* facts = nullptr;
 
 void* same(void* object) {
   facts->hold(object);
@@ -91,7 +90,7 @@ bool integer_of(void* object, std::int64_t* number) {
   return overflow == 0;
 }
 
-// Returns whether only keys of autograd and autocast precede the device's kernel: no lazy bit, wrapper, mode or tracer.
+// No lazy bit, wrapper, mode or tracer precedes the device's kernel.
 template <DispatchKey kDevice, DispatchKey kAutograd, DispatchKey kAutocast>
 bool is_plain_on(DispatchKeySet keys) {
   constexpr DispatchKeySet dense({kDevice}),
@@ -107,20 +106,18 @@ bool is_plain_anywhere(DispatchKeySet keys) {
   return is_plain(keys) || is_plain_on<DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA>(keys);
 }
 
-// Returns whether a gradient or tangent would be lost or formed.
 bool wants_gradient(const Tensor& x) {
   if (x.unsafeGetTensorImpl()->autograd_meta() == nullptr) return false;
   return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
 }
 
-// The arguments of a call. Methods return false if the call must go to the op.
+// Methods return false if the call must go to the op.
 class Given {
  public:
   Given(void* twin, void* const* objects, std::ptrdiff_t count) : twin_(twin), objects_(objects), count_(count) {}
 
   bool are(std::ptrdiff_t count) const { return count_ == count && count <= kMost && facts != nullptr; }
 
-  // The last argument names the group.
   std::shared_ptr<Served> served() const {
     string_view key;
     return text_of(objects_[count_ - 1], &key) ? find_served(key) : nullptr;
@@ -136,7 +133,6 @@ class Given {
     return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);  // as `dtype_refusal` of memory.py
   }
 
-  // The op's token: on the group's device, without gradient.
   bool token(int at) {
     const c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain(impl->key_set())) return false;
@@ -144,7 +140,7 @@ class Given {
     return true;
   }
 
-  // As `tensor`, on any device.
+  // On any device.
   bool is_straight_with(int at) {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain_anywhere(impl->key_set())) return false;
@@ -154,7 +150,7 @@ class Given {
     return !wants_gradient(x) && is_straight();
   }
 
-  // A tensor to write to; see `check_out` of parallel_state.collectives.checks.
+  // As `check_out` of parallel_state.collectives.checks.
   bool out(int at, Tensor* found) {
     if (!tensor(at, found) || !found->is_contiguous()) return false;
     if (found->is_inference() && !c10::InferenceMode::is_enabled()) return false;
@@ -162,7 +158,6 @@ class Given {
     return !may_be_view || !found->is_view() || !found->_base().requires_grad();
   }
 
-  // Resolves negative dims.
   bool dim(int at, std::int64_t dims, std::int64_t* found) {
     if (!integer_of(objects_[at], found) || *found < -dims || *found >= dims) return false;
     if (*found < 0) *found += dims;
@@ -209,8 +204,8 @@ class Given {
     return false;
   }
 
-  // Returns whether torch's dispatcher would call the op's kernel directly, or through autograd without effect, for the
-  // tensors given so far, and no observer would be called.
+  // Returns whether torch's dispatcher would call the op's kernel directly, or through autograd without effect, and no
+  // observer would be called.
   bool is_straight() {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     keys_ = (keys_ | local.included_) - local.excluded_;
@@ -218,12 +213,11 @@ class Given {
            !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
   }
 
-  // Notes a write to `x` as the op's autograd kernel would.
+  // As the op's autograd kernel would.
   void written(const Tensor& x) const {
     if (keys_.has(DispatchKey::AutogradCPU) && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   }
 
-  // Repeats the call in the op's Python kernel.
   void* in_python() const {
     const Repetition repetition{began_s_};
     std::array<void*, kMost> objects{};
@@ -236,7 +230,7 @@ class Given {
     return result;
   }
 
-  // The same for a method that returns `object`.
+  // For a method that returns `object`.
   void* in_python(void* object) const {
     void* const result = in_python();
     if (result == nullptr) return nullptr;
@@ -244,7 +238,6 @@ class Given {
     return same(object);
   }
 
-  // Lets the registered op repeat the call: the method calls it next.
   void leave_to_op() const { parallel_state::leave_to_op(began_s_); }
 
   void* object(int at) const { return objects_[at]; }
@@ -262,8 +255,8 @@ class Given {
   std::int64_t resolved_ = 0;
 };
 
-// Runs `body` without the interpreter lock. The lock is taken outside of any handler and destructor, because at the
-// interpreter's exit the thread ends there.
+// The interpreter lock is taken outside of any handler and destructor, because at the interpreter's exit the thread
+// ends there.
 template <typename Body>
 Carried unlocked(Body body) {
   Carried carried = Carried::kFailed;
@@ -291,7 +284,6 @@ void* guarded(Call call) {
   return nullptr;
 }
 
-// For a call whose `body` makes a tensor.
 template <typename Body>
 void* made(const Given& given, Body body) {
   Tensor out;
@@ -300,7 +292,7 @@ void* made(const Given& given, Body body) {
   return carried == Carried::kYes ? facts->wrap(out) : given.in_python();
 }
 
-// For a call whose `body` fills its result `x`, the argument at `at`.
+// `body` fills `x`, the argument at `at`.
 template <typename Body>
 void* filled(const Given& given, int at, const Tensor& x, Body body) {
   const Carried carried = unlocked(body);
@@ -524,7 +516,7 @@ void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
     if (!is_mine) return not_mine();
     Tensor out;
     const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
-    // The method calls the op next, which tries again; its Python kernel finds the cause.
+    // The method calls the op next, whose Python kernel finds the cause.
     if (carried == Carried::kFailed) given.leave_to_op();
     return carried == Carried::kYes ? facts->wrap(out) : not_mine();
   });

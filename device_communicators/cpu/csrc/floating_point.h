@@ -4,10 +4,9 @@
 
 namespace parallel_state {
 
-// Sets the thread's default floating-point state in its scope: round to nearest, keep denormals, no traps.
-//
-// A program may change the state (torch.set_flush_denormal, fesetround, -ffast-math), and ranks would reduce the same
-// inputs to different bits. Reading it takes about 1 ns. The memory clobbers keep the arithmetic inside the scope.
+// Sets the thread's default floating-point state in its scope: round to nearest, keep denormals, no traps. With other
+// states (torch.set_flush_denormal, fesetround) ranks would reduce the same inputs to different bits. The memory
+// clobbers keep the arithmetic inside the scope.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() : previous_(read()) {
@@ -22,9 +21,9 @@ class DefaultFloatingPoint {
 
  private:
 #if defined(__x86_64__)
-  using Word = std::uint32_t;                // MXCSR
-  static constexpr Word kDefault = 0x1f80;   // all exceptions are masked
-  static constexpr Word kReported = 0x003f;  // bits that report exceptions
+  using Word = std::uint32_t;               // MXCSR
+  static constexpr Word kDefault = 0x1f80;  // all exceptions are masked
+  static constexpr Word kReported = 0x003f;
   static Word read() {
     Word word;
     asm volatile("stmxcsr %0" : "=m"(word) : : "memory");
@@ -32,7 +31,7 @@ class DefaultFloatingPoint {
   }
   static void write(Word word) { asm volatile("ldmxcsr %0" : : "m"(word) : "memory"); }
 #elif defined(__aarch64__)
-  using Word = std::uint64_t;  // FPCR, which holds no reports
+  using Word = std::uint64_t;  // FPCR
   static constexpr Word kDefault = 0;
   static constexpr Word kReported = 0;
   static Word read() {

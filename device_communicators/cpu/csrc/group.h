@@ -1,5 +1,3 @@
-// The collectives of one group: HostGroup within a host, HostsGroup over several.
-//
 // The caller owns all memory and keeps it until the call returns. Not thread-safe.
 #pragma once
 
@@ -26,14 +24,13 @@ enum class Status : int {
   kUnmapped = 9,
   kBroken = 10,         // a connection to another host failed: see Group::text
   kTooLarge = 11,       // of a message's head: the misfit has the bytes sent and the maximum
-  kWrongArgument = 12,  // of a window: see SharedWindow::Refusal
+  kWrongArgument = 12,  // of a window
   kUnreachable = 13     // the suspect, on another host, receives nothing from this host
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to
 // the dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. Tensors are [rows,
-// hidden], weight is [hidden]; all have one dtype, a float of 16 or 32 bits. `out` may be `in` and `residual_out` may
-// be `residual`; nothing else may overlap.
+// hidden], weight is [hidden]. `out` may be `in`, `residual_out` may be `residual`; nothing else may overlap.
 struct AddRmsNorm {
   void* out;
   void* residual_out;
@@ -46,10 +43,9 @@ struct AddRmsNorm {
   Dtype dtype;
 };
 
-// The sums of these rows are in `out`.
+// Expects the sums of these rows in `out`.
 void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t rows);
 
-// A call as errors show it.
 struct Shown {
   Told told;
   std::uint64_t parts[kMaxRanks] = {};
@@ -69,19 +65,17 @@ class Group {
   // Sets the record of the next call; by default it is derived from the call's kind and size.
   void tell(Told told) { told_ = told; }
 
-  // All ranks make each call, in the same order. Calls of size zero are compared, too. `suspect()`, `expected()` and
-  // `found()` describe a failure.
+  // All ranks make each call, in the same order. Calls of size zero are compared, too.
   virtual Status barrier(double timeout_s) = 0;
-  // `out` may be `in`.
   virtual Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                             double timeout_s) = 0;
-  // Reduces slice r of `in`, [outer, size, inner] elements, into rank r's `out`, [outer, inner].
+  // `in` is [outer, size, inner] elements, `out` [outer, inner].
   virtual Status reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                 ReduceOp op, double timeout_s) = 0;
   // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
   virtual Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes,
                             double timeout_s) = 0;
-  // Writes rank r's bytes[r] to `outs[r]`, on rank `dst` or, if -1, on all ranks. Other ranks pass null `outs[r]`. The
+  // Writes rank r's bytes[r] to `outs[r]` on rank `dst`, or on all ranks (-1). Other ranks pass null `outs[r]`. The
   // caller copies its own bytes.
   virtual Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) = 0;
   virtual Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) = 0;
@@ -92,7 +86,7 @@ class Group {
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
   // Within a host: consumes one tick, to order a broadcast message, which a queue carries, among collectives. `src`
-  // returns at once, others when `src` has entered the call. They spin for `spin_ns`, because `src` may compute first.
+  // returns at once, others when `src` has entered the call. They spin for `spin_ns`.
   virtual Status announce(int, double, std::int64_t) { return Status::kUnsupported; }
 
   // Returns kMismatch if a rank is known to have made a different call.
@@ -107,8 +101,8 @@ class Group {
     return Status::kBroken;
   }
 
-  // Turns timing on or off for following calls. Of the last timed call it gives the time waited, the rank that arrived
-  // last (this one if it waited for none), and the method.
+  // Times following calls: the time waited, the rank that arrived last (this one if it waited for none), and the
+  // method.
   void measure(bool on) {
     measures_ = on;
     if (!on) return;

@@ -19,7 +19,7 @@ struct Tables {
   std::uint64_t last_number = 0;
   std::unordered_map<std::uint64_t, std::shared_ptr<Handle>> by_number;
   std::unordered_map<std::string, std::shared_ptr<Served>> by_key;
-  std::atomic<std::uint64_t> version{1};  // of by_key
+  std::atomic<std::uint64_t> version{1};
 };
 
 std::atomic<bool> measured{false};
@@ -28,8 +28,7 @@ constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: small, to sa
 
 std::atomic<Tables*>& current_tables();
 
-// Inherited groups belong to the parent, a thread of which may have held the lock. They are leaked, because a child
-// must not release anything.
+// Inherited groups belong to the parent, a thread of which may have held the lock. They are leaked.
 void forget_all() {
   Tables* const inherited = current_tables().load(std::memory_order_relaxed);
   auto* const fresh = new Tables;
@@ -155,7 +154,6 @@ void Handle::note(Status status, double elapsed_s) {
   if (arena_ != nullptr) arena_->retire();
 }
 
-// Fails the group by a death that none of its waits detected.
 void Handle::doom() {
   if (failed_) return;
   failed_ = true;

@@ -1,8 +1,8 @@
 // The groups of this process, found by number (C interface) or name (registered ops).
 //
 // A handle owns its group and the group's memory. Running calls keep it alive, so any thread may close a group at any
-// time. A call that begins during another fails with kBusy, because ranks can't agree on an order of threads. A forked
-// child has no groups.
+// time. A call that begins during another fails with kBusy: ranks can't agree on an order of threads. A forked child
+// has no groups.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace parallel_state {
 
 class Transfers;
 
-// The first failure of a group. Later calls fail with it at once.
+// Later calls fail with it at once.
 struct Failure {
   Status status = Status::kDone;
   int suspect = -1;
@@ -68,7 +68,7 @@ struct Traffic {
   std::atomic<std::uint64_t> bytes{0};
 };
 
-// Times of calls by method, and how often each rank arrived last. Written by the thread in a call, read by any.
+// Written by the thread in a call, read by any.
 struct Meter {
   static constexpr int kMethods = 256;
   struct Row {
@@ -92,7 +92,7 @@ class Handle {
  public:
   static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
-  // Takes ownership of `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
+  // Owns `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
   Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
   ~Handle();
   Handle(const Handle&) = delete;
@@ -106,12 +106,11 @@ class Handle {
     return run_entered(call);
   }
 
-  // Returns false if a call is running; else no other begins until `leave`. Acquire and release pair: a call sees the
-  // writes of earlier ones.
+  // Returns false if a call is running; else no other begins until `leave`.
   bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
   void leave() { busy_.store(false, std::memory_order_release); }
 
-  // As `run`, for a thread that has entered.
+  // For a thread that has entered.
   template <typename Call>
   Status run_entered(Call call) {
     if (in_call_) return Status::kBusy;  // in a signal handler
@@ -138,7 +137,7 @@ class Handle {
   // As `enter` and `leave`, around several calls of this thread.
   bool hold();
   void release();
-  bool is_held() const;  // by this thread
+  bool is_held() const;
   bool is_busy() const { return busy_.load(std::memory_order_relaxed); }
 
   Failure failure() {
@@ -146,7 +145,7 @@ class Handle {
     return failure_;
   }
 
-  // Takes ownership of mappings of the first page of every rank's arena, which may grow to `bytes`. Call it once,
+  // Owns `first_pages`, mappings of the first page of every rank's arena, which may grow to `bytes`. Call it once,
   // before use.
   void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
 
@@ -159,8 +158,7 @@ class Handle {
 
   GroupLiveness& liveness() { return liveness_; }
 
-  // Extends the group over several hosts; see HostsGroup. The ranks so far are this host's, in their order. Call it
-  // once, before use.
+  // Extends the group over several hosts. The ranks so far are this host's, in their order. Call it once, before use.
   void span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
             bool rounded);
   HostsGroup* hosts() const { return hosts_.get(); }  // null on one host
@@ -185,15 +183,15 @@ class Handle {
     transfers_ = transfers;
   }
 
-  // The group's one timeout: of its collectives, transfers and messages. Applies to calls that begin later.
+  // Applies to calls that begin later.
   void set_timeout(double timeout_s) { timeout_s_.store(std::min(timeout_s, kLongestS), std::memory_order_relaxed); }
   double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
   const Meter& meter() const { return *meter_; }
 
-  // See HostGroup; before the handle is used.
+  // Before the handle is used.
   void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
-  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // between calls
+  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // call it between calls
 
   int rank() const { return group_->rank(); }
   int size() const { return group_->size(); }
@@ -223,7 +221,7 @@ class Handle {
   std::unique_ptr<Meter> meter_;
   std::mutex failure_mutex_;
   Failure failure_;
-  std::vector<std::unique_ptr<Windows>> windows_;  // by rank
+  std::vector<std::unique_ptr<Windows>> windows_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Lender> lender_;
   Queues queues_;
@@ -252,15 +250,15 @@ std::uint64_t keep(std::shared_ptr<Handle> handle);
 std::shared_ptr<Handle> find(std::uint64_t number);
 void forget(std::uint64_t number);
 
-// One operation, for reports of what a rank is doing. One thread writes; any thread reads, even while the writer hangs.
-// A reader detects a half-overwritten record by its number.
+// One thread writes; any thread reads, even while the writer hangs. A reader detects a half-overwritten record by its
+// number.
 struct Record {
   static constexpr int kDims = 6;
 
   std::atomic<std::uint64_t> sequence{0};
   std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};  // dtype: torch's number
   std::atomic<std::int64_t> sizes[kDims];
-  std::atomic<std::int64_t> peer{-1};            // of a transfer
+  std::atomic<std::int64_t> peer{-1};
   std::atomic<std::int64_t> method{0};           // of a transfer; of a broadcast message, the word of its `Told`
   std::atomic<double> started_s{0}, ended_s{0};  // monotonic clock; 0: not yet
 
@@ -283,7 +281,7 @@ class Served {
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
   Record& begin_broadcast(Counted operation, Told told);
-  // A transfer has the number of the operation before it. Any thread may call it. `method`: see ToOne.
+  // A transfer has the number of the operation before it. Any thread may call it.
   Record& begin_transfer(Counted operation, int peer, int method);
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
@@ -306,7 +304,7 @@ class Served {
     traffic.bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  // Runs and records `call(group, timeout_s)` on a tensor of `sizes`; counts its `bytes` if it succeeds.
+  // Counts `bytes` if the call succeeds.
   template <typename Call>
   Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
                Call call) {
@@ -334,7 +332,7 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// Records a transfer. One that hasn't ended is dropped on destruction.
+// A transfer that hasn't ended is dropped on destruction.
 class RecordedTransfer {
  public:
   RecordedTransfer(Served& served, Counted operation, int peer, int method)
@@ -352,13 +350,12 @@ class RecordedTransfer {
   Record& record_;
 };
 
-// An op that was refused with kBusy is called again by its Python kernel. The kernel takes this note, once, and refuses
-// it, too.
+// An op refused with kBusy is called again by its Python kernel, which takes this note once and refuses it, too.
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// Exists while an op's Python kernel repeats the op's call. `began_s`: when the op was called (monotonic clock); the
-// kernel's errors count from there. The op's notes for its kernel end with this object.
+// Exists while an op's Python kernel repeats the op's call of `began_s` (monotonic clock); errors count from there. The
+// op's notes for its kernel end with this object.
 class Repetition {
  public:
   explicit Repetition(double began_s);
@@ -367,17 +364,16 @@ class Repetition {
   Repetition& operator=(const Repetition&) = delete;
 
  private:
-  const double outer_s_;  // of an outer repetition
+  const double outer_s_;
 };
 
-// When the repeated op was called; 0 outside of a Repetition.
+// 0 outside of a Repetition.
 double repeated_since_s();
 
 // Notes when a failed call began that this thread's next op repeats. The op takes the note once; 0: none.
 void leave_to_op(double began_s);
 double take_left_to_op();
 
-// See ps_call_as.
 void call_as(int method);
 Told as_called(Told told);
 

@@ -95,11 +95,11 @@ WaitResult HostGroup::measured_wait(int rank, std::uint64_t tick) {
   const std::int64_t started = now_ns();
   const WaitResult result = wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
   waited_ns_ += now_ns() - started;
-  last_ = rank;  // those polled before had arrived
+  last_ = rank;
   return result;
 }
 
-// The rank's note is on the awaited line unless it has continued: one that only sends may be far ahead.
+// The note is on the awaited line unless the rank has continued: one that only sends may be far ahead.
 bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (call == kNoCall) return false;
   std::uint64_t note;
@@ -144,7 +144,6 @@ Status HostGroup::compare(double timeout_s) {
   return in_another_call() ? Status::kMismatch : Status::kDone;
 }
 
-// For the error.
 bool HostGroup::remember(int rank, std::uint64_t tick) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const auto show = [&](int of, Shown& shown) {

@@ -1,16 +1,14 @@
 // The collectives of one group of ranks on one host, over a segment of shared memory.
 //
-// The segment has a control line per rank, then each rank's 16 small and 4 large slots, page-aligned. A rank writes its
-// own line and slots, and reads the others'. An exchange is one *tick* on each rank, in the same order: a rank
-// publishes the tick once its data is in its slot, and the others wait for that.
+// The segment has a control line per rank, then each rank's 16 small and 4 large slots, page-aligned. A rank writes
+// only its own. An exchange is one *tick*: a rank publishes the tick once its data is in its slot, and the others wait
+// for that.
 //
 // A slot is rewritten only when all others have entered an exchange after the one in which they last read it. A rank
 // that has published tick t has finished all exchanges before t.
 //
-// A tick carries a digest of the call. Peers compare digests before they read any data. Each rank's archive has the
-// records of its last 64 ticks, for errors.
-//
-// Not thread-safe. The caller owns the segment and keeps it mapped.
+// A tick carries a digest of the call, which peers compare before they read any data. Archives hold the last 64 ticks
+// for errors. Not thread-safe. The caller owns the segment.
 #pragma once
 
 #include <atomic>
@@ -30,7 +28,7 @@ namespace parallel_state {
 
 class HostGroup final : public Group {
  public:
-  // `segment` has `segment_bytes(size)` bytes, zero before the first rank attaches. `liveness` must outlive the group.
+  // `segment` is zero before the first rank attaches. `liveness` must outlive the group.
   HostGroup(void* segment, int rank, int size, const GroupLiveness& liveness, WaitPolicy policy);
 
   static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
@@ -60,13 +58,13 @@ class HostGroup final : public Group {
   Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
   Status compare(double timeout_s) override;
 
-  // As reduce_scatter. If `wide`, `out` gets a partial reduction: see PartFunction.
+  // If `wide`, `out` gets a partial reduction: see PartFunction.
   Status scatter_reduced(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
                          bool wide, double timeout_s);
   // Reduces into rank 0's `out`; partially if `wide`. Other ranks don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
 
-  // As broadcast, of a size that only `src` knows. Others write to `room(bytes)`; null fails the call with kTooLarge.
+  // Only `src` knows the size. Others write to `room(bytes)`; null fails the call with kTooLarge.
   Status broadcast_sized(const void* in, std::uint64_t bytes, int src, const std::function<char*(std::uint64_t)>& room,
                          double timeout_s);
 
@@ -78,14 +76,14 @@ class HostGroup final : public Group {
   // that can't map an input fails the call with kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
-  // Declares areas of `ranks` consecutive ranks, NUMA nodes or caches: at least two, of equal size. Reductions of
-  // `from_bytes` and more (negative: the tuned size) go from area to area, with the same bits. All ranks must pass the
-  // same values, before the first call.
+  // Declares areas of `ranks` consecutive ranks, NUMA nodes or caches. Reductions of `from_bytes` and more (negative:
+  // the tuned size) go from area to area, with the same bits. All ranks must pass the same values, before the first
+  // call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
-  // Side work continues while this rank waits; may be null.
+  // Continues while this rank waits; may be null.
   void set_side_work(SideWork* side_work) { policy_.side_work = side_work; }
 
  private:
@@ -108,11 +106,10 @@ class HostGroup final : public Group {
                         int root = -1);
   void tell_parts(const std::size_t* bytes);
 
-  // Publishes that all parts have `bytes` bytes. `find_even_parts` fills `bytes` if `rank` published that.
   void tell_even_parts(std::size_t bytes);
   bool find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const;
 
-  // The last calls of a rank. An entry is written before its tick is published.
+  // An entry is written before its tick is published.
   static constexpr std::uint64_t kKept = 64;
   static constexpr unsigned kEvenShift = 8;
   static constexpr std::uint64_t kPartsMask = (1 << kEvenShift) - 1;
@@ -122,7 +119,7 @@ class HostGroup final : public Group {
       std::atomic<std::uint64_t> note, word, shape, parts;
     };
     Entry entries[kKept];
-    std::atomic<std::uint64_t> part_bytes[kMaxRanks];  // of the last call with parts
+    std::atomic<std::uint64_t> part_bytes[kMaxRanks];
   };
   static constexpr std::size_t archive_offset(int size) { return static_cast<std::size_t>(size) * sizeof(Counter); }
   static constexpr std::size_t data_offset(int size) {
@@ -130,7 +127,7 @@ class HostGroup final : public Group {
     return (end + kPage - 1) / kPage * kPage;
   }
 
-  // An offset in each rank's part, and the tick with which this rank last used it.
+  // `used`: the tick with which this rank last used it.
   struct Slot {
     std::size_t offset;
     std::uint64_t* used;
@@ -191,7 +188,7 @@ class HostGroup final : public Group {
   Windows* arenas_[kMaxRanks] = {};
   bool has_arenas_ = false;
   Deadline deadline_;
-  std::uint64_t history_ = 0;  // of all calls so far
+  std::uint64_t history_ = 0;
   std::uint64_t parts_ = 0;
   std::vector<std::uint64_t> rows_;  // all_to_all: bytes that each rank sends and expects
   bool is_part_ = false;

@@ -1,4 +1,3 @@
-// Gathers, scatter and all_to_all over several hosts.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -17,7 +16,7 @@ std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
 
 }  // namespace
 
-// Copies blocks [outer, inner_bytes], sorted by host, to `out`, [outer, size, inner_bytes].
+// `blocks` is [outer, inner_bytes], sorted by host; `out` [outer, size, inner_bytes].
 void HostsGroup::put_in_place(char* out, const char* blocks, std::size_t outer, std::size_t inner_bytes) const {
   const std::size_t bytes = outer * inner_bytes, stride = index_of(size_) * inner_bytes;
   for (std::size_t place = 0; place < order_.size(); ++place) {
@@ -30,7 +29,6 @@ Status HostsGroup::all_gather(void* out, const void* in, std::size_t outer, std:
   begin(Kind::kAllGather, bytes, Method::kAllGather, timeout_s);
   auto* const to = static_cast<char*>(out);
   const auto* const from = static_cast<const char*>(in);
-  // Blocks arrive sorted by host. If ranks are numbered host by host, that is rank order.
   const bool as_it_is = outer == 1 && is_in_order_;
   char* const blocks = as_it_is ? to : blocks_.take(bytes * index_of(size_));
   RETURN_IF_FAILED(has_lanes_ ? gather_by_lanes(blocks, from, bytes) : gather_by_leads(blocks, from, bytes));
@@ -83,7 +81,6 @@ Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t byt
   return finish();
 }
 
-// Leads exchange the blocks of their hosts.
 Status HostsGroup::gather_by_leads(char* blocks, const char* in, std::size_t bytes) {
   constexpr std::size_t kPiece = 4 * kPieceBytes;
   const auto start_of = [&](int host) {
@@ -141,8 +138,7 @@ Status HostsGroup::gatherv(void* const* outs, const std::size_t* bytes, const vo
   return finish();
 }
 
-// The ranks of this host share blocks of `ranks`; each has the block at its own position. A position beyond the list
-// has none.
+// Each rank of this host has the block of `ranks` at its own position. A position beyond the list has none.
 Status HostsGroup::share_at_home(const std::vector<int>& ranks, void* const* outs, const std::size_t* bytes,
                                  const void* in) {
   void* to[kMaxRanks] = {};
@@ -323,7 +319,6 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   return finish();
 }
 
-// The local part of all_to_all.
 Status HostsGroup::exchange_at_home(char* out, const char* in, const std::size_t* out_bytes,
                                     const std::size_t* in_bytes) {
   const std::size_t size = index_of(size_);

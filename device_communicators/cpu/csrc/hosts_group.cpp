@@ -26,8 +26,8 @@ constexpr std::size_t kMostKept = 1 << 20;       // of a message, for the next o
 constexpr std::uint64_t kPieceBytes = 4 << 20;   // forwarded while the next one arrives
 constexpr std::uint64_t kSmallBytes = 32 << 10;  // neighbouring tensors up to this size are copied into one chunk
 
-// Reads the failure note of a rank that gave up after it had sent its part, for example with a shorter timeout. Other
-// messages, of the next call or of a rank that left, are only polled.
+// Of a rank that gave up after it had sent its part. Other messages, of the next call or of a rank that left, are only
+// polled.
 void read_failure(Link& link) {
   if (!link.in.is_idle() || link.is_broken() || link.is_in_trouble()) return;
   CallRecord head;
@@ -40,7 +40,7 @@ void read_failure(Link& link) {
 
 }  // namespace
 
-// Exits of ranks on other hosts; the local group has those of this host.
+// The local group has the exits of this host.
 class HostsGroup::Listener final : private control::EndListener {
  public:
   Listener(HostsGroup* group, std::shared_ptr<control::EndListeners> source, std::vector<int> ranks)
@@ -82,7 +82,7 @@ HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std:
       local_(local),
       liveness_(liveness),
       host_of_rank_([&] {
-        std::vector<int> numbers, of_rank;  // hosts are numbered by their first ranks
+        std::vector<int> numbers, of_rank;
         for (const int host : host_of_rank) {
           const auto found = std::find(numbers.begin(), numbers.end(), host);
           of_rank.push_back(static_cast<int>(found - numbers.begin()));
@@ -151,8 +151,6 @@ Loss HostsGroup::loss(int rank) const {
   if (end_of(rank) != kAlive) return Loss(rank);
   return liveness_.is_doomed() ? Loss(kOutside) : Loss();
 }
-
-// Calls.
 
 void HostsGroup::begin(Kind kind, std::uint64_t size, Method method, double timeout_s, std::uint64_t digest,
                        int reduction, int root) {
@@ -245,7 +243,6 @@ Status HostsGroup::finish() {
   return failed == nullptr ? Status::kDone : blame(*failed);
 }
 
-// Moves messages after each piece.
 void HostsGroup::copy_meanwhile(void* out, const void* in, std::size_t bytes) {
   for (std::size_t start = 0; start < bytes; start += kCopiedBytes) {
     copy(static_cast<char*>(out) + start, static_cast<const char*>(in) + start, std::min(kCopiedBytes, bytes - start));
@@ -260,8 +257,7 @@ Status HostsGroup::ends(std::int64_t now) {
   return now - noticed_ns_ < kNoticeNs ? Status::kDone : blame_dead();
 }
 
-// Another rank of this host may doom the group before this rank's control plane reports the death: waits a moment for
-// it.
+// Another rank of this host may doom the group before this rank's control plane reports the death.
 Status HostsGroup::blame_dead() {
   suspect_ = kOutside;
   const std::int64_t until = (noticed_ns_ != 0 ? noticed_ns_ : now_ns()) + kNoticeNs;
@@ -273,7 +269,6 @@ Status HostsGroup::blame_dead() {
   }
 }
 
-// Returns the failure or mismatch of a rank of this host.
 Status HostsGroup::at_home_ended() {
   const Loss loss = liveness_.loss(place_);
   if (loss.reporter < 0) return is_alone() ? Status::kDone : at_home(local_.compare(left_s()));
@@ -283,8 +278,8 @@ Status HostsGroup::at_home_ended() {
   return take_failure(loss.reporter, loss.rank, static_cast<Status>(loss.status));
 }
 
-// Adopts the failure that another rank of this host reported. If it says that a rank left, records that here, too: this
-// rank's control plane may report it later.
+// If another rank of this host reported that a rank left, records that here, too: this rank's control plane may report
+// it later.
 Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
   suspect_ = suspect;
   if (status != Status::kPeerDied) {
@@ -345,7 +340,7 @@ bool HostsGroup::is_sound(const FailureNote& why) const {
          (is_rank(why.suspect) || (why.suspect == kOutside && why.status == static_cast<int>(Status::kPeerDied)));
 }
 
-// Waits a moment for the control plane to report a rank of this host as dead.
+// Waits a moment for the control plane.
 bool HostsGroup::dies_soon(int rank) const {
   if (rank == rank_) return false;
   for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
@@ -354,7 +349,7 @@ bool HostsGroup::dies_soon(int rank) const {
   return false;
 }
 
-// Another rank's report of an end can arrive before the end itself: waits briefly to find out if `rank` left or died.
+// Another rank's report of an end can arrive before the end itself.
 void HostsGroup::learn_end(int rank) {
   const auto& links = connections_->links();
   const auto found = std::find_if(links.begin(), links.end(), [&](const auto& each) { return each->rank == rank; });
@@ -397,7 +392,6 @@ void HostsGroup::show_difference(const CallRecord& other) {
   expected_.count = found_.count = 0;
 }
 
-// Translates the result of a step of this host's ranks.
 Status HostsGroup::at_home(Status status) {
   if (measures_) {
     waited_ns_ += local_.waited_ns();
@@ -478,7 +472,7 @@ Status HostsGroup::broadcast(void* data, std::size_t bytes, int src, double time
   return send_to_all(bytes, src);
 }
 
-// Adds the chunks that are sent in sequence; a broadcast of no bytes has one.
+// A broadcast of no bytes has one chunk.
 void HostsGroup::cut(char* data, std::uint64_t bytes) {
   std::uint64_t start = 0;
   do {
@@ -486,8 +480,7 @@ void HostsGroup::cut(char* data, std::uint64_t bytes) {
   } while ((start += kPieceBytes) < bytes);
 }
 
-// The chunks have `bytes` in total. The root of the tree is the source or, if only leads are connected, the lead of its
-// host. A host forwards each chunk, then shares it.
+// The root of the tree is the source or, if only leads are connected, the lead of its host.
 Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   int parent = root_host;
@@ -520,7 +513,7 @@ Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   return finish();
 }
 
-// Sends the tensors of a message, or receives them. Those that are copied take at most kPieceBytes at a time.
+// Copied tensors take at most kPieceBytes at a time.
 Status HostsGroup::send_tensors(const Piece* tensors, std::size_t count, std::uint64_t bytes, int src) {
   const auto* const end = tensors + count;
   const auto is_copied = [](const Piece& tensor) { return tensor.bytes <= kSmallBytes; };
@@ -634,12 +627,10 @@ Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double t
   return finish();
 }
 
-// Frees the memory of a long head.
 void HostsGroup::forget_message() {
   if (message_.capacity() > kMostKept) message_ = {};
 }
 
-// Broadcasts `message_` of the source to all ranks.
 Status HostsGroup::share_message(std::uint64_t bytes, int src, std::uint64_t most_bytes) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   const auto room = [&](std::uint64_t found) {

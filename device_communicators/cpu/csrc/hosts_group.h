@@ -1,18 +1,14 @@
 // The collectives of a group over several hosts: shared memory within a host, connections between hosts.
 //
-// The lowest rank of each host is its lead. Small data passes through the leads: each collects its host's data,
-// exchanges it and distributes the result. If all hosts have equally many ranks, large data uses *lanes*: rank i of
-// each host exchanges its share with rank i of the others. Blocks from rank to rank, as in all_to_all, are sent
-// directly, as one message each. A large broadcast uses a tree of hosts.
+// The lowest rank of each host is its lead. Small data passes through the leads. If all hosts have equally many ranks,
+// large data uses *lanes*: rank i of each host exchanges its share with rank i of the others. Blocks from rank to rank,
+// as in all_to_all, are sent directly, as one message each. A large broadcast uses a tree of hosts.
 //
 // Reductions combine the ranks of a host in order, then the hosts in order, so all ranks have the same bits. Sums and
-// products of 16-bit floats are rounded once and sent as float32; as bfloat16 if the group is `rounded`. A rank alone
-// on its host sends its input unchanged.
+// products of 16-bit floats are sent as float32 and rounded once; as bfloat16 if the group is `rounded`.
 //
-// Each message has its call's record, which ranks compare. The root of a broadcast or scatter, and ranks that only send
-// to a gather, wait for none: their mismatch is found at the next message.
-//
-// While a rank waits, in memory or at a connection, all messages of its call move.
+// Ranks compare the call's record in each message. Ranks that only send wait for none: their mismatch is found at the
+// next message. While a rank waits, all messages of its call move.
 #pragma once
 
 #include <atomic>
@@ -35,12 +31,11 @@ class HostsGroup final : public Group {
              std::unique_ptr<Connections> connections, bool meshed, bool rounded, WaitPolicy policy);
   ~HostsGroup() override;
 
-  // For ranks of other hosts; see GroupLiveness::listen_to.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks);
   void stop_listening();
   bool has_left(int rank) const;
   bool has_died(int rank) const { return end_of(rank) == kDied; }
-  Loss loss(int rank) const;  // for ranks of the whole group; see GroupLiveness
+  Loss loss(int rank) const;  // for ranks of the whole group
 
   int local_size() const { return static_cast<int>(ranks_[static_cast<std::size_t>(host_)].size()); }
   const std::vector<int>& local_ranks() const { return ranks_[static_cast<std::size_t>(host_)]; }
@@ -58,7 +53,7 @@ class HostsGroup final : public Group {
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s) override;
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) override;
-  // Messages to all ranks: see taker.h. The first `heads` pieces are the head, the others the tensors.
+  // The first `heads` pieces are the head, the others the tensors.
   static constexpr std::uint64_t kPackedBytes = 64 << 10;  // tensors of at most so many bytes are sent with the head
   Status send_message(const std::vector<Piece>& pieces, int heads, double timeout_s);
   struct Taken {
@@ -69,17 +64,15 @@ class HostsGroup final : public Group {
   Status receive_message(int src, Taker& taker, Taken* taken, double timeout_s);
   Status compare(double timeout_s) override;
   void give_up(Status status) override;
-  // Reports that this rank failed outside of a call.
   void fail(Status status, int suspect);
   // Sets `suspect()` to a dead rank of the group, or kOutside. Returns kPeerDied.
   Status blame_dead();
 
  private:
   class Listener;
-  static constexpr int kTurns = 4;  // chunks of a reduction with memory of their own
+  static constexpr int kTurns = 4;
   enum End : std::uint8_t { kAlive, kLeft, kDied };
 
-  // A reduction, and how its parts are sent.
   struct Reduction {
     Dtype dtype;
     ReduceOp op, part_op;
@@ -88,7 +81,7 @@ class HostsGroup final : public Group {
     std::size_t width, wide_width;
   };
 
-  // Memory that calls reuse: fresh pages cost more than the calls.
+  // Reused: fresh pages cost more than the calls.
   class Scratch {
    public:
     char* take(std::size_t bytes);
@@ -195,8 +188,8 @@ class HostsGroup final : public Group {
   std::vector<Scratch> parts_, received_, rounded_parts_, padded_;
   Scratch blocks_, totals_;
   std::vector<char> message_;  // a message's head, and its tensors if they are small
-  std::vector<Piece> chunks_;  // of the broadcast
-  bool was_left_ = false;      // the taker left the message for the next call
+  std::vector<Piece> chunks_;
+  bool was_left_ = false;  // the taker left the message for the next call
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
   // Of all_to_all:

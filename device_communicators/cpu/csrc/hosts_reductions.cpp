@@ -1,5 +1,3 @@
-// Reductions over several hosts. Parts are combined in the order of the hosts and rounded once, so all ranks have the
-// same bits.
 #include <algorithm>
 #include <cstring>
 
@@ -11,11 +9,10 @@ namespace parallel_state {
 namespace {
 
 // If a host would send at most this much to all others, hosts send everything in one round; above, each reduces a
-// slice, in two rounds. Measured with two and three hosts on one machine with two cores: one round took 0.3 to 0.7 of
-// two up to here, and as much from 256 KiB on. With two hosts whose sums travel in the tensor's dtype, one round sends
-// no more.
+// slice, in two rounds. Measured with two and three hosts on one machine with two cores. With two hosts whose sums
+// travel in the tensor's dtype, one round sends no more.
 constexpr std::size_t kOneRoundBytes = 64 << 10;
-// Longer reductions are cut into about kChunks chunks of these lengths, so that network and host work at the same time.
+// So that network and host work at the same time.
 constexpr std::size_t kLeastChunk = 1 << 18, kMostChunk = 1 << 20, kChunks = 16;
 constexpr std::size_t kAlignment = 64;  // elements; slices begin at whole cache lines
 constexpr std::size_t kMostSources = 64;
@@ -60,7 +57,6 @@ bool HostsGroup::is_wide(const Reduction& how, int host, bool one_round) const {
   return how.widens && ranks_of(host).size() > 1 && (one_round || !how.is_rounded);
 }
 
-// This host's part, in the type in which it travels.
 const void* HostsGroup::as_it_travels(const Reduction& how, const char* part, std::size_t start, std::size_t count,
                                       bool one_round, char* rounded) {
   const bool has_wide = how.widens && !is_alone();
@@ -71,15 +67,14 @@ const void* HostsGroup::as_it_travels(const Reduction& how, const char* part, st
   return to;
 }
 
-// Combines the hosts' parts, `sources_` in host order; `wide_` marks those in the accumulator's type. `out` may be one
-// of them.
+// `sources_` are in host order; `wide_` marks those in the accumulator's type. `out` may be one of them.
 void HostsGroup::combine(const Reduction& how, void* out, std::size_t count) {
   std::size_t first = 0;
   const void* sources[kMostSources];
   for (bool is_last = false; !is_last;) {
     std::size_t taken = 0;
     std::uint64_t wide = 0;
-    if (first != 0) {  // the result so far
+    if (first != 0) {
       sources[taken++] = totals_.take(count * how.wide_width);
       wide = how.widens ? 1 : 0;
     }
@@ -116,9 +111,9 @@ Status HostsGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeou
   return Status::kDone;
 }
 
-// Works in chunks, three at a time. In step s this host reduces chunk s and sends its part; combines the hosts' parts
-// of chunk s - 1 (in two rounds only its own slice) and sends that result; shares the result of chunk s - 2 within the
-// host. Leads do this for their hosts; with lanes, each rank does it for its share of the chunk.
+// In step s this host reduces chunk s and sends its part; combines the hosts' parts of chunk s - 1 (in two rounds only
+// its own slice) and sends that result; shares the result of chunk s - 2 within the host. With lanes, each rank does it
+// for its share of the chunk.
 //
 // Messages between two ranks are P0, P1 R0, P2 R1, ...: parts P, and results R of chunks in two rounds. If `out` is
 // `in`, another host's R overwrites it only after that host has received this one's part. Memory of step s is reused in

@@ -1,4 +1,4 @@
-// Handles signals while a Python thread waits in the library: Python runs its handlers only on request.
+// Python runs signal handlers only on request while its thread waits in the library.
 #pragma once
 
 #include "signals.h"
@@ -15,15 +15,13 @@ struct Interpreter {
 // `main_thread`, a pthread_t, runs signal handlers.
 void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 
-// Set by Python; see has_signal.
 SignalPipe& signal_pipe();
 
 // Runs Python's signal handlers, under the interpreter lock, if a signal may have arrived (`surely`: did arrive).
-// Returns true if a handler raised. Never called on the fast path.
+// Returns true if a handler raised.
 bool interrupted(bool surely);
 
-// Returns what the last handler raised: three references that the caller owns. Null in other threads, or if there is
-// nothing.
+// Returns what the last handler raised: three references that the caller owns. Null in other threads.
 void take_exception(void** type, void** value, void** traceback);
 
 }  // namespace parallel_state

@@ -85,7 +85,6 @@ Loss GroupLiveness::loss(int awaited) const {
   return Loss(has_left(awaited) ? awaited : -1);
 }
 
-// wake_progress reports exits.
 bool GroupLiveness::watch(Sleep* sleep) const {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == me_) continue;
@@ -103,7 +102,7 @@ void GroupLiveness::leave() {
 }
 
 void GroupLiveness::fail(int status, int suspect, Told expected, Told found, Misfit misfit) {
-  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // has the cause
+  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;
   if (misfit.from >= 0) {
     expected = {misfit.sent_bytes, misfit.expected_bytes};
     found = {};

@@ -3,8 +3,8 @@
 // A living rank may itself have failed, or wait for a dead one. So a wait ends with the death or failure of any rank of
 // the group. A rank that left on purpose ends only waits for that rank.
 //
-// The control plane's thread of any one rank writes exits to the group's shared memory, where waits read them. Without
-// a control plane a wait ends at its deadline.
+// The control plane's thread of any one rank writes exits to the group's shared memory. Without a control plane a wait
+// ends at its deadline.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,6 @@ namespace control {
 class EndListeners;
 }
 
-// Published by a rank about itself. Not read on the fast path.
 struct alignas(64) Member {
   std::atomic<std::uint32_t> has_left{0};
   std::atomic<std::uint32_t> failed{0};  // 0, or 1 + suspect; the status from bit 16 on
@@ -31,7 +30,7 @@ struct alignas(64) Member {
   std::atomic<std::uint64_t> calls[4], misfit;
 };
 
-// Exits reported by the control plane, one bit per rank. Any rank sets bits; none clears them.
+// One bit per rank. Any rank sets bits; none clears them.
 struct alignas(64) ReportedEnds {
   std::atomic<std::uint64_t> died{0};
   std::atomic<std::uint64_t> left{0};
@@ -71,8 +70,8 @@ class GroupLiveness final : public Losses {
   GroupLiveness(const GroupLiveness&) = delete;
   GroupLiveness& operator=(const GroupLiveness&) = delete;
 
-  // Writes exits here until stop_listening. `ranks`: the group's global ranks, in order. `domain`: all global ranks
-  // whose death fails the group, ascending. Call it once, before waits.
+  // `ranks`: the group's global ranks, in order. `domain`: all global ranks whose death fails the group, ascending.
+  // Call it once, before waits.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, std::vector<int> domain);
 
   void stop_listening();
@@ -85,7 +84,7 @@ class GroupLiveness final : public Losses {
   bool has_left(int rank) const;
 
   // Fails all calls of this process in the group, for good. Thread-safe.
-  void doom() { doomed_.store(true, std::memory_order_relaxed); }  // carries no data
+  void doom() { doomed_.store(true, std::memory_order_relaxed); }
   bool is_doomed() const {
     return doomed_.load(std::memory_order_relaxed) || ends_->doomed.load(std::memory_order_relaxed) != 0;
   }

@@ -1,12 +1,8 @@
 // Loans: readers use tensors of a message in their sender's memory.
 //
-// The sender copies a tensor to a block of its arena, which all ranks map, and sends the block's offset. A word of
-// shared memory has a bit per reader, which the reader clears when done. When the sender lends again, it takes back
-// blocks whose words are zero. So it waits for no reader. While much is lent, or the arena is full, tensors go through
-// the ring.
-//
-//   the sender copies, sets the word, publishes the chunk    a reader of the chunk sees both
-//   a reader clears its bit (release)                        the sender that reads zero (acquire) may write again
+// The sender copies a tensor to a block of its arena and sends the block's offset. A word of shared memory has a bit
+// per reader, which the reader clears (release) when done. At its next loan the sender takes back blocks whose words
+// are zero (acquire). While much is lent, or the arena is full, tensors go through the ring.
 //
 // A killed reader's bits stay set, until its group returns all memory at its end.
 #pragma once
@@ -28,7 +24,6 @@ struct Piece {
   std::uint64_t bytes;
 };
 
-// Offsets in the sender's arena.
 struct LoanRecord {
   std::uint64_t block;
   std::uint64_t bytes;
@@ -46,7 +41,7 @@ struct Loan {
 
 constexpr std::uint64_t kMostLoans = 4096;  // per message, and per rank at once
 
-// The loans of one rank. Thread-safe.
+// Thread-safe.
 class Lender {
  public:
   // Below this size a loan costs more than it saves.
@@ -57,8 +52,7 @@ class Lender {
   // Both must outlive this object.
   Lender(Arena& arena, const Windows& windows) : arena_(arena), windows_(windows) {}
 
-  // Copies tensors to blocks, for the readers whose bits are set. Returns false, with nothing lent, if the arena is
-  // full or too much is lent.
+  // `readers`: a bit each. Returns false, with nothing lent, if the arena is full or too much is lent.
   bool lend(const Piece* tensors, int count, std::uint64_t readers, std::vector<LoanRecord>* records);
   // For a message that isn't sent.
   void take_back(const std::vector<LoanRecord>& records);

@@ -1,9 +1,6 @@
-// Matches posted receives with arrived messages. A value without I/O.
-//
-// A message goes to the oldest posted receive of its tag and its source, or of any source. A receive takes the oldest
-// held message that fits. So messages of one source and tag are received in order, and others may overtake them.
-//
-// tests/native/matcher_explorer.cpp runs all orders of posts, arrivals and cancels of small cases.
+// Matches posted receives with arrived messages. A message goes to the oldest posted receive of its tag and its source,
+// or of any source. A receive takes the oldest held message that fits. tests/native/matcher_explorer.cpp runs all
+// orders.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +55,6 @@ class Matcher {
 
   // Returns whether a posted receive may match a message of this source.
   bool wants(int source) const { return !any_source_.empty() || !side(source).receives.empty(); }
-  // The same, and holds no message of it.
   bool is_idle(int source) const { return !wants(source) && side(source).messages.empty(); }
   bool holds(int source) const { return !side(source).messages.empty(); }
 

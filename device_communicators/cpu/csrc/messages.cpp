@@ -29,23 +29,22 @@ Counted counted(Told told) {
   return is_list ? Counted::kBroadcastList : Counted::kBroadcastMessage;
 }
 
-// Returns whether a call that bypasses Python, and has the end's turn, may use the end.
+// For a call that bypasses Python, and has the end's turn.
 template <typename End>
 bool is_free(const OpenEnd<End>& open) {
   return !open.closed && open.report->broken == 0 && open.report->reserved.load(std::memory_order_acquire) == 0;
 }
 
-// Returns the same for a reader: also false if Python is in the middle of a message.
+// Also false if Python is in the middle of a message.
 bool is_free_reader(const OpenReader& open) {
   return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
 }
 
-// Reads one message.
 class Reading {
  public:
   Reading(OpenReader& open, double timeout_s) : open_(open), timeout_s_(timeout_s), started_ns_(now_ns()) {}
 
-  // Reads a message whose head must equal the first piece. So a peer's bytes are compared, not parsed.
+  // The head must equal the first piece. So a peer's bytes are compared, not parsed.
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
     QueueReader& end = open_.end;
     const Piece& head = pieces[0];
@@ -59,7 +58,7 @@ class Reading {
     return done ? Outcome::kDone : Outcome::kLeft;
   }
 
-  // Reads any message. Sets `bytes` to its size for counting, if all of it was read.
+  // Sets `bytes` to the message's size for counting, if all of it was read.
   Outcome read_value(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
     if (taker.wants_loans()) end.want_loans(true);
@@ -93,7 +92,6 @@ class Reading {
   }
 
  private:
-  // Copies lent tensors to the pieces.
   static void copy(std::vector<Loan>* loans, const std::vector<Piece>& pieces) {
     auto loan = loans->begin();
     std::uint64_t offset = 0;
@@ -114,7 +112,6 @@ class Reading {
     return wait(number) && check(open_.end.bytes_left() == 0 ? QueueStatus::kMalformed : QueueStatus::kDone);
   }
 
-  // Waits for a message, unless an earlier call has found one and left it.
   bool wait(std::uint64_t number) {
     QueueReport& report = *open_.report;
     const bool is_here = report.found != 0;
@@ -130,7 +127,6 @@ class Reading {
     return Outcome::kLeft;
   }
 
-  // Stores a failure in the report, from which Python raises it.
   bool check(QueueStatus status) {
     if (status == QueueStatus::kDone) return true;
     QueueReport& report = *open_.report;
@@ -147,7 +143,6 @@ class Reading {
   const std::int64_t started_ns_;
 };
 
-// Orders a message to all ranks among the group's collectives; see Group::announce.
 bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
   return handle.run_entered([&](Group& self, double timeout_s) {
     self.tell(told);
@@ -155,7 +150,7 @@ bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
   }) == Status::kDone;
 }
 
-// Receives and records a message. `read(reading, number, &bytes)` reads it and sets its size for counting.
+// `read(reading, number, &bytes)` sets the message's size for counting.
 template <typename Read>
 Outcome receive(Served& served, ToOne from, Read read) {
   Handle& handle = served.handle();
@@ -171,7 +166,7 @@ Outcome receive(Served& served, ToOne from, Read read) {
   return outcome;
 }
 
-// Records a message to all ranks of a group on several hosts. `carry` moves it and sets its size for counting.
+// `carry` moves the message and sets its size for counting.
 template <typename Carry>
 Outcome record_between_hosts(Served& served, Told told, Carry carry) {
   const Entered entered{served.handle()};
@@ -213,7 +208,6 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   return outcome;
 }
 
-// Accepts a list with a known head. A peer's bytes are compared with it, not parsed.
 class Expected final : public Taker {
  public:
   explicit Expected(const std::vector<Piece>& pieces) : pieces_(pieces) {}
@@ -428,7 +422,7 @@ Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, 
 
 namespace {
 
-// A transfer of a plain tensor that bypasses Python. It is recorded once it is certain to begin.
+// It is recorded once it is certain to begin.
 class TensorTransfer {
  public:
   TensorTransfer(Served& served, ToOne other, Counted counted, const PlainTensor& x)

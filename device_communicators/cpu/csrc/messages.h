@@ -1,10 +1,8 @@
-// Messages between ranks: objects with their tensors, lists of tensors whose head the receiver knows in advance, and
-// plain tensors. Within a host they go through rings (open_queue.h), between hosts over connections (transfers.h).
+// Messages between ranks: objects with their tensors, lists of tensors with a known head, and plain tensors. Within a
+// host they go through rings, between hosts over connections.
 //
-// Every message is received in the same steps: its head is read, a `Taker` returns the addresses for its tensors, and
-// they are read to these. Functions with a `Served` record and count the message; for others the caller does.
-//
-// Thread-safe. The caller owns the pieces.
+// A message's head is read, a `Taker` returns the addresses for its tensors, and they are read to these. Functions with
+// a `Served` record and count the message; for others the caller does. Thread-safe. The caller owns the pieces.
 #pragma once
 
 #include <cstdint>
@@ -29,10 +27,9 @@ enum class Outcome : int {
   kRaised = 3   // the taker has refused the message, which was received
 };
 
-// The other rank of a message between two, and the method that sends or receives it: its number in TRANSFERS of
-// user_call.py.
+// `method`: a number in TRANSFERS of user_call.py.
 struct ToOne {
-  static constexpr int kPlainTensor = -1;  // has no number
+  static constexpr int kPlainTensor = -1;
 
   int rank;
   int method;
@@ -47,26 +44,24 @@ struct ToOne {
 
 constexpr std::uint64_t kMostListHead = 4096;  // fits the first chunk of each queue
 
-// Writes the head for a list of tensors of these sizes, equal to that of `wire.head_of_list` in
-// parallel_state.messages. Returns false if the form isn't a digest of 32 hexadecimal digits, or the head is longer
-// than kMostListHead.
+// Writes the same head as `wire.head_of_list` of parallel_state.messages. Returns false if the form isn't a digest of
+// 32 hexadecimal digits, or the head is longer than kMostListHead.
 bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head);
 
-// Sends a message. The first `heads` pieces are its head.
+// The first `heads` pieces are its head.
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
-// Returns the connections for the group's messages; null if they go through rings, or need Python.
+// Null if the group's messages go through rings, or need Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// As `send_message`, over connections. Unless it `waits`, it only starts to send. Returns the result of
-// Transfers::start.
+// Over connections. Unless it `waits`, it only starts to send. Returns the result of Transfers::start.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
-// Send and receive a message to all ranks of a group on several hosts. The thread must have entered `handle`.
+// Between hosts. The thread must have entered `handle`.
 Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pieces, int heads);
 Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken);
-// Sends a message to all ranks, as the group's next collective. `told`: its record, which ranks compare.
+// Sends a message to all ranks, as the group's next collective.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 
-// Receives a message with a known head, the first piece, and its tensors into the other pieces.
+// The first piece is the known head.
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces);
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces);
 
@@ -82,11 +77,11 @@ struct PlainTensor {
   const std::int64_t* sizes;
   std::size_t dims;
   std::uint64_t bytes;  // not 0
-  // Returns the address of the contiguous bytes. Called only if the queue is free, because it may copy or allocate.
+  // Returns the contiguous bytes. Called only if the queue is free, because it may copy or allocate.
   std::function<void*()> data;
 };
 
-// Returns kNoRoom if the ring can't hold the whole tensor now.
+// kNoRoom: the ring can't hold the whole tensor now.
 Outcome send_tensor(Served& served, int dst, const PlainTensor& x);
 Outcome receive_tensor(Served& served, int src, const PlainTensor& out);
 

@@ -1,6 +1,6 @@
-// The functions that parallel_state.messages calls (see calling.h). Sends return an Outcome, or kStarted + the number
-// of a transfer in progress. Receives return the object, or NotImplemented if Python must receive it or raise. `self`
-// is the address of a `Python` of pack.h. Unless noted, the first argument is the group's key.
+// The functions that parallel_state.messages calls. Sends return an Outcome, or kStarted + the number of a transfer in
+// progress. Receives return the object, or NotImplemented if Python must receive it or raise. `self` is the address of
+// a `Python` of pack.h. Unless noted, the first argument is the group's key.
 
 #include <algorithm>
 #include <cstring>
@@ -38,7 +38,6 @@ Piece head_of(const Python& python, void* head) {
   return {const_cast<char*>(python.bytes(head)), static_cast<std::uint64_t>(python.bytes_size(head))};
 }
 
-// Raises what a signal handler raised during the call. Returns whether there was anything.
 bool raises() {
   void *type = nullptr, *value = nullptr, *traceback = nullptr;
   take_exception(&type, &value, &traceback);
@@ -51,7 +50,6 @@ void* answer(Outcome outcome) {
   return calling.make_integer(static_cast<int>(outcome));
 }
 
-// Lets other threads run.
 class Unlocked {
  public:
   Unlocked() : thread_(calling.save_thread()) {}
@@ -63,7 +61,7 @@ class Unlocked {
   void* const thread_;
 };
 
-// Keeps the packed message alive: another thread may change its object, and a signal handler may pack another message.
+// Another thread may change the packed message's object, and a signal handler may pack another message.
 class Kept {
  public:
   explicit Kept(const Python& python) : python_(python), pieces_(packer().pieces()), heads_(packer().heads()) {
@@ -94,13 +92,12 @@ class Kept {
   bool handed_back_ = false;
 };
 
-// A message that lives until its transfer is released, with the Python objects that contain its bytes.
+// Lives until its transfer is released, with the Python objects that contain its bytes.
 struct Lasting {
   OutgoingMessage message;
   std::vector<char> written;
   std::vector<void*> objects;
 
-  // Takes over the message that the packer has packed.
   void take_packed() {
     const std::vector<Piece>& pieces = packer().pieces();
     const int heads = packer().heads();
@@ -133,8 +130,8 @@ struct Lasting {
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
 constexpr long long kStarted = 4;  // larger than each Outcome; the transfer's number is added
 
-// Sends the packed message to one rank. A wait is impossible while receives are pending, which only Python moves: then
-// only starts to send if it `may_start`, else leaves the message to Python.
+// A wait is impossible while receives are pending, which only Python moves: then only starts to send if it `may_start`,
+// else leaves the message to Python.
 void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
@@ -162,14 +159,14 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
 }
 
-// Converts what Python passes for its own messages: bytes with addresses and sizes of pieces.
+// `bytes`: addresses and sizes of pieces.
 std::vector<Piece> pieces_of(void* bytes) {
   std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(bytes)) / sizeof(Piece));
   if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(bytes), pieces.size() * sizeof(Piece));
   return pieces;
 }
 
-// Runs `call` of a group on several hosts; the thread may have entered it.
+// The thread may have entered the group.
 template <typename Call>
 Status run_between_hosts(std::uint64_t group, Call call) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -179,7 +176,7 @@ Status run_between_hosts(std::uint64_t group, Call call) {
   return entered ? call(*handle) : Status::kBusy;
 }
 
-// Sends the packed message to all ranks. If there is no room, and it is `wanted`, `ps_packed` returns it.
+// If there is no room, and the message is `wanted`, `ps_packed` returns it.
 Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
   Kept kept{python};
   Outcome outcome;
@@ -191,8 +188,8 @@ Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) 
   return outcome;
 }
 
-// Builds the object of a message. If the library can't decode the head, it calls a Python hook with the head's bytes,
-// the sizes of head and tensors. The hook returns addresses and sizes for the tensors.
+// If the library can't decode the head, it calls a Python hook with the head's bytes, the sizes of head and tensors.
+// The hook returns addresses and sizes for the tensors.
 class Received final : public Taker, private Tensors {
  public:
   static constexpr std::ptrdiff_t kArguments = 8;
@@ -465,7 +462,7 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-// …, dst, method, object, limit, slices, mine, whole: see Cut; whether to wait, between hosts, until it is sent
+// …, dst, method, object, limit, slices, mine, whole; whether to wait, between hosts, until it is sent
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const Python& python = python_of(self);
@@ -539,8 +536,8 @@ void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_
   });
 }
 
-// Receives from an end of a queue, which the caller keeps open. Arguments: the end, the message's number, the timeout,
-// the number of the group, and those of Received.
+// The caller keeps the end open. Arguments: the end, the message's number, the timeout, the number of the group, and
+// those of Received.
 void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 4 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -552,9 +549,8 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// Starts to send a message over connections. Arguments: transfers, dst, tag, the beginning of the head, addresses and
-// sizes of the other pieces, how many of these belong to the head, the object that owns the memory. Returns the result
-// of `ps_transfers_starting`.
+// Over connections. Arguments: transfers, dst, tag, the beginning of the head, addresses and sizes of the other pieces,
+// how many of these belong to the head, the object that owns the memory.
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
@@ -588,8 +584,8 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(number);
 }
 
-// Receives over connections. Arguments: transfers, src, tag, the timeout in us, the number of the group, the address of
-// a QueueReport, and those of Received.
+// Over connections. Arguments: transfers, src, tag, the timeout in us, the number of the group, the address of a
+// QueueReport, and those of Received.
 void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -602,8 +598,8 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   });
 }
 
-// Sends to all ranks of a group on several hosts. Arguments: the group's number, the words of the call, the beginning
-// of the head, addresses and sizes of the other pieces, how many of these belong to the head. Returns a `Status`.
+// Between hosts. Arguments: the group's number, the words of the call, the beginning of the head, addresses and sizes
+// of the other pieces, how many of these belong to the head. Returns a `Status`.
 void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};
@@ -620,8 +616,8 @@ void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(static_cast<int>(status));
 }
 
-// Receives a message to all ranks of a group on several hosts. Arguments: the group's number, the words of the call,
-// the source, the address of a QueueReport whose `broken` becomes the `Status`, and those of Received.
+// Between hosts. Arguments: the group's number, the words of the call, the source, the address of a QueueReport whose
+// `broken` becomes the `Status`, and those of Received.
 void* ps_group_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5 + Received::kArguments) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};

@@ -59,7 +59,7 @@ SharedWindow::~SharedWindow() {
   if (streams_ != nullptr && number_of(rank_) != 0 && peers_.empty()) streams_->close_window(number_of(rank_));
 }
 
-// Allocates in the arena, until `end`; privately for a rank alone on its host. Returns null without memory.
+// In the arena, until `end`; privately for a rank alone on its host. Returns null without memory.
 std::shared_ptr<char> SharedWindow::allocate(std::size_t bytes) {
   if (Arena* const arena = handle_->arena()) {
     void* const block = arena->allocate(bytes);
@@ -214,7 +214,7 @@ Status SharedWindow::wait_signal(int src, double timeout_s, Refusal* refusal) {
     std::uint64_t taken = from.taken.load(std::memory_order_relaxed);
     if (from.from->read() > taken) {
       if (from.taken.compare_exchange_strong(taken, taken + 1, std::memory_order_acq_rel)) return Status::kDone;
-      continue;  // another thread took it
+      continue;
     }
     if (timeout_s <= 0) return Status::kTimedOut;
     switch (wait_for(*from.from, taken + 1, handle_->wait_policy(), deadline, alive, src)) {

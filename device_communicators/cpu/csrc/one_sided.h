@@ -1,16 +1,14 @@
 // One-sided access: each rank writes the memory of other ranks, and reads that of its host's ranks, without their help.
 //
-// Each rank has two blocks per window in its arena, which all ranks of the host map: the memory, and a counter per peer
-// (the number of signals to that peer). A rank that is alone on its host has private memory.
+// Each rank has two blocks per window in its arena: the memory, and a counter per peer (the number of signals to that
+// peer).
 //
 //   put copies, and fences                          later reads by ranks of the host see the bytes
 //   signal publishes the next number (release)      a peer whose `wait_signal` received it (acquire) sees earlier
 //                                                   writes of this rank, and of ranks whose signals it had received
 //
-// A wait receives one signal. It ends like all waits: see wait.h. Thread-safe.
-//
-// Between hosts, puts and signals use the connections of transfers: see streams.h. A put returns when its data may be
-// changed. The order is that of one connection: a signal arrives after earlier puts to the same rank.
+// A wait receives one signal. Thread-safe. Between hosts, puts and signals use the connections of transfers. A put
+// returns when its data may be changed. A signal arrives after earlier puts to the same rank.
 #pragma once
 
 #include <atomic>
@@ -28,27 +26,26 @@ namespace parallel_state {
 
 class SharedWindow {
  public:
-  // The reason that a call did nothing.
   struct Refusal {
     std::string text;         // after kWrongArgument and kUnsupported; after kBroken, of the connection's end
     Loss loss;                // after kPeerDied
     TransferFailure failure;  // after kBroken, which fails all transfers between hosts
   };
 
-  // `group`: the number of `handle`. The part's bytes, dtype and shape are set. `data`: the memory of a tensor, or null
-  // for zeros. Memory in this rank's arena is used directly; other memory is copied to a new block.
+  // `group`: the number of `handle`. `data`: the memory of a tensor, or null for zeros. Memory in this rank's arena is
+  // used directly; other memory is copied to a new block.
   SharedWindow(std::uint64_t group, std::shared_ptr<Handle> handle, const WindowPart& part, const void* data);
   ~SharedWindow();
   SharedWindow(const SharedWindow&) = delete;
   SharedWindow& operator=(const SharedWindow&) = delete;
 
   const WindowPart& part() const { return part_of(rank_); }
-  // Maps the parts of this host's other ranks. `parts`: of all ranks. Call it once, before the following calls. If a
-  // rank had no memory for its part, returns kUnsupported on every rank.
+  // Maps the parts of this host's other ranks. Call it once, before the following calls. If a rank had no memory for
+  // its part, returns kUnsupported on every rank.
   Status open(const WindowPart* parts, Refusal* refusal);
 
-  // Ranks are those of the group, and may be this one.
-  // `signals`: as `signal` after it, but between hosts in the same message.
+  // Ranks are those of the group, and may be this one. `signals`: as `signal` after it, but between hosts in the same
+  // message.
   Status put(int dst, std::int64_t first_element, std::int64_t elements, int dtype, const void* data, bool signals,
              Refusal* refusal);
   Status signal(int dst, Refusal* refusal);
@@ -57,15 +54,14 @@ class SharedWindow {
   Status memory_of(int rank, void** found, Refusal* refusal);
   bool maps(int rank) const { return rank >= 0 && rank < handle_->size() && peer(rank).memory != nullptr; }
 
-  // Refuses later calls, waits for the puts of other hosts' ranks, and frees the blocks. Call it on all ranks when none
-  // uses the window any more. Otherwise, or if it fails, the blocks stay until the group ends, because a peer may still
-  // write to them.
+  // Refuses later calls, waits for the puts of other hosts' ranks, and frees the blocks. Collective. If it isn't
+  // called, or fails, the blocks stay until the group ends, because a peer may still write to them.
   Status end(Refusal* refusal);
 
  private:
   struct Peer {
-    char* memory = nullptr;  // null if not mapped; then a connection may reach the rank
-    Counter* to = nullptr;   // signals to the peer
+    char* memory = nullptr;  // null if not mapped
+    Counter* to = nullptr;
     Counter* from = nullptr;
     std::mutex mutex;  // guards `sent`
     std::uint64_t sent = 0;
@@ -74,13 +70,12 @@ class SharedWindow {
   class Alive;
 
   std::shared_ptr<char> allocate(std::size_t bytes);
-  // Checks a call with `rank`. `maps`: it needs the rank's memory.
+  // `maps`: the call needs the rank's memory.
   Status check(int rank, const char* call, bool maps, Refusal* refusal) const;
   Status lost(int rank, Refusal* refusal) const;
-  // Over memory if this rank maps that of `dst`, else over its connection.
   Status write(int dst, std::size_t offset, const void* data, std::size_t bytes, bool signals, const char* call,
                Refusal* refusal);
-  // How a transfer with `rank`, -1 for all, ended.
+  // `rank`: -1 for all.
   Status ended(int how, const char* call, int rank, Refusal* refusal) const;
   const WindowPart& part_of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
   std::uint32_t number_of(int rank) const { return static_cast<std::uint32_t>(part_of(rank).number); }
@@ -92,7 +87,7 @@ class SharedWindow {
   std::shared_ptr<Streams> streams_;  // null on one host, or if not all ranks are connected
   std::vector<WindowPart> parts_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::shared_ptr<char> memory_, signals_;  // this rank's blocks, each with its owner; null without a block
+  std::shared_ptr<char> memory_, signals_;  // null without a block
   bool is_given_ = false;                   // the memory is a tensor's
   std::atomic<bool> ended_{false};
 };

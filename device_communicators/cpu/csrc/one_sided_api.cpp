@@ -1,5 +1,3 @@
-// The C interface of one_sided.h: for ctypes and the torch backend, and for Python as in calling.h.
-
 #include <cstring>
 #include <memory>
 #include <new>
@@ -61,8 +59,7 @@ int ps_window_memory(void* window, int rank, void** found) {
   return static_cast<int>(shared(window)->memory_of(rank, found, &refusal));
 }
 
-// Of this thread's last call: the suspect, the rank that reported it and its status; the words of its TransferFailure;
-// the text.
+// The suspect, the rank that reported it and its status; the words of its TransferFailure; the text.
 void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
   words[0] = refusal.loss.rank;
   words[1] = refusal.loss.reporter;
@@ -86,7 +83,7 @@ void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return window->put(dst, first, elements, dtype, data, signals, &refusal); });
 }
 
-// Arguments: window, dst.
+// window, dst.
 void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 2) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
@@ -95,7 +92,7 @@ void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return window->signal(dst, &refusal); });
 }
 
-// Arguments: window, src, timeout in us.
+// window, src, timeout in us.
 void* ps_window_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));

@@ -1,7 +1,6 @@
-// Open ends of message queues, for Python and for C++ calls that bypass it.
-//
-// Python's own lock on an end is unknown to C++, so each call into an end takes a turn. A call that bypasses Python
-// falls back to it if the turn isn't free, a message is half written or half read, or Python's messages go first.
+// Open ends of message queues, for Python and for C++ calls that bypass it. Each call into an end takes a turn. A call
+// that bypasses Python falls back to it if the turn isn't free, a message is half written or half read, or Python's
+// messages go first.
 #pragma once
 
 #include <pthread.h>
@@ -21,7 +20,7 @@ namespace parallel_state {
 class Turn {
  public:
   bool try_take() { return !taken_.exchange(true, std::memory_order_acquire); }
-  // Returns false if another thread has the turn until the timeout.
+  // Returns false at the timeout.
   bool take(double timeout_s) {
     if (try_take()) return true;
     for (const std::int64_t until_ns = now_ns() + static_cast<std::int64_t>(timeout_s * 1e9); now_ns() < until_ns;) {
@@ -83,12 +82,10 @@ class InTurn {
   std::atomic<std::int64_t>* holder_ = nullptr;
 };
 
-// Detects lost ends: by the group's liveness or, without a group, by processes.
 struct Watch {
   std::shared_ptr<const Losses> losses;
 };
 
-// Open queues of a group, by peer.
 class Queues {
  public:
   explicit Queues(int size) : writers_(size + 1), readers_(2 * size) {}

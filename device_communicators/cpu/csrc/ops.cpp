@@ -18,7 +18,7 @@ struct Reduction {
   int told;  // the caller's reduction, as numbered by REDUCE_OPS of native_group.py
 };
 
-// Returns whether kernels reduce `dtype` by `name`, and how. For bools sum and max are "or", the others "and".
+// For bools sum and max are "or", the others "and".
 bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   ReduceOp op;
   if (name == "sum") op = ReduceOp::kSum;
@@ -45,12 +45,11 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   }
 }
 
-// One per rank; few groups have more.
 template <typename T>
 using Many = c10::SmallVector<T, kMaxRanks>;
 
-// Results from this size on use the arena: page faults of memory that malloc returns to the system between calls cost
-// more than the collective.
+// Results from this size on use the arena: page faults of memory that malloc returns to the system cost more than the
+// collective.
 constexpr std::size_t kPooledBytes = 128 << 10;
 
 Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -101,7 +100,6 @@ c10::SmallVector<std::int64_t, 8> resized(const Tensor& x, std::int64_t dim, std
   return sizes;
 }
 
-// Moves `dim` to the front, contiguous; and back.
 Tensor rows_of(const Tensor& x, std::int64_t dim) { return (dim == 0 ? x : x.movedim(dim, 0)).contiguous(); }
 Tensor with_rows(const Tensor& rows, std::int64_t dim) { return dim == 0 ? rows : rows.movedim(0, dim).contiguous(); }
 
@@ -120,7 +118,7 @@ Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymI
   return told;
 }
 
-// Allocates a result unless the caller passed one. Returns false if that one doesn't fit.
+// Returns false if the caller's result doesn't fit.
 bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& like) {
   if (!out->defined()) {
     *out = empty(served, sizes, like);
@@ -129,7 +127,7 @@ bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& l
   return out->is_contiguous() && out->sizes() == sizes && out->scalar_type() == like.scalar_type();
 }
 
-// Contiguous `x`; a copy if `out` shares its memory, because peers read it while this rank writes.
+// A copy if `out` shares its memory, because peers read it while this rank writes.
 Tensor apart(const Tensor& x, const Tensor& out) {
   return x.storage().data() == out.storage().data() ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
 }
@@ -257,7 +255,6 @@ Carried reduce_scatter(Served& served, const Tensor& x, std::int64_t dim, string
   });
 }
 
-// Exchanges slices, then reduces the own ones.
 Carried reduce_scatterv(Served& served, const Tensor& x, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
                         Tensor* out) {
   Reduction how;
@@ -351,7 +348,7 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
   const std::int64_t ranks = served.handle().size();
   const auto numel = static_cast<std::int64_t>(c10::multiply_integers(sizes));
   if (numel == 0 || dim < 0 || dim >= dims || src < 0 || src >= ranks) return Carried::kNo;
-  Tensor blocks;  // consecutive slices
+  Tensor blocks;
   if (served.handle().rank() == src) {
     const bool fits = x.defined() && x.device().is_cpu() && x.scalar_type() == dtype && x.dim() == dims &&
                       x.size(dim) == ranks * sizes[dim] && x.numel() == ranks * numel;

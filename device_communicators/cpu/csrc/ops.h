@@ -46,9 +46,9 @@ Carried barrier(Served& served);
 Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
-// Allocates in this rank's arena, or in ordinary memory if it is full. The tensor owns the memory.
+// In this rank's arena, or in ordinary memory if it is full.
 Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
-// Allocates in the arena if the tensor is large and there is a group.
+// In the arena if the tensor is large and there is a group.
 Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace parallel_state

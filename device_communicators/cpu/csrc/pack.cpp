@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kHeaderBytes = 32, kMetadataBytes = 5;
 constexpr std::uint8_t kFormatVersion = 1, kTensorCode = 9;
 constexpr std::size_t kShortString = 32;
-constexpr std::size_t kKeptBytes = 4 << 20;  // buffer kept between messages
+constexpr std::size_t kKeptBytes = 4 << 20;
 constexpr std::size_t kLongBytes = 4 << 10;  // longer texts are sent in place
 
 template <typename T>
@@ -225,7 +225,7 @@ bool Packer::text(void* object) {
   std::ptrdiff_t size = 0;
   const char* const data = python_->utf8(object, &size);
   const auto bytes = static_cast<std::size_t>(size);
-  if (data != nullptr && bytes < kShortString) return short_string(body_, data, bytes);  // as most
+  if (data != nullptr && bytes < kShortString) return short_string(body_, data, bytes);
   if (data != nullptr) return sized(body_, bytes, 0xa0, kShortString, 0xd9, 0xda) && content(object, data, bytes);
   python_->forget_error();  // a lone surrogate
   return false;
@@ -304,7 +304,6 @@ bool Packer::tensor(void* object, bool whole) {
   return done && copied(body_, code, sizeof code) && little_endian(body_, static_cast<std::uint32_t>(index));
 }
 
-// Writes what precedes the object, now that its tensors are known, and after it which of them are sliced.
 bool Packer::finish() {
   const auto tensors = static_cast<std::uint32_t>(seen_.size());
   char* const cut = body_.add(tensors);
@@ -313,7 +312,7 @@ bool Packer::finish() {
   const std::uint64_t table_bytes = (tensors == 0 ? 0 : tensors < 16 ? 1 : 3) + rows_.size();
   const std::uint64_t body_bytes = kMetadataBytes + table_bytes + body_.size() + long_bytes_;
   if (body_bytes > limit_ || body_bytes > UINT32_MAX) return false;
-  const char start[] = {'P', 'S', 'M', '1', 0, 0};  // an object
+  const char start[] = {'P', 'S', 'M', '1', 0, 0};
   const bool done = copied(front_, start, sizeof start) &&
                     little_endian(front_, static_cast<std::uint16_t>(cut_.slices)) && little_endian(front_, tensors) &&
                     little_endian(front_, std::uint32_t{0}) && little_endian(front_, body_bytes) &&

@@ -7,10 +7,8 @@
 //   slices    for each tensor whether a slice of it is sent
 //
 // Header and metadata are little-endian; table and object are msgpack. Objects may contain None, bool, int, float, str,
-// bytes, list, dict and dense, contiguous CPU tensors. Others, and tensors that occur twice, are left to Python.
-//
-// The library isn't linked with Python: the caller passes functions of the stable ABI, and holds the GIL. No Python
-// code runs meanwhile.
+// bytes, list, dict and dense, contiguous CPU tensors. Others, and tensors that occur twice, are left to Python. The
+// caller holds the GIL. No Python code runs meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +20,7 @@
 
 namespace parallel_state {
 
-// A tensor as a message describes it. The tensor owns `sizes`.
+// The tensor owns `sizes`.
 struct TensorForm {
   void* data;
   std::uint64_t bytes;
@@ -68,8 +66,8 @@ struct Python {
   std::ptrdiff_t dtype_count;
   void* (*tuple_item)(void*, std::ptrdiff_t);  // PyTuple_GetItem: borrowed
   void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null without an error
-  int depth;                                   // maximum nesting of containers
-  void (*hold)(void*);                         // Py_IncRef
+  int depth;
+  void (*hold)(void*);  // Py_IncRef
   // For unpack.h:
   void* (*make_text)(const char*, std::ptrdiff_t, const char*);  // PyUnicode_DecodeUTF8
   void* (*make_bytes)(const char*, std::ptrdiff_t);              // PyBytes_FromStringAndSize
@@ -85,8 +83,8 @@ struct Python {
   const void* false_object;
   const void* not_implemented;
   const std::int64_t* dtype_bytes;  // per element, by number
-  // Makes a tensor in the memory of `group`, the address of a shared pointer to its Handle, or null; or of a loan of
-  // its ranks. Returns a new reference and fills in `data`; null without memory. Both are null in the plain build.
+  // Makes a tensor in the memory of `group` (a `shared_ptr<Handle>*`, or null), or of a loan of its ranks. Returns a
+  // new reference and fills in `data`; null without memory. Both are null in the plain build.
   void* (*make_tensor)(const void* group, TensorForm*, void* (*wrap)(const void*));
   void* (*view_tensor)(const void* group, const TensorForm*, const Loan*, void* (*wrap)(const void*));
   void* (*wrap)(const void*);  // THPVariable_Wrap
@@ -109,17 +107,16 @@ struct Cut {
 struct Form {
   void* keys;                  // of all tensors, a tuple of str
   const std::int64_t* layout;  // of each: dtype, number of dims, sizes
-  std::int64_t count;          // tensors
-  std::int64_t words;          // of the layout
-  std::int64_t entries;        // of the dict, with other values
+  std::int64_t count;
+  std::int64_t words;    // of the layout
+  std::int64_t entries;  // of the dict, with other values
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
 
-// A borrowed reference: the object owns it.
+// A borrowed reference.
 const void* type_of(const Python& python, void* object);
 
-// A buffer that keeps its memory for the next message.
 class Bytes {
  public:
   Bytes() = default;
@@ -140,25 +137,23 @@ class Bytes {
   std::size_t capacity_ = 0;
 };
 
-// The message of one object. Not thread-safe. Results are valid until the next `pack`, tensors while the object has
-// them.
+// Not thread-safe. Results are valid until the next `pack`, tensors while the object has them.
 class Packer {
  public:
   static constexpr std::size_t kMostTensors = 64, kMostLong = 64;
 
-  // Encodes the object, whose containers are nested at most `depth` deep. Returns false if it is left to Python, or the
-  // body exceeds `limit` bytes.
+  // Returns false if the object is left to Python, or the body exceeds `limit` bytes.
   bool pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut = {});
   // Takes a list's tensors, for a message whose head is known. Returns false if it is left to Python.
   bool gather(const Python& python, void* list, Piece head);
-  // Takes a dict's tensors, for a message whose head is known. Returns false if the dict hasn't this form.
+  // Returns false if the dict hasn't this form.
   bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
   // `heads()` pieces of head, including the object's long texts and bytes in place; then its tensors.
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
-  // Keeps long texts and tensors alive for a message that is sent later, until the next `pack` or `take_held`. Until
-  // `free`, this thread's other messages, those of a signal handler, are encoded by Python.
+  // Keeps long texts and tensors alive until the next `pack` or `take_held`. Until `free`, this thread's other
+  // messages, those of a signal handler, are encoded by Python.
   void hold();
   void free() { is_held_ = false; }
   std::vector<void*> take_held() { return std::exchange(held_, {}); }
@@ -179,10 +174,10 @@ class Packer {
   std::uint64_t limit_ = 0;
   Bytes front_, rows_, body_;
   std::vector<void*> seen_;
-  std::vector<char> sliced_;  // by tensor
+  std::vector<char> sliced_;
   Cut cut_;
   struct Long {
-    std::size_t at;  // position in the body
+    std::size_t at;
     Piece piece;
     void* object;
   };

@@ -1,4 +1,3 @@
-// A list of byte ranges that are sent or filled in order, and the position in it.
 #pragma once
 
 #include <sys/uio.h>
@@ -26,7 +25,7 @@ class Pieces {
   }
 
   std::uint64_t bytes_left() const { return bytes_left_; }
-  // Fills in at most `most` of the next places. Returns how many.
+  // Returns the number of `places` that it filled in.
   int next(iovec* places, int most) const {
     int count = 0;
     for (std::size_t at = at_; at < pieces_.size() && count < most; ++at) {
@@ -34,7 +33,6 @@ class Pieces {
     }
     return count;
   }
-  // Advances by bytes that were moved.
   void pass(std::uint64_t bytes) {
     bytes_left_ -= bytes;
     while (bytes > 0) {
@@ -61,14 +59,14 @@ class Pieces {
 
  private:
   std::vector<Piece> pieces_;
-  std::size_t at_ = 0;  // the first unfinished one
+  std::size_t at_ = 0;
   std::uint64_t bytes_left_ = 0;
 };
 
 // Calls `use(address, bytes)` for each part of the pieces between two offsets.
 template <typename Use>
 void for_range(const std::vector<Piece>& pieces, std::uint64_t begin, std::uint64_t end, Use use) {
-  std::uint64_t start = 0;  // of the piece
+  std::uint64_t start = 0;
   for (const Piece& piece : pieces) {
     const std::uint64_t from = std::max(begin, start), to = std::min(end, start + piece.bytes);
     if (from < to) use(static_cast<char*>(piece.address) + (from - start), to - from);

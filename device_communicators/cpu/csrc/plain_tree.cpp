@@ -1,5 +1,3 @@
-// Checks msgpack from a peer before the typed codec decodes it.
-
 #include <cstddef>
 #include <cstdint>
 
@@ -32,7 +30,7 @@ class KeyCheck {
       return Found::kFine;
     };
     std::uint64_t size = 0;
-    const auto sized = [&at, end, &size](int bytes) {  // reads a big-endian size
+    const auto sized = [&at, end, &size](int bytes) {
       if (bytes > end - at) return false;
       for (size = 0; bytes > 0; --bytes) size = size << 8 | *at++;
       return true;

@@ -28,8 +28,7 @@ namespace {
 
 constexpr auto kShortestNap = std::chrono::microseconds(50);
 constexpr auto kLongestNap = std::chrono::microseconds(1000);
-// After this many of the longest naps without work a thread sleeps. Waking it costs a caller more than most transfers
-// take.
+// After this many of the longest naps a thread sleeps. Waking it costs a caller more than most transfers take.
 constexpr int kIdleNaps = 20;
 
 // In linux/futex.h from 5.16 on.
@@ -54,8 +53,8 @@ bool sleep_on(const std::vector<Sleep::Word>& words, std::int64_t until_ns) {
   return woken >= 0 || errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT;
 }
 
-thread_local Progress* of_thread = nullptr;  // served by this thread
-thread_local int callbacks = 0;              // nesting of callbacks in this thread
+thread_local Progress* of_thread = nullptr;
+thread_local int callbacks = 0;  // nesting of callbacks in this thread
 
 }  // namespace
 
@@ -184,7 +183,7 @@ class Progress {
     --servers_;  // another thread took over during a callback
   }
 
-  // Sleeps until an entry can continue, or news arrive. `lock` is held before and after. Returns false if it must nap.
+  // `lock` is held before and after. Returns false if it must nap.
   bool sleep(std::unique_lock<std::mutex>& lock, const std::vector<std::shared_ptr<Movable>>& all) {
     sleeps_ = true;
     Sleep sleep;

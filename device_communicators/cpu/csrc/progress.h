@@ -1,8 +1,6 @@
-// The threads that move started transfers while no caller waits for them: one for rings, one for connections, each
-// started at its first use.
-//
-// A thread calls `move` of its entries, at intervals that grow from 50 us to 1 ms while nothing moves. Some 20 ms later
-// it sleeps in the kernel until an entry can continue.
+// The threads that move started transfers while no caller waits for them: one for rings, one for connections. A thread
+// calls `move` of its entries, at intervals that grow from 50 us to 1 ms while nothing moves. Some 20 ms later it
+// sleeps in the kernel until an entry can continue.
 #pragma once
 
 #include <poll.h>
@@ -29,7 +27,7 @@ struct Sleep {
 class Movable {
  public:
   virtual ~Movable() = default;
-  // Moves what it can without waiting, unless a caller does so now. Returns true if anything moved.
+  // Moves without waiting, unless a caller does so now. Returns true if anything moved.
   virtual bool move() = 0;
   // Called with the thread's lock held.
   virtual bool has_left() = 0;
@@ -46,9 +44,8 @@ class Movable {
 
 // Lists an entry while something of it is left. The caller must not hold locks that `has_left` or `fall_asleep` take.
 void keep_moving(const std::shared_ptr<Movable>& movable);
-// Makes the threads check their entries.
 void wake_progress();
-// Wakes the sleepers of all processes.
+// Of all processes.
 void wake_sleepers(std::uint32_t* word);
 
 // While it exists on a progress thread, such as for a callback that may block, another thread takes over.

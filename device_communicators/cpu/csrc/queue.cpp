@@ -168,7 +168,7 @@ void QueueWriter::fill(char* slot) {
     to += bytes;
     left -= bytes;
     offset_ += bytes;
-    if (offset_ < piece.bytes) return;  // the chunk is full
+    if (offset_ < piece.bytes) return;
     ++piece_;
     offset_ = 0;
   }
@@ -187,11 +187,10 @@ QueueStatus QueueReader::next(double timeout_s) {
   begin(timeout_s);
   if (bytes_left() != 0) return QueueStatus::kMalformed;
   const QueueStatus status = enter();
-  if (status == QueueStatus::kDone && in_ring() == 0) release();  // a message without bytes
+  if (status == QueueStatus::kDone && in_ring() == 0) release();
   return status;
 }
 
-// Waits for the next chunk, of a new message if the last one was read, and checks its header.
 QueueStatus QueueReader::enter() {
   const std::uint64_t chunk = read_ + 1;
   const QueueStatus status = await(0, chunk);  // model: await_chunk
@@ -247,7 +246,6 @@ QueueStatus QueueReader::read(const Piece* pieces, int count, double timeout_s) 
   return QueueStatus::kDone;
 }
 
-// Copies the ring's next bytes, which `left` counts.
 QueueStatus QueueReader::copy_out(char* to, std::uint64_t bytes, std::uint64_t* left) {
   for (std::uint64_t done = 0; done < bytes;) {
     if (!in_chunk_) {
@@ -283,7 +281,6 @@ QueueStatus QueueReader::copy_lent(char* to, std::uint64_t bytes) {
   return QueueStatus::kDone;
 }
 
-// Reads the records of the loans, once.
 QueueStatus QueueReader::find_loans() {
   if (records_left_ == 0) return QueueStatus::kDone;
   std::vector<LoanRecord> records(header_.lent);

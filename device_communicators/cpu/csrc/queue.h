@@ -1,16 +1,14 @@
 // Messages from one rank to others on the same host, through a ring of chunks in shared memory.
 //
-// A message is a head, which describes the rest, and a body. It takes as many consecutive chunks as it needs. Chunks
-// count from 1; chunk n is in slot (n - 1) % chunks. The writer publishes the last chunk that it wrote, each reader the
-// last that it read. Both numbers only grow:
+// A message, a head and a body, takes as many consecutive chunks as it needs. Chunks count from 1; chunk n is in slot
+// (n - 1) % chunks. The writer publishes the last chunk that it wrote, each reader the last that it read. Both numbers
+// only grow:
 //
 //   the writer writes chunk n   once every reader has published n - chunks
 //   a reader reads chunk n      once the writer has published n
 //
-// So no flag is ever reset, and the writer fills chunk n + 1 while readers empty chunk n. A chunk with another number
-// is damaged. tests/internals/queue_model.py explores this protocol step by step, under the names given here.
-//
-// Not thread-safe: one call at a time per end. The caller owns the memory.
+// A chunk with another number is damaged. tests/internals/queue_model.py explores this protocol under these names. Not
+// thread-safe: one call at a time per end. The caller owns the memory.
 #pragma once
 
 #include <atomic>
@@ -44,7 +42,7 @@ struct RingShape {
   std::size_t data_bytes() const { return chunk_bytes * chunks; }
 };
 
-// Precedes each chunk of a message; only `chunk` differs between them.
+// Only `chunk` differs between a message's chunks.
 struct alignas(64) ChunkHeader {
   std::uint64_t magic;
   std::uint64_t chunk;
@@ -56,34 +54,33 @@ struct alignas(64) ChunkHeader {
 };
 static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 
-// Filled in by each call of the C interface; the words of native.QueueReport.
+// The words of native.QueueReport.
 struct QueueReport {
   std::int64_t suspect = -1;
   std::int64_t total_bytes = 0;  // these four describe the message that `ps_queue_take` found
   std::int64_t head_bytes = 0;
   std::int64_t fingerprint = 0;
-  std::int64_t left_bytes = 0;  // not read yet
-  std::int64_t reporter = -1;   // after kGivenUp, with its status of group.h
+  std::int64_t left_bytes = 0;
+  std::int64_t reporter = -1;  // after kGivenUp, with its status of group.h
   std::int64_t reason = 0;
-  // Of calls that bypass Python, see open_queue.h:
+  // Of calls that bypass Python:
   std::atomic<std::int64_t> reserved{0};  // nonzero: the next message is Python's
   std::int64_t found = 0;                 // 1: the next message was inspected and left to Python
   std::int64_t broken = 0;                // status of a failed call, returned by later calls
-  std::int64_t elapsed_us = 0;            // duration of that call
-  std::atomic<std::int64_t> holder{0};    // pthread_self of the thread that has the turn; 0: none
+  std::int64_t elapsed_us = 0;
+  std::atomic<std::int64_t> holder{0};  // pthread_self of the thread that has the turn; 0: none
 };
 
-// One end of a ring. Also reports the liveness of the other ends.
 class RingEnd : public Losses {
  public:
-  // `ranks[0]` is the writer, the others are readers. `losses`: of the group. `me`: an index in `ranks`.
+  // `ranks[0]` is the writer, the others are readers. `me`: an index in `ranks`.
   RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses,
           WaitPolicy policy);
 
-  // Publishes that this end is closed, and makes a call of another thread return.
+  // Also makes a call of another thread return.
   void leave();
   int writer() const { return ranks_[0]; }
-  int suspect() const { return suspect_; }        // rank that failed the last call by its death or absence
+  int suspect() const { return suspect_; }
   const Loss& given_up() const { return lost_; }  // after kGivenUp
   // The counter that a timed-out call waited for; null before.
   Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
@@ -97,7 +94,7 @@ class RingEnd : public Losses {
   Counter& counter(int index) { return counters_[index]; }
   char* slot(std::uint64_t chunk) const { return data_ + (chunk - 1) % shape_.chunks * shape_.chunk_bytes; }
   std::size_t room() const { return shape_.chunk_bytes - sizeof(ChunkHeader); }
-  // Begins a call. With a timeout of 0 it doesn't wait.
+  // With a timeout of 0 the call doesn't wait.
   void begin(double timeout_s) {
     deadline_.set(timeout_s);
     waits_ = timeout_s > 0;
@@ -109,7 +106,6 @@ class RingEnd : public Losses {
   Ends* const ends_;
 
  private:
-  // `index` 0 is the writer.
   Loss loss(int index) const override;
 
   Counter* counters_;
@@ -133,12 +129,11 @@ class QueueWriter : public RingEnd {
   // Lends large tensors from now on, if all readers want it.
   void set_lender(Lender* lender) { lender_ = lender; }
 
-  // Sends a message: `heads` pieces of head, then its tensors. Writes what fits within the timeout. After kTimedOut
-  // call `resume`; the pieces must stay unchanged until kDone.
+  // Writes what fits within the timeout. After kTimedOut call `resume`; the pieces must stay unchanged until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
-  // Returns false if the message can't be written at once. Else it is accepted; then call either `write`, which doesn't
-  // wait or fail, or `drop`.
+  // Returns false if the message can't be written at once. Else call either `write`, which doesn't wait or fail, or
+  // `drop`.
   bool fit(const Piece* pieces, int count, int heads);
   void write(std::uint64_t fingerprint);
   void drop();
@@ -174,10 +169,9 @@ class QueueReader : public RingEnd {
   // Lets the writer lend tensors, until one is read instead of borrowed.
   void want_loans(bool wanted);
 
-  // Waits for the next message; see `header`. The previous one must have been read completely.
+  // The previous message must have been read completely.
   QueueStatus next(double timeout_s);
-  // Copies the message's next bytes, and waits for those not yet written. A null address skips them. Lent tensors are
-  // copied, too, and given back.
+  // Waits for bytes not yet written. A null address skips bytes. Lent tensors are copied and given back.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);
 
   // Returns the message's lent tensors, after its head was read; the caller gives them back. Empty if none were lent or
@@ -206,10 +200,10 @@ class QueueReader : public RingEnd {
 
   Windows* arena_ = nullptr;
   bool wants_loans_ = false;
-  std::vector<Loan> loans_;  // of the message, once their records were read
-  std::size_t loan_ = 0;     // the next loan, and the position in it
+  std::vector<Loan> loans_;
+  std::size_t loan_ = 0;
   std::uint64_t loan_offset_ = 0;
-  ChunkHeader header_{};            // of the current message
+  ChunkHeader header_{};
   std::uint64_t left_ = 0;          // unread bytes of the message in the ring,
   std::uint64_t records_left_ = 0;  // of the records of its loans, which follow,
   std::uint64_t lent_left_ = 0;     // and of the lent tensors

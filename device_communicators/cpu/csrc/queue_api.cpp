@@ -1,6 +1,5 @@
-// The C interface of message queues, for ctypes. Status codes are those of queue.h.
-//
-// Each call on an end fills in its `QueueReport`, which is cheaper to read than out-parameters.
+// The C interface of message queues, for ctypes. Each call on an end fills in its `QueueReport`, which is cheaper to
+// read than out-parameters.
 
 #include <algorithm>
 #include <atomic>
@@ -44,7 +43,7 @@ using parallel_state::WaitPolicy;
 using parallel_state::Watch;
 using parallel_state::control::ProcessWatch;
 
-// The liveness of ends that aren't ranks of a world, such as those of vLLM's queues: this process watches them.
+// For ends that aren't ranks of a world, such as those of vLLM's queues.
 class ProcessLiveness final : public Losses {
  public:
   // A PID of 0 or less, such as of another PID namespace, isn't watched.
@@ -101,7 +100,6 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
   return made.get();
 }
 
-// Lets calls that bypass Python find the end where `add` puts it.
 template <typename End, typename Add>
 void serve(OpenEnd<End>* open, std::uint64_t group, std::uint64_t* broadcasts, Add add) {
   open->broadcasts = broadcasts;
@@ -171,8 +169,7 @@ void ps_queue_reader_leave(void* reader) { static_cast<OpenReader*>(reader)->end
 int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>(writer)) ? 1 : 0; }
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
-// Lets calls that bypass Python find this end of a group's queue. `dst` -1: all other ranks. `broadcasts` counts
-// broadcast messages.
+// For calls that bypass Python. `dst` -1: all other ranks. `broadcasts` counts broadcast messages.
 void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, broadcasts, [=](Handle& handle) {
@@ -194,8 +191,8 @@ void ps_queue_reserve(QueueReport* report, int calls) {
   report->reserved.fetch_add(calls, std::memory_order_release);
 }
 
-// Sends `head` and `count` pieces, the first `more_heads` of which belong to the head. Without a timeout it writes what
-// fits, and returns kTimedOut if that isn't all.
+// The first `more_heads` pieces belong to the head. Without a timeout it writes what fits, and returns kTimedOut if
+// that isn't all.
 int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, const Piece* pieces, int count,
                   int more_heads, std::uint64_t fingerprint, double timeout_s) {
   auto* opened = static_cast<OpenWriter*>(writer);
@@ -211,7 +208,7 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
   return status;
 }
 
-// Packs an object (pack.h), with the interpreter lock. Returns 0 if Python must do it; else call `ps_packed`.
+// With the interpreter lock. Returns 0 if Python must do it; else call `ps_packed`.
 int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, std::uint64_t slices, std::uint64_t mine,
             void* whole) {
   if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit, {slices, mine, whole})) return 0;
@@ -250,7 +247,7 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, double timeo
   QueueReader& end = opened->end;
   QueueReport& report = *opened->report;
   const InTurn<QueueReader> turn{*opened, timeout_s};
-  if (!turn) {  // another thread waits in it
+  if (!turn) {
     report.suspect = end.writer();
     return static_cast<int>(QueueStatus::kTimedOut);
   }

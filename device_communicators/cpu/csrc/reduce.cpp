@@ -87,7 +87,6 @@ const char* name_of(Isa isa) {
   return "plain";
 }
 
-// False for an instruction set that this processor lacks.
 bool find_isa(const char* name, Isa* found) {
   for (const Isa each : {Isa::kPlain, Isa::kAvx2, Isa::kAvx512}) {
     if (each > best() || std::strcmp(name, name_of(each)) != 0) continue;

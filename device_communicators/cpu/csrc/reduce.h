@@ -1,8 +1,7 @@
-// Element-wise reduction of several sources, in their order, into one output.
-//
-// 16-bit floats are accumulated in float32 and rounded once. Integers wrap; their averages are divided toward zero.
-// Equal sources in equal order give equal bits, with every instruction set and floating-point state. The max of zeros
-// is +0 unless all are -0; the min is -0 unless all are +0. A NaN result may be any NaN.
+// Element-wise reduction of several sources, in their order, into one output. 16-bit floats are accumulated in float32
+// and rounded once. Integers wrap; their averages are divided toward zero. Results have equal bits with every
+// instruction set and floating-point state, except that a NaN may be any NaN. The max of zeros is +0 unless all are -0;
+// the min is -0 unless all are +0.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +19,9 @@ std::size_t size_of(Dtype dtype);
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
-// Reduces in parts. A source is an input or, if its bit of `wide` is set, the result of an earlier part, in the type of
-// the accumulator. `out` gets the result in that type; with a `total`, the number of inputs in all parts, it gets the
-// finished result. Bits equal those of one reduction if each part begins with the result of the earlier ones. At most
-// 64 sources.
+// Reduces in parts. A source is an input or, if its bit of `wide` is set, the result of an earlier part, in the
+// accumulator's type. `out` gets that type, or the finished result if `total`, the number of inputs in all parts, isn't
+// 0. Bits equal those of one reduction if each part begins with the result of the earlier ones. At most 64 sources.
 using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
 PartFunction part_function(Dtype dtype, ReduceOp op);
@@ -31,7 +29,6 @@ PartFunction part_function(Dtype dtype, ReduceOp op);
 // Bytes per element of a part's result.
 std::size_t wide_size_of(Dtype dtype);
 
-// The fastest for this processor unless `use_instruction_set` chose another.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 
 // For tests; null if this processor lacks the instruction set.

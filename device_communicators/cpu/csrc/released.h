@@ -1,5 +1,5 @@
-// Frees Python objects whose memory no transfer uses any more. A thread without the GIL can't do it: it leaves them to
-// its caller, or asks the interpreter to free them.
+// Frees Python objects whose memory no transfer uses any more. A thread without the GIL leaves them to its caller, or
+// asks the interpreter to free them.
 #pragma once
 
 #include <atomic>

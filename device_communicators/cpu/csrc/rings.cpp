@@ -22,7 +22,6 @@ std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) 
 
 }  // namespace
 
-// A turn of an end, in its scope.
 class Rings::Inside {
  public:
   explicit Inside(End& end, double timeout_s = 0) : end_(end), has_it_(end.turn.take(timeout_s)) {
@@ -438,7 +437,7 @@ bool Rings::leave() {
     const Inside inside{side, is_own ? 0.0 : std::max(0.0, left_s)};
     if (!inside) return is_free = false, void();
     current = nullptr;
-    end(side);  // opened meanwhile
+    end(side);
   };
   for (const auto& out : outgoing_) forget(*out, out->current);
   for (const auto& in : incoming_) forget(*in, in->current);

@@ -1,7 +1,6 @@
-// Sends and receives of plain tensors within a host: a ring of chunks from each rank to each other.
-//
-// A send is done once its ring holds the whole message. An unwanted message is copied out of the ring when a later one
-// is wanted. Without receives, the ring bounds how far a sender is ahead.
+// Transfers within a host: a ring of chunks from each rank to each other. A send is done once its ring holds the whole
+// message. An unwanted message is copied out of the ring when a later one is wanted. Without receives, the ring bounds
+// how far a sender is ahead.
 #pragma once
 
 #include <pthread.h>
@@ -12,7 +11,7 @@
 
 namespace parallel_state {
 
-// The queues of tensors: `open_transfers` of cpu/channels.py.
+// As `open_transfers` of cpu/channels.py.
 struct TransferPlaces {
   char* control;
   Windows* windows;
@@ -82,7 +81,7 @@ class Rings final : public Transfers {
   WaitPolicy policy_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::vector<std::unique_ptr<Incoming>> incoming_;
-  std::vector<Counter*> slept_on_;  // by the progress thread
+  std::vector<Counter*> slept_on_;
 };
 
 }  // namespace parallel_state

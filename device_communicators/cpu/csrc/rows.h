@@ -1,4 +1,3 @@
-// Copies between contiguous bytes and rows with a stride.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,6 @@ inline void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes
   }
 }
 
-// The reverse.
 inline void collect_rows(char* out, const char* in, std::size_t row_bytes, std::size_t stride_bytes, std::size_t start,
                          std::size_t length) {
   while (length != 0) {

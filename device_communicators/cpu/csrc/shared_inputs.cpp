@@ -1,7 +1,5 @@
-// Inputs in the ranks' arenas, which all ranks map, aren't copied to slots.
-//
-// With its first tick of a call a rank publishes whether its input is in its arena (a flag in the note), and where
-// (beside its counter). The others read it in place. Ranks may differ in that. If any input is shared, a closing tick
+// Inputs in the ranks' arenas aren't copied to slots. With its first tick of a call a rank publishes whether its input
+// is in its arena (a flag in the note), and where. The others read it in place. If any input is shared, a closing tick
 // ends the call, so that no rank writes to its tensor before all have read it.
 #include <algorithm>
 #include <memory>
@@ -17,7 +15,7 @@ void HostGroup::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) 
   has_arenas_ = true;
 }
 
-// Publishes the offsets of this rank's tensors, before the first tick. Returns the flag for the notes.
+// Before the first tick. Returns the flag for the notes.
 std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
   if (!has_arenas_ || in_bytes <= tuning_.symmetric_slots_bytes) return 0;
   const std::uint64_t in_at = arenas_[rank_]->offset_of(in, in_bytes);
@@ -27,7 +25,6 @@ std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void*
   return Counter::kFlag;
 }
 
-// Finds the shared inputs, equally on every rank.
 Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes) {
   inputs.shared = 0;
   inputs.is_shared = 0;
@@ -42,8 +39,7 @@ Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_fla
   return Status::kDone;
 }
 
-// Maps a rank's tensor on first use. If the offset is invalid, that rank is the suspect; if this process has no
-// addresses left, this rank is.
+// If the offset is invalid, that rank is the suspect; if this process has no addresses left, this rank is.
 Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found) {
   const std::uint64_t offset = at.load(std::memory_order_relaxed);
   if (!arenas_[rank]->holds(offset, bytes)) {
@@ -89,7 +85,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
     sources[rank] = static_cast<const char*>(sources[rank]) + start;
     outs[rank] += start;
   }
-  std::swap(outs[0], outs[rank_]);  // the own output first
+  std::swap(outs[0], outs[rank_]);
   reduce_and_share(outs, size_, sources, size_, slices.length(0, rank_), width, reduce);
   return close(call);
 }

@@ -8,13 +8,13 @@
 
 namespace parallel_state {
 
-// Readable once Python's signal handler has run. Set by base/wakeup.py.
+// Readable once Python's signal handler has run.
 struct SignalPipe {
   std::atomic<int> reader{-1};          // -1: unknown
   std::atomic<std::uint64_t> inode{0};  // 0: not checked
 };
 
-// Returns true if a signal may have arrived since the last call. Main thread only.
+// Main thread only.
 inline bool has_signal(const SignalPipe& pipe) {
   const int reader = pipe.reader.load(std::memory_order_relaxed);
   if (reader < 0) return true;

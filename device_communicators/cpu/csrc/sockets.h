@@ -1,4 +1,3 @@
-// Errors of sockets, and large bodies that are striped over several of them: for connections.h and streams.h.
 #pragma once
 
 #include <errno.h>
@@ -21,8 +20,8 @@ inline std::string in_words(int error) {
 
 inline bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// Divides a body evenly among a rank's first connection and `others`. Calls `use(index, begin, end)` with the stripe of
-// each other connection, unless it is empty. Returns the bytes of the first connection.
+// Calls `use(index, begin, end)` with the stripe of each other connection, unless it is empty. Returns the bytes of the
+// first connection.
 template <typename Use>
 std::uint64_t divide(std::uint64_t bytes, std::size_t others, Use use) {
   const std::uint64_t stripe = (bytes + others) / (others + 1);
@@ -33,7 +32,6 @@ std::uint64_t divide(std::uint64_t bytes, std::size_t others, Use use) {
   return stripe;
 }
 
-// What is sent over one of the other connections, in order. `owner` says of which message a part is.
 template <typename Owner>
 class StripeSends {
  public:
@@ -42,8 +40,7 @@ class StripeSends {
   bool is_idle() const { return parts_.empty(); }
   const Owner& owner() const { return parts_.front().owner; }
 
-  // Sends as much as the kernel accepts. Calls `ended(owner)` after each part. Returns the error that ended the
-  // connection, or 0.
+  // Calls `ended(owner)` after each part. Returns the error that ended the connection, or 0.
   template <typename Ended>
   int write(int descriptor, bool* moved, Ended ended) {
     while (!parts_.empty()) {

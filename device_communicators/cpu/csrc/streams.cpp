@@ -15,8 +15,8 @@ namespace parallel_state {
 namespace {
 
 constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC", kPut[] = "PSMW";
-constexpr std::uint64_t kMessageBytes = 256;       // memory of a stored message besides its body
-constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
+constexpr std::uint64_t kMessageBytes = 256;
+constexpr std::uint64_t kMostAnnounced = 1 << 20;
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 1024;              // the kernel's maximum
 constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
@@ -27,7 +27,7 @@ constexpr TransferUser kNobody{nullptr, nullptr, nullptr};  // the caller's memo
 
 }  // namespace
 
-// The connections to one rank. Guarded by streams_mutex_.
+// Guarded by streams_mutex_.
 class Streams::Stream {
  public:
   Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
@@ -42,12 +42,12 @@ class Streams::Stream {
   void start(const Held& transfer);
   void go_on(const Held& receive, const std::vector<Piece>& pieces);
   void deliver(const Held& receive, const Early& message);
-  // Reads and writes without waiting. Returns false if the kernel had neither data nor room.
+  // Returns false if the kernel had neither data nor room.
   bool move();
   void poll_for(std::vector<pollfd>* polled) const;
   void stop(const char* why);
   void close();
-  Held unfinished() const;  // a transfer that the end of the connection interrupted; null if none
+  Held unfinished() const;  // interrupted by the end of the connection; null if none
   void facts(std::uint64_t* out) const;
 
   const int rank;
@@ -66,7 +66,7 @@ class Streams::Stream {
   };
   struct Asked {
     Held receive;
-    Form form;  // of the announcement
+    Form form;
   };
   template <typename What>
   using ByTag = std::map<std::uint32_t, std::deque<What>>;
@@ -121,8 +121,8 @@ class Streams::Stream {
   const char* stopped_ = nullptr;  // the reason, if this rank ended the connection
   std::string broken_;             // the reason that nothing can be written; data may still be readable
   std::deque<Outgoing> sends_;
-  ByTag<Awaited> answers_;  // sends that wait for answers
-  ByTag<Asked> asked_;      // receives that wait for announced bodies
+  ByTag<Awaited> answers_;
+  ByTag<Asked> asked_;  // receives that wait for announced bodies
   const std::uint64_t early_limit_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // bytes sent at once; how many of these the peer has received
   std::uint64_t taken_bytes_ = 0;                      // bytes that this rank received of those sent at once
@@ -135,11 +135,11 @@ class Streams::Stream {
   bool asks_ = false;     // the taker of `reading_` looks at it, and nothing is read
   Pieces missing_;        // of a body, on this connection
   Held reading_;          // whose body is being read, or
-  Early early_;           // or
+  Early early_;
   struct Put {
     std::shared_ptr<char> memory;
     std::uint32_t window = 0, signals = 0;
-  } put_;  // without memory: none
+  } put_;
 };
 
 bool Streams::Stream::wants() const {
@@ -173,8 +173,6 @@ Streams::Frame Streams::Stream::frame_of(const char* magic, const Form& form) co
   std::memcpy(frame.magic, magic, sizeof frame.magic);
   return frame;
 }
-
-// Sending.
 
 void Streams::Stream::start(const Held& transfer) {
   const TransferCall& call = transfer->call;
@@ -272,8 +270,6 @@ bool Streams::Stream::write_messages() {
   return moved;
 }
 
-// Receiving.
-
 // Passes a message that arrived early, or was announced, to its receive.
 void Streams::Stream::deliver(const Held& receive, const Early& message) {
   if (message->bytes == nullptr) return --announced_, ask(receive, message->form);
@@ -307,7 +303,6 @@ void Streams::Stream::expect(const std::vector<Piece>& pieces, std::uint64_t byt
   consume();
 }
 
-// Moves the buffered part of a body to its destination.
 void Streams::Stream::consume() {
   begin_ += missing_.fill(&buffer_[begin_], end_ - begin_);
   end_message_if_whole();
@@ -341,7 +336,6 @@ bool Streams::Stream::read() {
   return (!asks_ && !awaits_stripes() && read_messages()) || moved;
 }
 
-// Returns the number of bytes that were read, 0 if there were none.
 std::uint64_t Streams::Stream::receive(int descriptor, iovec* pieces, int count) {
   msghdr message{};
   message.msg_iov = pieces;
@@ -407,7 +401,7 @@ void Streams::Stream::parse() {
   }
 }
 
-// Ends the connection: the peer sent something that no rank of this version sends.
+// The peer sent something that no rank of this version sends.
 bool Streams::Stream::refuse() {
   done->failure.status = static_cast<std::int64_t>(QueueStatus::kMalformed);
   done->failure.peer = done->failure.suspect = rank;
@@ -456,7 +450,7 @@ bool Streams::Stream::begin_put(const Frame& frame) {
 void Streams::Stream::end_put() {
   const Put put = std::exchange(put_, {});
   const auto window = all_.windows_.find(put.window);
-  if (window == all_.windows_.end()) return;  // it was closed meanwhile
+  if (window == all_.windows_.end()) return;
   window->second.signals[static_cast<std::size_t>(rank)].come += put.signals;
   all_.match_signals(window->second, rank, done);
 }
@@ -488,7 +482,6 @@ bool Streams::Stream::begin_body(const Form& form) {
   return true;
 }
 
-// Begins to read a body for its receive; of an object or dict its head, or the start of a head that is too long.
 void Streams::Stream::begin_reading(const Form& form) {
   IncomingMessage* const message = reading_->call.incoming;
   missing_.clear();
@@ -518,14 +511,14 @@ void Streams::Stream::go_on(const Held& receive, const std::vector<Piece>& piece
   parse();
 }
 
-// Matches a body sent at once to its receive. Returns false on a mismatch, which fails the group.
+// Returns false on a mismatch, which fails the group.
 bool Streams::Stream::match(const Held& receive, const Form& form) {
   taken_bytes_ += form.bytes + kMessageBytes;
   if (is_answered(form)) answer(form_of(receive->call));
   return all_.check_form(receive, rank, form, done);
 }
 
-// Requests an announced body. A message of another form than expected isn't moved.
+// A message of another form than expected isn't moved.
 void Streams::Stream::ask(const Held& receive, const Form& form) {
   answer(receive->call.incoming == nullptr ? form_of(receive->call) : form);
   if (!all_.check_form(receive, rank, form, done)) return;
@@ -546,7 +539,6 @@ bool Streams::Stream::begin_asked(const Form& form) {
   return true;
 }
 
-// Handles the answer of a receiver: the form of its receive.
 bool Streams::Stream::note_answer(const Form& form) {
   const auto answers = answers_.find(static_cast<std::uint32_t>(form.tag));
   if (answers == answers_.end()) return refuse();
@@ -608,8 +600,6 @@ void Streams::Stream::facts(std::uint64_t* out) const {
   out[3] = taken_bytes_;
 }
 
-// Streams.
-
 Streams::Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::uint64_t granted_bytes,
                  std::int64_t spin_ns, std::uint64_t striped_bytes)
     : Transfers(std::move(losses), rank, size),
@@ -661,8 +651,6 @@ int Streams::carry(const TransferCall& call, double timeout_s) {
   }
 }
 
-// Windows.
-
 std::uint32_t Streams::open_window(std::shared_ptr<char> memory, std::uint64_t bytes) {
   std::uint32_t number;
   {
@@ -690,13 +678,12 @@ int Streams::put(int dst, std::uint32_t window, std::uint64_t offset, const void
   return carry(call, timeout_s);
 }
 
-// Passes arrived signals to the waits for them.
 void Streams::match_signals(Window& window, int src, Done* done) {
   Signals& signals = window.signals[static_cast<std::size_t>(src)];
   while (signals.come > 0 && !signals.awaited.empty()) {
     const Held first = std::move(signals.awaited.front());
     signals.awaited.pop_front();
-    if (!first->is_open()) continue;  // it failed
+    if (!first->is_open()) continue;
     --signals.come;
     finish(first, src, done);
   }
@@ -722,7 +709,7 @@ int Streams::take_signal(int src, std::uint32_t window, double timeout_s) {
     }
     if (is_back || how == kInterruptedTransfer) return how;
   }
-  return wait(static_cast<Number>(number), 0, false);  // it arrived, or failed
+  return wait(static_cast<Number>(number), 0, false);
 }
 
 // Sends each rank an empty message, which arrives after earlier puts.
@@ -795,7 +782,7 @@ void Streams::begin(const Held& transfer, const Early& early) {
   announce(done);
 }
 
-// Fails the transfers of a rank whose connection ended; those from any source when all connections ended.
+// Transfers from any source fail when all connections ended.
 void Streams::note_broken(Done* done) {
   if (done->failure.status != 0) return;
   bool all_ended = true;
@@ -843,7 +830,6 @@ void Streams::note_unsent() {
   });
 }
 
-// Moves what can be moved without waiting.
 bool Streams::step(Done* done) {
   bool moved = false;
   if (fails_) return false;
@@ -910,7 +896,7 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
   }
 }
 
-// Sleeps until something can move, or a transfer starts. Returns true if a signal ended the sleep.
+// Returns true if a signal ended the sleep.
 bool Streams::sleep(std::int64_t until_ns) {
   polled_.clear();
   {

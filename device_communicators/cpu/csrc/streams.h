@@ -1,29 +1,22 @@
-// Sends and receives between hosts over TCP connections: of plain tensors, objects and tensor dicts. Each direction
-// keeps the send order.
+// Transfers between hosts over TCP connections: a frame of fixed size and a body each. Each direction keeps the send
+// order.
 //
-// A message is a frame of fixed size and a body. A send immediately writes as much as the kernel accepts. The thread
-// that waits for a message reads it to its destination.
+// The body of an object or dict is its head and its tensors. The receiver reads the head, and nothing more from this
+// rank until the receive's `Taker` has returned the addresses for the tensors.
 //
-// The body of an object or dict is its head and its tensors. The receiver doesn't know their sizes: it reads the head,
-// and nothing more from this rank until the receive's `Taker` has returned the addresses for the tensors.
-//
-// A body that arrives before its receive is stored in separate memory. The receiver limits these bytes per sender when
-// they connect. A message over this limit is *announced*: its frame is sent at once, its body after the receiver asked
-// for it (a rendezvous, in MPI's terms). Each frame also has the number of bytes that its sender has received so far,
-// so the limit needs no extra messages.
-//
-// If the receiver instead stopped reading, a receive of a later message on the same connection could never finish. An
-// announcement is short and is always read, so no limit causes a deadlock.
+// A body that arrives before its receive is stored; the receiver limits these bytes per sender. A message over this
+// limit is *announced*: its frame is sent at once, its body after the receiver asked for it (a rendezvous, in MPI's
+// terms). Announcements are always read, so no limit causes a deadlock. Each frame also has the number of bytes that
+// its sender has received so far.
 //
 // The receiver of an announced message, or of a tensor of more than kAnsweredBytes, answers with the form of its
 // receive. The sender is done when it has the answer, so it fails too if the forms differ. The sender of a smaller
 // message is done when the kernel has the bytes.
 //
-// Windows are memory of this rank that ranks of other hosts write to. A put is a frame and its body. Its frame also has
-// the number of signals that follow the body; a signal alone is a frame without a body. The thread that reads the
-// connection writes the body to its place, then counts the signals. So a rank that has taken a signal sees what its
-// sender put to this rank before. While a window is open, the progress thread reads all connections. A put outside of
-// an open window is refused, and fails the group.
+// Windows are memory of this rank that ranks of other hosts write to. A put is a frame, with the number of signals that
+// follow its body. The thread that reads the connection writes the body to its place, then counts the signals. So a
+// rank that has taken a signal sees its sender's earlier puts to this rank. While a window is open, the progress thread
+// reads all connections. A put outside of an open window fails the group.
 //
 // The caller owns the descriptors, and closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
@@ -54,8 +47,7 @@ class Streams final : public Transfers {
   Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::uint64_t granted_bytes, std::int64_t spin_ns,
           std::uint64_t striped_bytes);
   ~Streams() override;
-  // Adds a connection to a rank. Both sides must add connections of one pair in the same order. Call it before any
-  // transfer.
+  // Both sides must add connections of one pair in the same order, before any transfer.
   void add(int rank, int descriptor, std::uint64_t early_bytes);
 
   bool has_left() override;
@@ -68,17 +60,17 @@ class Streams final : public Transfers {
   bool carries_messages() const override { return true; }
   bool is_polled() const override { return true; }
 
-  // Opens a window of memory, which is kept until `close_window`. Returns its number, which the other ranks need.
+  // Keeps the memory until `close_window`. Returns the window's number, which the other ranks need.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
-  // Each of these waits, and returns how its wait ended. That of `put` ends once the kernel has the bytes. `signals`: a
+  // This and the following wait, and return how the wait ended. `put` ends once the kernel has the bytes. `signals`: a
   // signal follows them.
   int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, bool signals,
           double timeout_s);
-  // A signal of `src`. At its timeout nothing fails; at 0 it only looks.
+  // At its timeout nothing fails; at 0 it only polls.
   int take_signal(int src, std::uint32_t window, double timeout_s);
-  // Waits until all ranks have called it and their earlier puts have arrived. `windows`: the number of the window on
-  // each rank; 0: a rank without a connection.
+  // Waits until all ranks have called it and their earlier puts have arrived. `windows`: by rank; 0 without a
+  // connection.
   int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
 
   // For tests: bytes kept for later receives, bytes sent at once, received of these, and taken.
@@ -117,7 +109,7 @@ class Streams final : public Transfers {
   };
   static_assert(sizeof(Frame) == 40);
 
-  // An additional connection to a rank. It carries a stripe of each large body: only bytes, in the order of the bodies.
+  // An additional connection to a rank: only stripes of large bodies, in their order.
   struct Stripe {
     int descriptor;
     StripeSends<Held> sends = {};

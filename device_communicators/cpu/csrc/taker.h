@@ -1,5 +1,4 @@
-// Receives a message of unknown size: the library reads its head, a `Taker` returns the addresses for its tensors, and
-// the library reads the tensors there. messages.h does this over rings and connections.
+// Receives a message of unknown size: a `Taker` gets its head and returns the addresses for its tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,28 +8,26 @@
 
 namespace parallel_state {
 
-// The head of a message that has arrived.
 struct Head {
   const char* data;
-  std::uint64_t bytes;       // of `data`: the whole head, or the start of a head that is too long
-  std::uint64_t head_bytes;  // of the head
+  std::uint64_t bytes;  // of `data`: the whole head, or the start of a head that is too long
+  std::uint64_t head_bytes;
   std::uint64_t tensor_bytes;
   bool is_at_hand;           // the tensors are small and can be read without a wait
   std::vector<Loan>* loans;  // addresses of lent tensors; a taker that keeps them clears it
 };
 
-// Decides where a message's tensors go, and builds the receiver's object from its head.
 class Taker {
  public:
   virtual ~Taker() = default;
   virtual std::uint64_t most_head_bytes() const = 0;  // `head_buffer` gets only kHeadStart bytes of a longer head
   virtual bool wants_loans() const = 0;
-  virtual char* head_buffer(std::uint64_t bytes) = 0;  // memory to read the head into
+  virtual char* head_buffer(std::uint64_t bytes) = 0;
   // Appends the addresses of the tensors, in order. Returns false to refuse the message.
   virtual bool take_head(const Head& head, std::vector<Piece>* pieces) = 0;
   // Returns true if a refused message stays for the next receive.
   virtual bool leaves_message() const { return false; }
 };
-constexpr std::uint64_t kHeadStart = 32;  // the start of a head, with its kind and sizes
+constexpr std::uint64_t kHeadStart = 32;  // has the kind and sizes
 
 }  // namespace parallel_state

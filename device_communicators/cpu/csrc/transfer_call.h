@@ -1,11 +1,10 @@
-// The structs and constants of the C interface of transfers.h.
 #pragma once
 
 #include <cstdint>
 
 namespace parallel_state {
 
-// How a transfer failed: the words of `Failed` in cpu/transfers.py. Ranks are those of the group, -1 for none.
+// The words of `Failed` in cpu/transfers.py. Ranks are those of the group, -1 for none.
 struct TransferFailure {
   std::int64_t status = 0;  // a QueueStatus, or:
   static constexpr std::int64_t kNoMemory = 7, kClosed = 8, kBroken = 9;
@@ -19,10 +18,10 @@ struct TransferFailure {
   std::int64_t expected_dtype = -1, expected_bytes = 0;
 };
 
-// Callbacks for a transfer. Each may be null. None is called with a lock held.
+// Each may be null. None is called with a lock held.
 struct TransferUser {
-  // The transfer has ended; `failure` is null if it succeeded. If this returns not 0, `announce` is called once waits
-  // for the transfer have returned: it may take long, and start other transfers.
+  // `failure` is null after success. If this returns not 0, `announce` is called once waits for the transfer have
+  // returned: it may take long, and start other transfers.
   int (*settle)(void* self, int source, const TransferFailure* failure);
   void (*announce)(void* self);
   // The transfer's memory isn't used any more. Called once, even if the transfer was refused.
@@ -42,23 +41,22 @@ struct TransferCall {
   double timeout_s;  // from now on; 0: only waits for it have deadlines
   const TransferUser* user;
   void* self;
-  // Of a message, in place of `address`: see transfers.h. `bytes` is the whole message of a send, unknown for a
-  // receive.
+  // Of a message, in place of `address`. `bytes` is the whole message of a send, unknown for a receive.
   const OutgoingMessage* outgoing = nullptr;
   IncomingMessage* incoming = nullptr;
-  // In place of `tag`, over connections: see Streams. A send writes to a window of the peer, from `offset` on, and then
-  // adds `signals` there. A receive takes a signal of the peer from a window of this rank.
+  // In place of `tag`, over connections. A send writes to a window of the peer, from `offset` on, and then adds
+  // `signals` there. A receive takes a signal of the peer from a window of this rank.
   std::uint32_t window = 0;  // 0: none
   std::uint32_t signals = 0;
   std::uint64_t offset = 0;
 };
 constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;  // no dtype has these numbers
 
-// Results of starting, besides the number of a transfer: it is complete; it was refused, see the failure; it is refused
-// because this thread, in a signal handler, would wait for what the handler interrupted.
+// Results of starting, besides a transfer's number. kInsideTransfer: refused because this thread, in a signal handler,
+// would wait for what the handler interrupted.
 constexpr std::int64_t kDoneTransfer = 0, kRefusedTransfer = -1, kInsideTransfer = -2;
 
-// Results of a wait. kLateTransfer: timeout. kInterruptedTransfer: a signal handler raised.
+// kLateTransfer: timeout. kInterruptedTransfer: a signal handler raised.
 constexpr int kEndedTransfer = 0, kFailedTransfer = 1, kLateTransfer = 2, kInterruptedTransfer = 3, kInsideWait = 4;
 constexpr int kLeftMessage = 5;  // the taker left it to the next receive
 

@@ -17,8 +17,7 @@ constexpr std::int64_t kShortestNapNs = 50'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
 constexpr std::uint64_t kFewBytes = 64 << 10;  // copied without releasing the interpreter lock
 constexpr std::int64_t kLooksNs = 50'000'000;  // interval of checks for lost ranks and signals
-thread_local const Transfers* interrupted_transfers =
-    nullptr;  // transfers whose wait a signal handler of this thread interrupts
+thread_local const Transfers* interrupted_transfers = nullptr;
 
 std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
 
@@ -68,7 +67,7 @@ void Transfers::wake_up() {
 
 namespace {
 
-// While this object exists, calls of this thread come from a signal handler, or a taker, during a transfer.
+// While this exists, calls of this thread come from a signal handler, or a taker, during a transfer.
 class Interrupted {
  public:
   explicit Interrupted(const Transfers* by) : outer_(std::exchange(interrupted_transfers, by)) {}
@@ -163,7 +162,6 @@ bool Transfers::take_back(Number number) {
   return true;
 }
 
-// Copies a whole message that arrived early.
 void Transfers::take(const Held& receive, const Early& body, Done* done) {
   const Form& form = body->form;
   if (!check_form(receive, body->source, form, done)) return;
@@ -273,7 +271,7 @@ Transfers::Received Transfers::receive_message(int src, int tag, double timeout_
 
 void Transfers::finish(const Held& transfer, int source, Done* done) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!transfer->is_open()) return;     // it failed with another
+  if (!transfer->is_open()) return;
   done->transfers.push_back(transfer);  // first, because it may throw
   transfer->source = source;
   transfer->state.store(Transfer::kEnded, std::memory_order_release);
@@ -313,7 +311,6 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
   for (const Transfer* const each : announced) each->call.user->announce(each->call.self);
 }
 
-// Fails all open transfers, `first` before the others.
 void Transfers::fail(TransferFailure failure, const Held& first, std::string_view text) {
   std::vector<Held> failed;
   try {
@@ -449,7 +446,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     if (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled && !transfer->asks) {
       finished_.wait_for(lock, std::chrono::nanoseconds(nap_ns));
     }
-    nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);  // reached after about 16 ms
+    nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);
   }
   return outcome();
 }
@@ -484,7 +481,7 @@ void Transfers::interrupt(Number number, bool ends_all) {
     } else {
       is_removed = matcher_.cancel(transfer);
     }
-    if (is_removed) {  // none of its bytes have moved
+    if (is_removed) {
       transfer->state.store(Transfer::kEnded, std::memory_order_release);
       failed_.insert(number);
       --left_;
@@ -520,7 +517,7 @@ void Transfers::expire() {
 
 // A ring doesn't report the loss of its other end to polls.
 void Transfers::find_losses() {
-  std::vector<Held> firsts;  // per peer and direction
+  std::vector<Held> firsts;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return;

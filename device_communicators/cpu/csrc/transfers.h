@@ -1,11 +1,8 @@
-// Sends and receives of plain tensors between the ranks of a group: the base of rings within a host (rings.h) and of
-// connections between hosts (streams.h).
+// Sends and receives between the ranks of a group: the base of rings.h and streams.h.
 //
-// Receives match messages by source and tag: see matcher.h. A message has its size and dtype; one that doesn't fit its
-// receive is written nowhere. If one transfer fails, all open ones fail, and none can be started.
-//
-// A waiting caller moves the group's transfers itself; otherwise the process's progress thread does. Thread-safe. The
-// memory of a transfer is borrowed until `release`.
+// A message that doesn't fit its receive is written nowhere. If one transfer fails, all open ones fail, and none can be
+// started. A waiting caller moves the group's transfers itself; otherwise the process's progress thread does.
+// Thread-safe. The memory of a transfer is borrowed until `release`.
 #pragma once
 
 #include <algorithm>
@@ -32,20 +29,20 @@
 
 namespace parallel_state {
 
-// A message to send. Its memory must stay until the transfer is released.
+// Its memory must stay until the transfer is released.
 struct OutgoingMessage {
   std::vector<Piece> head, tensors;
   std::uint64_t head_bytes = 0;  // of `head`
 };
 
-// A message to receive. Its taker runs in the thread that waits; meanwhile nothing else is read from the source.
+// Its taker runs in the thread that waits; meanwhile nothing else is read from the source.
 struct IncomingMessage {
   Taker* taker = nullptr;  // null between two calls; used only by the waiting thread
   // Of the taker. This and the next fields are guarded by the medium's lock until `asks` is set.
   std::uint64_t most_head_bytes = 0;
   std::vector<char> head;  // or its beginning
   std::uint64_t head_bytes = 0, tensor_bytes = 0;
-  bool is_at_hand = false;            // see `Head` in taker.h
+  bool is_at_hand = false;
   std::shared_ptr<const char> early;  // a message that arrived before its receive, in one piece
   bool is_refused = false;            // the taker refused it
 };
@@ -60,8 +57,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // `waits`: the caller waits for it at once.
   std::int64_t start(const TransferCall& call, bool waits);
 
-  // Waits until a transfer is settled. At the timeout (negative: none) returns kLateTransfer, or fails it if `expires`.
-  // After an interruption nothing has failed yet.
+  // At the timeout (negative: none) returns kLateTransfer, or fails the transfer if `expires`. After an interruption
+  // nothing has failed yet.
   int wait(Number number, double timeout_s, bool expires);
   bool is_done(Number number);
   // Like `interrupt`, for a transfer whose caller drops the message: later messages can't be received then.
@@ -82,11 +79,9 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Sets the tag of `send_now` and `receive_now`. Call it once, before them.
   void serve(int tag) { served_tag_ = tag; }
 
-  // Messages, if the medium supports them.
   virtual bool carries_messages() const { return false; }
   int message_tag() const { return served_tag_ + 1; }  // the tag of calls without Python
-  // Receives the next message of a rank, or one that an earlier receive left. Returns how the wait ended. `is_refused`:
-  // the taker refused it, and it has arrived.
+  // `is_refused`: the taker refused the message, and it has arrived.
   struct Received {
     int how = kFailedTransfer;
     bool is_refused = false;
@@ -162,7 +157,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   };
   using Early = std::shared_ptr<Body>;
 
-  // Transfers that a thread has ended. Announced without locks: callbacks may start transfers.
+  // Announced without locks: callbacks may start transfers.
   struct Done {
     std::vector<Held> transfers;
     TransferFailure failure;  // valid if its status isn't 0
@@ -172,7 +167,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   };
   enum class Moved { kBusy, kIdle, kSome, kInterrupted, kSignal };
 
-  // Increments a counter during its lifetime.
   class Presence {
    public:
     explicit Presence(std::atomic<int>& all, bool counts = true) : all_(all), counts_(counts ? 1 : 0) {
@@ -187,14 +181,12 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     const int counts_;
   };
 
-  // The sends to one rank, in order.
   struct Sends {
     std::deque<Held> waiting;   // guarded by mutex_
     std::atomic<int> count{0};  // of waiting sends and the one being written
   };
 
-  // The medium. `begin` moves as much as it can of a new transfer. `early`: the whole message if it arrived before;
-  // else null.
+  // The medium. `begin` moves as much as it can. `early`: the whole message if it arrived before; else null.
   virtual void begin(const Held& transfer, const Early& early) = 0;
   // Moves without waiting. Returns true if anything moved.
   virtual bool move_all() = 0;
@@ -208,7 +200,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   virtual void end_sleep() {}
   // Returns true if data without an open transfer must be sent.
   virtual bool has_unsent() { return false; }
-  // Returns true if the progress thread doesn't use the medium's memory: see `wake_up`.
+  // Returns true if the progress thread doesn't use the medium's memory.
   bool is_asleep() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return asleep_.load(std::memory_order_acquire);
@@ -216,14 +208,12 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   virtual void stop() {}  // after a failure
   // Continues a message after its taker chose addresses or refused it. The transfer is open.
   virtual void go_on(const Held&, const std::vector<Piece>&, Done*) {}
-  virtual bool leave() { return true; }  // see `close`
+  virtual bool leave() { return true; }
 
   // Copies a whole message that arrived before its receive.
   void take(const Held& receive, const Early& body, Done* done);
-  // Asks the thread that waits for a message to show its head to the taker.
   void ask_taker(const Held& receive, int source, Done* done);
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
-  // Records that a message's form differs from that of its receive.
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
   Held first_with(int peer);  // the oldest open transfer with `peer` that has begun
   // Removes a transfer of which no bytes have moved. Returns false if it has ended.
@@ -232,7 +222,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   void announce(Done& done);
   void fail(TransferFailure failure, const Held& first, std::string_view text = {});
   void end_open(TransferFailure* failure, const Held& first, std::string_view text, std::vector<Held>* failed);
-  // Like `interrupted`; see `in_handler`.
   bool handles_signals(bool surely);
   // Returns true if this thread is in a signal handler that interrupted a wait in these transfers.
   bool in_handler() const;
@@ -276,7 +265,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool closed_ = false;
 };
 
-// Returns the time `seconds` from now; INT64_MAX if that is more than 1e9 s.
+// INT64_MAX if that is more than 1e9 s from now.
 std::int64_t after(double seconds);
 
 }  // namespace parallel_state

@@ -1,5 +1,3 @@
-// The C interface of transfers.h, for the torch backend and for Python (partly as in calling.h).
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -43,8 +41,7 @@ std::shared_ptr<Transfers> shared(void* integer) {
 
 double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
 
-// Losses of ranks on all hosts, as in GroupLiveness. A rank that left on purpose isn't lost: its data may still arrive,
-// and then its connection ends.
+// Of all hosts. A rank that left on purpose isn't lost: its data may still arrive, and then its connection ends.
 class GroupLosses final : public Losses {
  public:
   explicit GroupLosses(std::shared_ptr<Handle> handle) : handle_(std::move(handle)) {}
@@ -79,7 +76,7 @@ TransferCall call_of(void* const* given, void* owner) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Within a host. `losses`: of ps_liveness_new or ps_liveness_of. Returns null without memory.
+// `losses`: of ps_liveness_new or ps_liveness_of. Returns null without memory.
 void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* places) {
   static_assert(sizeof(TransferPlaces) == 9 * sizeof(std::int64_t));
   TransferPlaces given;
@@ -91,8 +88,8 @@ void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* p
   }
 }
 
-// Between hosts, over `count` connections to `ranks`. This rank may send `early_bytes` before their receive, and allows
-// each peer `granted_bytes`. `losses`: of ps_liveness_new or ps_group_losses. Returns null without memory.
+// `count` connections to `ranks`. This rank may send `early_bytes` before their receive, and allows each peer
+// `granted_bytes`. `losses`: of ps_liveness_new or ps_group_losses. Returns null without memory.
 void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
                      const std::uint64_t* early_bytes, int count, std::uint64_t granted_bytes, std::int64_t spin_ns,
                      std::uint64_t striped_bytes) {
@@ -110,7 +107,7 @@ void ps_streams_facts(void* transfers, int rank, std::uint64_t* out) {
   static_cast<Streams&>(transfers_of(transfers)).facts(rank, out);
 }
 
-// Returns the losses of the whole group, to be deleted like those of ps_liveness_of; null for an unknown group.
+// To be deleted like the losses of ps_liveness_of; null for an unknown group.
 void* ps_group_losses(std::uint64_t group) {
   std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;
@@ -122,7 +119,6 @@ void ps_transfers_delete(void* transfers) {
   if (!transfers_of(transfers).is_foreign()) delete static_cast<std::shared_ptr<Transfers>*>(transfers);
 }
 
-// Lets calls without Python use a group's transfers with this tag.
 void ps_transfers_serve(void* transfers, std::uint64_t group, int tag) {
   transfers_of(transfers).serve(tag);
   if (const std::shared_ptr<Handle> handle = find(group)) {
@@ -150,13 +146,12 @@ int ps_transfers_failure(void* transfers, std::int64_t* words) {
   return has_failed ? 1 : 0;
 }
 
-// The text of a connection's end, zero-terminated.
+// Zero-terminated.
 void ps_transfers_failure_text(void* transfers, char* text, std::size_t capacity) {
   const std::string said = transfers_of(transfers).failure_text();
   text[said.copy(text, capacity - 1)] = '\0';
 }
 
-// Fails open transfers because a call of this rank failed, so that peers needn't wait for their deadlines.
 void ps_transfers_abandon(void* transfers) { transfers_of(transfers).abandon(); }
 
 int ps_transfers_is_inside(void* transfers, int peer, int sends) {
@@ -167,7 +162,6 @@ int ps_transfers_waiting_sends(void* transfers, int dst) { return transfers_of(t
 
 void ps_set_add_pending(Released::AddPending add_pending) { released().set_add_pending(add_pending); }
 
-// Counts started receives: lists received without Python must not overtake them.
 void ps_transfers_reserve(void* transfers, int src, int receives) { transfers_of(transfers).reserve(src, receives); }
 
 int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(transfers).drain(timeout_s) ? 1 : 0; }

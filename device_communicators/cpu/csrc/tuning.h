@@ -1,4 +1,3 @@
-// Slot sizes, and the sizes at which collectives change their algorithm. Measured.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +7,10 @@ namespace parallel_state {
 
 constexpr int kMaxRanks = 64;
 constexpr int kSmallSlots = 16;  // with 2, the slot stays in the other core's cache: writing costs twice as much
-constexpr int kLargeSlots = 4;   // for the pipeline of large_all_reduce
+constexpr int kLargeSlots = 4;
 
-// In one exchange each rank reads all inputs: faster up to 256 KiB with 2 ranks (19 us against 21 in two phases, no
-// common cache), 16 KiB with 4, 8 KiB with 8. Chunks of 128 and 256 KiB were equally fast. Many ranks have smaller
-// slots, or segments would fill /dev/shm. `chain_bytes` isn't measured, for lack of a machine with two nodes. Symmetric
-// tensors need two exchanges but no copy: faster from 8 KiB on with 2 ranks, 16 KiB with 4.
+// Measured, except `chain_bytes`. Chunks of 128 and 256 KiB were equally fast. Many ranks have smaller slots, or
+// segments would fill /dev/shm. Symmetric tensors need two exchanges but no copy.
 struct Tuning {
   std::size_t small_slot_bytes;
   std::size_t large_slot_bytes;       // a chunk of a large tensor
@@ -30,12 +27,12 @@ inline Tuning tuning_of(int ranks) {
   return {16 * kKiB, 128 * kKiB, 4 * kKiB, 4 * kKiB, 64 * kKiB};
 }
 
-// Cuts `count` elements into chunks that fit `chunk_bytes`, and each chunk into a slice per rank. Slices are whole
-// cache lines; the last ones are shorter, or empty.
+// Chunks that fit `chunk_bytes`, cut into a slice per rank. Slices are whole cache lines; the last ones are shorter, or
+// empty.
 struct Slices {
   Slices(std::size_t count, std::size_t width, int ranks, std::size_t chunk_bytes) : count(count), ranks(ranks) {
     const std::size_t line = std::max<std::size_t>(1, 64 / width);
-    const std::size_t longest = std::max(line, chunk_bytes / width / ranks / line * line) * ranks;  // per chunk
+    const std::size_t longest = std::max(line, chunk_bytes / width / ranks / line * line) * ranks;
     const std::size_t parts = std::max<std::size_t>(1, (count + longest - 1) / longest) * ranks;
     slice = (count + parts * line - 1) / (parts * line) * line;
     chunks = (count + slice * ranks - 1) / (slice * ranks);

@@ -217,7 +217,7 @@ void* Unpacker::list(std::uint64_t size, int depth) {
   return made;
 }
 
-// Keys can be chosen to collide, unless they are texts, or few: see KeyCheck.
+// Keys can be chosen to collide, unless they are texts, or few.
 void* Unpacker::dict(std::uint64_t size, int depth) {
   const Python& python = *python_;
   void* const made = python.make_dict();

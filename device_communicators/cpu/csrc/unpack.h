@@ -1,7 +1,6 @@
-// Builds the Python object and the tensors of a message from its head: the reverse of pack.h.
-//
-// The head comes from a peer, so all of it is checked. What `Packer` doesn't write is left to Python's codec, which
-// reads more types and raises errors. The caller holds the GIL; no Python code runs.
+// Builds the Python object and the tensors of a message from its head: the reverse of pack.h. The head comes from a
+// peer, so all of it is checked. What `Packer` doesn't write is left to Python's codec. The caller holds the GIL; no
+// Python code runs.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@
 
 namespace parallel_state {
 
-// A message's tensors by index. Returns a borrowed reference; null with or without a Python error.
+// Returns a borrowed reference; null with or without a Python error.
 class Tensors {
  public:
   virtual ~Tensors() = default;
@@ -22,13 +21,13 @@ class Tensors {
 
 class Unpacker {
  public:
-  // Reads a head, which must outlive this. Returns false if it is left to Python: another kind of head, tensors of
-  // devices or of other than `tensor_bytes`, or slices for another number of ranks than `slices`.
+  // The head must outlive this. Returns false if it is left to Python: another kind of head, tensors of devices or of
+  // other than `tensor_bytes`, or slices for another number of ranks than `slices`.
   bool read(const Python& python, const char* head, std::uint64_t bytes, std::uint64_t tensor_bytes,
             std::uint64_t slices);
 
   std::size_t count() const { return tensors_.size(); }
-  // The tensor as sent: flat, and a part if sliced. This object owns the sizes.
+  // As sent: flat, and a part if sliced. This object owns the sizes.
   TensorForm form(std::size_t index) const;
   bool is_cut(std::size_t index) const { return tensors_[index].cut; }
   const std::vector<std::int64_t>& sizes(std::size_t index) const { return tensors_[index].sizes; }  // of the whole
@@ -42,7 +41,7 @@ class Unpacker {
     std::vector<std::int64_t> sizes;
     std::uint64_t bytes;  // as sent
     bool cut = false;
-    std::int64_t slice = 0;  // its elements
+    std::int64_t slice = 0;
   };
 
   bool read_table(std::uint64_t count);
@@ -62,7 +61,7 @@ class Unpacker {
   Tensors* found_ = nullptr;
   const std::uint8_t* at_ = nullptr;
   const std::uint8_t* end_ = nullptr;
-  const std::uint8_t* body_ = nullptr;  // the object's bytes
+  const std::uint8_t* body_ = nullptr;
   const std::uint8_t* body_end_ = nullptr;
   std::uint64_t items_left_ = 0;  // limit of list items: each takes a byte at least
   std::vector<Tensor> tensors_;

@@ -48,8 +48,8 @@ bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
 // Number of this thread's next waits that sleep without yielding. If a foreign process shares the core, a yielding rank
-// waits for that process's time slice, a sleeping one is woken: 1.9 ms against 0.2 a call (4 ranks on 2 cores, 8 KiB).
-// Yielding is tried again, each time after twice as many waits.
+// waits for that process's time slice: 1.9 ms a call against 0.2 (4 ranks on 2 cores, 8 KiB). Yielding is tried again,
+// each time after twice as many waits.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
@@ -123,10 +123,9 @@ void Counter::own() {
 }
 
 // The store of the value and the check for sleepers must not be reordered. A fence here would stall the owner until its
-// slot's lines arrive from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier
-// (`sleep_for`).
+// slot's lines arrive from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier.
 void Counter::publish(std::uint64_t next, std::uint64_t note) {
-  // Release: a rank that sees this note also sees the value before it (`differs`).
+  // Release: a rank that sees this note also sees the value before it.
   notes[next % kNotes].store(note, std::memory_order_release);
   const std::uint16_t here = current_core();
   if (core.load(std::memory_order_relaxed) != here) core.store(here, std::memory_order_relaxed);

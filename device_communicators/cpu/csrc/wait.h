@@ -1,5 +1,4 @@
-// Waits for another process on a shared counter: spins, yields, then sleeps in the kernel. The counter's owner makes a
-// system call only if there are sleepers.
+// Waits for another process on a shared counter: spins, yields, then sleeps in the kernel.
 #pragma once
 
 #include <atomic>
@@ -7,7 +6,6 @@
 
 namespace parallel_state {
 
-// Continued by waiting threads; see connections.h.
 class SideWork {
  public:
   virtual ~SideWork() = default;
@@ -15,8 +13,7 @@ class SideWork {
   virtual bool advance() = 0;
 };
 
-// How long a wait spins and yields before it sleeps. With a core per rank, spinning 100-200 us is fastest. With more
-// ranks than cores, a spinning rank holds the core that the awaited rank needs: spin a few us, then yield.
+// With more ranks than cores, a spinning rank holds the core that the awaited rank needs: spin a few us, then yield.
 struct WaitPolicy {
   std::int64_t spin_ns = 100'000;
   std::int32_t yields = 0;
@@ -25,7 +22,6 @@ struct WaitPolicy {
 
 enum class WaitResult { kReached, kTimedOut, kPeerDied, kInterrupted };
 
-// Polled by sleepers, never on the fast path.
 class Liveness {
  public:
   virtual ~Liveness() = default;
@@ -49,8 +45,8 @@ class Deadline {
   std::int64_t at_ns_ = 0;
 };
 
-// A counter in shared memory, which only grows. It is alone on two cache lines (adjacent lines are prefetched in
-// pairs). Notes about its last values are on the line that waiters read anyway.
+// In shared memory; only grows. It is alone on two cache lines (adjacent lines are prefetched in pairs). Notes are on
+// the line that waiters read anyway.
 struct alignas(128) Counter {
   static constexpr std::uint64_t kNotes = 4;
   static constexpr std::uint64_t kFlag = 1ULL << 47;  // a bit of a note in which ranks may differ
@@ -72,17 +68,16 @@ struct alignas(128) Counter {
   // Owner only. Pairs with the acquire in `read`.
   void publish(std::uint64_t next, std::uint64_t note);
 
-  // Returns whether the note of `reached`, a value that was read, has kFlag. False if it was overwritten.
+  // Both are false if the note of `reached`, a value that was read, was overwritten.
   bool flagged(std::uint64_t reached) const;
 
-  // Reads that note, without kFlag. Returns false if it was overwritten.
   bool note_of(std::uint64_t reached, std::uint64_t* note) const {
     *note = notes[reached % kNotes].load(std::memory_order_acquire) & ~kFlag;
     return read() < reached + kNotes - 1;
   }
 
-  // For a thread that sleeps on several words; see progress.h. Returns false if the counter has reached `target`, or
-  // its owner might miss the sleeper. Each true must be followed by `end_sleep`.
+  // For a thread that sleeps on several words. Returns false if the counter has reached `target`, or its owner might
+  // miss the sleeper. Each true must be followed by `end_sleep`.
   bool begin_sleep(std::uint64_t target, std::uint64_t* seen);
   void end_sleep() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
   std::uint32_t* word();  // the futex of its sleepers
@@ -95,7 +90,7 @@ static_assert(sizeof(Counter) == 128, "one counter, two cache lines");
 WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& policy, Deadline& deadline,
                     const Liveness& liveness, int owner);
 
-// Makes this thread's waits sleep early, whatever their policy: for threads beside those that compute.
+// Makes this thread's waits sleep early, whatever their policy.
 void wait_gently(bool gently);
 bool waits_gently();
 
@@ -103,7 +98,6 @@ constexpr std::int64_t kGentleSpinNs = 2'000;
 
 std::int64_t now_ns();
 
-// Lets the core's other hyperthread run for some cycles.
 inline void pause_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();

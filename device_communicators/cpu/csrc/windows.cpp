@@ -29,7 +29,7 @@ bool populate(void* at, std::size_t bytes) {
   return result == 0;
 }
 
-// Reserves addresses, aligned to the huge pages of the file from `offset` on.
+// Aligned to the huge pages of the file from `offset` on.
 char* reserve(std::size_t bytes, std::size_t offset) {
   void* const found = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -40,7 +40,7 @@ char* reserve(std::size_t bytes, std::size_t offset) {
   return made;
 }
 
-// Maps the file behind `page` again; `offset` is the page's position in it.
+// `offset` is the page's position in its file.
 char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   char* const at = huge && bytes >= kHugePage ? reserve(bytes, offset) : nullptr;
   void* const made = at == nullptr ? mremap(page, 0, bytes, MREMAP_MAYMOVE)
@@ -142,7 +142,7 @@ char* Windows::at(std::uint64_t offset, std::size_t bytes) {
   if (!holds(offset, bytes)) return nullptr;
   if (char* const found = find(offset, bytes)) return found;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (char* const found = find(offset, bytes)) return found;  // mapped by another thread
+  if (char* const found = find(offset, bytes)) return found;
   const int count = count_.load(std::memory_order_relaxed);
   if (count == kMost) return nullptr;
   const std::size_t start = offset / kPage * kPage;
@@ -156,7 +156,6 @@ char* Windows::at(std::uint64_t offset, std::size_t bytes) {
 
 bool Windows::map(std::size_t start, std::size_t bytes) {
   const int count = count_.load(std::memory_order_relaxed);
-  // From the mapped page nearest before `start`.
   char* page = first_page_;
   std::size_t at = 0;
   for (int index = 0; index < count; ++index) {

@@ -1,7 +1,5 @@
-// Maps a range of a shared file on demand, in windows that each double in size and never move.
-//
-// It keeps no descriptor: from size 0, mremap maps the file of a shared mapping again, from a given page on.
-// Thread-safe: look-ups take no lock, mapping does.
+// Maps a range of a shared file on demand, in windows that each double in size and never move. It keeps no descriptor:
+// from size 0, mremap maps the file of a shared mapping again. Thread-safe: look-ups take no lock, mapping does.
 #pragma once
 
 #include <atomic>
@@ -19,8 +17,7 @@ constexpr std::size_t kHugePage = 2 << 20;
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset);
 bool has_populate();
 
-// Makes this process allocate huge pages, and align windows to them. Returns 0, or the errno if the kernel has none
-// (before Linux 6.1, or denied).
+// Returns 0, or the errno if the kernel has none (before Linux 6.1, or denied).
 int want_huge_pages();
 
 // Returns the start of a block after `used` bytes; on a huge page if the block fills one.
@@ -30,8 +27,8 @@ class Windows {
  public:
   static constexpr std::uint64_t kOutside = ~std::uint64_t{0};
 
-  // Takes ownership of `first_page`, a mapping of the range's first page. For huge pages it must begin at a multiple of
-  // one in its file.
+  // Owns `first_page`, a mapping of the range's first page. For huge pages it must begin at a multiple of one in its
+  // file.
   Windows(void* first_page, std::size_t capacity, std::size_t first_window_bytes);
   ~Windows();
   Windows(const Windows&) = delete;
@@ -49,7 +46,6 @@ class Windows {
   std::uint64_t offset_of(const void* address, std::size_t bytes) const;
 
  private:
-  // Windows double in size, so few are needed, unless address space runs short.
   static constexpr int kMost = 64;
 
   struct Window {

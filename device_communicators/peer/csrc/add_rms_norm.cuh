@@ -1,19 +1,16 @@
-// all_reduce, add and RMS norm in one kernel, by push, for few rows: y = round(round(sum of input) + residual) and
-// round(y / rms(y) * weight), optionally quantized to float8. The numerics are those of calls/reductions.py.
+// all_reduce, add and RMS norm in one kernel, by push: y = round(round(sum of input) + residual) and round(y / rms(y) *
+// weight), optionally quantized to float8. The numerics are those of calls/reductions.py.
 //
-// A *team* of neighboring blocks shares a row, so that each thread has one pair of it and each epoch handles a whole
-// row with the latency of one push, however long the row is. Every rank computes all rows; the teams of a rank
-// alternate.
+// A *team* of neighboring blocks shares a row: each thread has one pair of it and each epoch handles a whole row. Every
+// rank computes all rows; the teams of a rank alternate.
 //
 // A team needs the sum of squares of the whole row and, with a scale per token, the largest magnitude. Its blocks
-// exchange these through their own rank's region. A *part* is a packet, as in push.cuh. Each member writes its part
-// into the place, in every other member's slot, for packets from its own rank, which is otherwise unused. A block sums
-// its threads' values in a fixed order, and then the members' parts in member order. Teams are equal on all ranks, so
-// all ranks get the same bits.
+// exchange these as *parts*, packets through their own rank's region. Each member writes its part into every other
+// member's slot, at the unused place of packets from its own rank. Threads' values and members' parts are combined in a
+// fixed order, and teams are equal on all ranks, so all ranks get the same bits.
 //
-// Parts carry the *receiver's* epoch and use its slot, because blocks have different epoch numbers: not all blocks take
-// part in all calls. Each member reads the other members' numbers before it sends its first part. These can't advance
-// before that, because they need this part, and all members take one epoch per row. The rules of epochs.cuh hold: a
+// Parts carry the *receiver's* epoch and use its slot: blocks have different epoch numbers. Each member reads the other
+// members' numbers before it sends its first part; they need this part to advance, and all take one epoch per row. A
 // block ends an epoch only after it has received all parts of that epoch, and writes for the next epoch only after
 // that. So a slot that a member is about to clear or reuse has no part that is still needed.
 //
@@ -29,8 +26,7 @@ enum class Norm { PLAIN, STATIC_FLOAT8, TOKEN_FLOAT8 };
 
 static_assert(2 * MAX_BLOCKS <= PART_PACKETS, "two parts of each member have a place");
 
-// One member's view of its team. Methods take the block as an argument, because a stored reference would keep both out
-// of registers.
+// Methods take the block as an argument, because a stored reference would keep both out of registers.
 class Team {
  public:
   __device__ __forceinline__ Team(const Block& block, u32 size)
@@ -49,8 +45,7 @@ class Team {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) epochs_[j] = next_epoch(epochs_[j]);
   }
 
-  // Exchanges parts with all members. All threads of a block pass the same part; `phase` is 0, then 1. Returns false if
-  // a wait was stopped.
+  // All threads of a block pass the same part; `phase` is 0, then 1. Returns false if a wait was stopped.
   __device__ __forceinline__ bool exchange(const Block& block, u32 phase, u32 part) {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) {
       const u64 flag = u64{epochs_[j]} << 32;
@@ -101,8 +96,8 @@ struct Largest {
   static __device__ __forceinline__ u32 of(u32 one, u32 other) { return one < other ? other : one; }
 };
 
-// Reduces over the block; returns the same value on all threads. Works for any number of threads. The next call must
-// have another TAG, or follow a barrier.
+// Returns the same value on all threads, for any number of them. The next call must have another TAG, or follow a
+// barrier.
 template <class Operation, u32 TAG>
 __device__ __forceinline__ u32 over_block(u32 value) {
   constexpr u32 LANES = 32;
@@ -120,7 +115,7 @@ __device__ __forceinline__ u32 over_block(u32 value) {
   return value;
 }
 
-// Reduces over the row. Returns false if a wait was stopped.
+// Returns false if a wait was stopped.
 template <class Operation, u32 PHASE>
 __device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& value) {
   value = over_block<Operation, 3 + PHASE>(value);
@@ -131,7 +126,7 @@ __device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& va
   return true;
 }
 
-// Stores one float8 per element of a pair, from `index` on in a row of `length` at `address`.
+// From `index` on in a row of `length` at `address`.
 template <class T>
 __device__ __forceinline__ void store_float8(u64 address, u32 index, u32 length, const u32 (&values)[8 / T::BYTES]) {
   constexpr u32 COUNT = 8 / T::BYTES;
@@ -152,7 +147,7 @@ __device__ __forceinline__ void store_float8(u64 address, u32 index, u32 length,
   }
 }
 
-// One block's piece of the rows: pairs `begin` to `end` of each.
+// Pairs `begin` to `end` of each row.
 template <class T, Norm NORM, u32 SIZE>
 class NormPiece {
   using Values = Floats<T, 2>;
@@ -198,7 +193,7 @@ class NormPiece {
     return finish(row, scale);
   }
 
-  // Computes y of a pair and adds its squares. Loads that don't need the peers' data are issued before waiting for it.
+  // Loads that don't need the peers' data are issued before waiting for it.
   __device__ __forceinline__ bool add(u32 row, const Tensor& input, u32 i, u32& squares) {
     const Values before = Values::of(row_of(call_.residual, row).template load<2>(at(i)));
     weights_[i] = row_of(call_.weight, 0).template load<2>(at(i));
@@ -216,7 +211,7 @@ class NormPiece {
     return true;
   }
 
-  // Computes the norm from this thread's ys, quantizes and stores it. Returns false if a wait was stopped.
+  // Returns false if a wait was stopped.
   __device__ __forceinline__ bool finish(u32 row, float scale) {
     const float inverse = NORM == Norm::STATIC_FLOAT8 ? 1.0f / *reinterpret_cast<const float*>(call_.scale) : 0.0f;
     u32 largest = 0;
@@ -257,7 +252,7 @@ class NormPiece {
     store_float8<T>(call_.output + u64{row} * call_.hidden, (begin_ + i) * Values::LENGTH, call_.hidden, bytes);
   }
 
-  // The offset, in bytes within a row, of the i-th pair of this piece.
+  // In bytes within a row.
   __device__ __forceinline__ u64 at(u32 i) const { return u64{begin_ + i} * PAIR_BYTES; }
 
   const Call& call_;

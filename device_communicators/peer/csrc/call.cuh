@@ -1,6 +1,4 @@
 // The argument of a launch and the layout of a region. Mirrored in kernels.py; a test compares the two.
-//
-// memory.cuh has the accesses to memory, epochs.cuh their order.
 #pragma once
 
 namespace parallel_state {
@@ -11,12 +9,12 @@ using u64 = unsigned long long;
 
 constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 128;
-constexpr u32 MAX_THREADS = 512;  // of a block, see __launch_bounds__
+constexpr u32 MAX_THREADS = 512;  // of a block
 constexpr u32 SLOTS = 2;          // see epochs.cuh for why two are enough
 constexpr u32 PHASES = 2;         // barriers within one epoch
 
-// Passed by value to every kernel. Addresses are integers, so that the layout is the same for all compilers. CUDA
-// graphs keep a copy, so the deadline is a duration, which starts at the first poll.
+// Addresses are integers, so that the layout is the same for all compilers. CUDA graphs keep a copy, so the deadline is
+// a duration, which starts at the first poll.
 struct Call {
   u64 regions[MAX_RANKS];  // the ranks' regions, as mapped in this process; 256-byte aligned, zeroed once
   u64 input;               // the caller aligns this and the other tensors to 16 bytes
@@ -26,7 +24,7 @@ struct Call {
   u64 weight;
   u64 scale;
   u64 scale_out;
-  u64 report;       // 8 bytes of host memory that the device has mapped; a failing kernel writes them, see `Report`
+  u64 report;       // 8 bytes of host memory that the device has mapped; a failing kernel writes a `Report`
   u64 abort;        // 8 bytes of such memory; the host sets them to a non-zero value to end all waits
   u64 numel;        // elements of the tensor; all_gather: bytes of the input; reduce_scatter: elements of the output
   u64 deadline_ns;  // the timeout of each single wait
@@ -42,19 +40,19 @@ struct Call {
 // wait ended early writes one, and the last one stays. A report about OWN_BLOCK doesn't replace another report.
 enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
-// Used as the peer if a thread waited for another block of its own rank, which itself waits for a peer.
+// The peer of a thread that waited for another block of its own rank.
 constexpr u32 OWN_BLOCK = 0xff;
 
-// Layout of a region: [control][packets][stages].
+// A region is [control][packets][stages].
 struct Control {
   u32 epoch[MAX_BLOCKS];                           // used only by this rank's own blocks
   u32 flag[SLOTS][PHASES][MAX_BLOCKS][MAX_RANKS];  // rank r writes [..][r], the region's owner reads it
 };
 
 constexpr u64 CONTROL_BYTES = 64 << 10;
-constexpr u32 PACKET_BYTES = 16;       // 8 bytes are data, see push.cuh
+constexpr u32 PACKET_BYTES = 16;       // 8 bytes are data
 constexpr u32 PART_PACKETS = 256;      // packets of one rank's block in its part of another rank's slot
-constexpr u32 STAGE_BYTES = 32 << 10;  // bytes that a block stages in a slot, see staged.cuh
+constexpr u32 STAGE_BYTES = 32 << 10;  // bytes that a block stages in a slot
 constexpr u64 PACKETS_OFFSET = CONTROL_BYTES;
 constexpr u64 STAGES_OFFSET = PACKETS_OFFSET + u64{SLOTS} * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * PACKET_BYTES;
 constexpr u64 REGION_BYTES = STAGES_OFFSET + u64{SLOTS} * MAX_BLOCKS * STAGE_BYTES;

@@ -1,6 +1,5 @@
-// Dtypes and their sums. Elements are packed in 32-bit words, as in memory, or unpacked as floats.
-//
-// Sums are computed in fp32, in rank order, and rounded once, so that all algorithms give the same bits on all ranks.
+// Dtypes and their sums, which are computed in fp32, in rank order, and rounded once, so that all algorithms give the
+// same bits on all ranks.
 
 #pragma once
 
@@ -36,7 +35,7 @@ struct BFloat16 {
   }
 };
 
-// The slow path, for the end of a tensor and for unaligned rows. Not inlined, to keep the fast path short.
+// For the end of a tensor and for unaligned rows. Not inlined, to keep the fast path short.
 template <u32 COUNT>
 __device__ __noinline__ Words<COUNT> load_bytes(u64 address, u64 bytes) {
   Words<COUNT> words;
@@ -63,7 +62,7 @@ __device__ __noinline__ void store_bytes(u64 address, u64 bytes, Words<COUNT> wo
   }
 }
 
-// A tensor of this rank, or a row of it. The address needn't be aligned (a row of an odd length isn't).
+// The address needn't be aligned (a row of an odd length isn't).
 struct Tensor {
   u64 address;
   u64 bytes;
@@ -101,10 +100,8 @@ struct Tensor {
   }
 };
 
-// The number of pieces of `piece` bytes in a tensor, with a partial last one.
 __device__ __forceinline__ u64 pieces_of(u64 bytes, u32 piece) { return (bytes + piece - 1) / piece; }
 
-// The elements of 4 * COUNT bytes, as floats.
 template <class T, u32 COUNT>
 struct Floats {
   static constexpr u32 IN_WORD = 4 / T::BYTES;
@@ -132,7 +129,7 @@ struct Floats {
   }
 };
 
-// The number of ranks as a compile-time constant, so that loads from all ranks are issued at once.
+// A compile-time constant, so that loads from all ranks are issued at once.
 template <u32 SIZE>
 struct Ranks {
   static constexpr u32 MOST = SIZE;
@@ -148,7 +145,6 @@ struct Ranks<0> {
   __device__ __forceinline__ bool has(u32 r) const { return r < size; }
 };
 
-// Calls body(ranks) with the Ranks type for `size`.
 template <class Body>
 __device__ __forceinline__ void with_ranks(u32 size, Body body) {
   switch (size) {

@@ -1,41 +1,35 @@
 // Epochs keep the exchanges of blocks apart, within a call and between calls.
 //
-// Block b of a rank exchanges data only with block b of each other rank. It has its own flags, its own parts of the
-// regions and its own epoch number. One *epoch* is one exchange between these blocks: each block writes into its slot
-// of the regions (slot = epoch % 2), waits for the others, and reads. A call takes as many epochs as the block's share
-// of the data needs, so regions of a fixed size serve any tensor. The grid depends only on values that are equal on all
-// ranks (kernel, numel, dtype, size), so block b has the same share and takes the same epochs on all ranks. A block
-// without a share takes none.
+// Block b of a rank exchanges data only with block b of each other rank. It has its own flags, parts of the regions and
+// epoch number. In one *epoch* each block writes into its slot of the regions (slot = epoch % 2), waits for the others,
+// and reads. The grid depends only on values that are equal on all ranks, so block b takes the same epochs on all
+// ranks, as many as its share of the data needs.
 //
-// The epoch number is in device memory. So a graph may be replayed any number of times, and calls of different kernels
-// and sizes may follow each other in any order. All ranks must make the same calls, one after the other. The host must
-// prevent two simultaneous calls of one rank on two streams: they would use the same epoch.
+// The epoch number is in device memory. So a graph may be replayed, and calls of different kernels and sizes may follow
+// each other. All ranks must make the same calls, one after the other. The host must prevent two simultaneous calls of
+// one rank on two streams: they would use the same epoch.
 //
-// Each kernel obeys two rules, on which the rest is based:
+// Each kernel obeys two rules:
 //
 //   Heard.   Block b ends epoch e only after block b of every other rank has *begun* e: it received data from each.
 //   Drained. Block b ends epoch e only after everything that peers write into its region in e has arrived.
 //
 // Why two slots are enough. Writes of epoch e+2 overwrite those of e. The writer has ended e+1. So (Heard) every other
-// block has begun e+1, and has ended e and read its data. Its threads pass a barrier, or end a kernel, between the
-// reads of e and the first write of e+1. The writer's threads do the same between e+1 and e+2. Kernels of one rank run
-// in stream order, each after the end of the previous one: they are never launched as programmatic dependents. If e+1
-// was a push, whose packets have no release, this holds because a read whose value was used is performed before a store
-// that follows it after a barrier, and no GPU makes a store visible early.
+// block has begun e+1, and has ended e and read its data. Threads pass a barrier, or end a kernel, between the reads of
+// e and the first write of e+1, and between e+1 and e+2. Kernels of one rank are never launched as programmatic
+// dependents. If e+1 was a push, whose packets have no release, this holds because a read whose value was used is
+// performed before a store that follows it after a barrier, and no GPU makes a store visible early.
 //
 // Why flags are compared for equality. Each place of a slot is written once per epoch, and no block is in e+2 before
-// this block has ended e. So a flag has the number of e or of an older epoch. Packets past the end of a short call, and
-// flags of a phase that a kernel doesn't use, keep the numbers of older epochs. 32 bits wrap around after 2^32 epochs,
+// this block has ended e. So a flag has the number of e or of an older epoch. 32 bits wrap around after 2^32 epochs,
 // which is days of decoding, so old numbers are cleared before that (clear_next_slot), twice every 2^30 epochs.
 //
-// Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit (kernels.py). Other
-// kernels on the device only delay that if they end by themselves. Kernels of other processes alternate with this one
-// as a whole.
+// Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit (kernels.py).
 //
 // Every wait ends: when the flag arrives; at the deadline (a report, then a trap, which destroys the CUDA context); or
 // when the host sets the abort word (a report, then the kernel returns with undefined output). A block that has stopped
-// never sends or sets a flag again, so that no peer takes invalid data for a result. Its epoch number stays behind, so
-// the regions of a failed group can't be used again.
+// never sends or sets a flag again, so that no peer takes invalid data for a result. The regions of a failed group
+// can't be used again.
 #pragma once
 
 #include "memory.cuh"
@@ -46,7 +40,6 @@ constexpr u32 LOOKS_PER_CLOCK = 256;  // polling a flag takes about 1 us over NV
 constexpr u32 CLOCKS_PER_ABORT = 8;   // reading host memory takes a few us
 constexpr u32 CLEAR_EVERY = 1u << 30;
 
-// Reports to the host why a thread's wait ended early.
 __device__ __noinline__ void give_report(const Call& call, Report reason, u32 peer, u32 epoch) {
   const u64 word = u64{static_cast<u32>(reason)} << 56 | u64{peer & 0xff} << 48 | u64{call.operation & 0xff} << 40 |
                    u64{blockIdx.x & 0xff} << 32 | epoch;
@@ -77,10 +70,9 @@ class Patience {
   u64 start_ns_ = 0;
 };
 
-// Zeroes a block's flags and packets in the slot of the next epoch. No peer writes them now: those of the previous
-// epoch have arrived (Drained), and those of the next are sent only after this block has sent data in this epoch
-// (Heard). Called in two consecutive epochs, for both slots. Not a member of Block, so that the epoch stays in a
-// register.
+// No peer writes the next slot now: writes of the previous epoch have arrived (Drained), and those of the next are sent
+// only after this block has sent data in this epoch (Heard). Called in two consecutive epochs, for both slots. Not a
+// member of Block, so that the epoch stays in a register.
 __device__ __noinline__ void clear_next_slot(const Call& call, u32 epoch) {
   const u32 next = (epoch + 1) % SLOTS;
   const u64 region = call.regions[call.rank];
@@ -99,7 +91,7 @@ __device__ __noinline__ void clear_next_slot(const Call& call, u32 epoch) {
 // Skips 0, the value of zeroed memory; 2 follows 2^32 - 1, because slots alternate.
 __device__ __forceinline__ u32 next_epoch(u32 epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
 
-// One block's epochs of a call. All threads of the block make the same calls.
+// All threads of the block make the same calls.
 class Block {
  public:
   explicit __device__ __forceinline__ Block(const Call& call)
@@ -109,13 +101,12 @@ class Block {
 
   __device__ __forceinline__ u32 epoch() const { return epoch_; }
 
-  // The address, in `owner`'s region, of the packets that rank `from` sends to this block in this epoch; see push.cuh.
+  // Those that rank `from` sends to this block in this epoch.
   __device__ __forceinline__ u64 packets(u32 owner, u32 from) const {
     const u64 part = (u64{slot()} * MAX_BLOCKS + blockIdx.x) * MAX_RANKS + from;
     return call.regions[owner] + PACKETS_OFFSET + part * (PART_PACKETS * PACKET_BYTES);
   }
 
-  // The address, in `owner`'s region, where this block of `owner` stages data; see staged.cuh.
   __device__ __forceinline__ u64 stage(u32 owner) const {
     return call.regions[owner] + STAGES_OFFSET + (u64{slot()} * MAX_BLOCKS + blockIdx.x) * STAGE_BYTES;
   }
@@ -168,7 +159,7 @@ class Block {
   u32 epoch_;
 };
 
-// This block's share of `count` items, equal on all ranks. The last blocks of a too large grid have an empty share.
+// Equal on all ranks. The last blocks of a too large grid have an empty share.
 struct Share {
   u64 begin, end;
 };

@@ -1,6 +1,5 @@
-// float8 e4m3fn: 4 bits of exponent with a bias of 7, 3 bits of fraction, no infinities, one NaN.
-//
-// Converted by integer arithmetic, so that every architecture gives the same bits. sm_89 has an instruction for it.
+// float8 e4m3fn: 4 bits of exponent with a bias of 7, 3 bits of fraction, no infinities, one NaN. Converted by integer
+// arithmetic, so that every architecture gives the same bits.
 #pragma once
 
 #include "call.cuh"

@@ -1,9 +1,6 @@
-// all_gather and reduce_scatter, by push for small messages and by pull for larger ones. See push.cuh and staged.cuh.
-//
-// all_gather moves `numel` bytes of each rank to `output` [size, numel]. reduce_scatter sums `input` [size, numel] over
-// all ranks; each rank keeps its row. Unaligned rows are supported and moved bytewise. The input of all_gather may be
-// this rank's row of `output`; the output of reduce_scatter may be this rank's row of `input`. There is one body for
-// all numbers of ranks, because these calls matter less for the latency of a decode step.
+// all_gather and reduce_scatter, by push for small messages and by pull for larger ones. `output` of all_gather and
+// `input` of reduce_scatter are [size, numel]. Unaligned rows are moved bytewise. The input of all_gather may be this
+// rank's row of `output`; the output of reduce_scatter may be this rank's row of `input`.
 #pragma once
 
 #include "push.cuh"
@@ -11,7 +8,6 @@
 
 namespace parallel_state {
 
-// Stores each rank's words at the same offset of its row.
 template <u32 COUNT>
 __device__ __forceinline__ void store_rows(const Call& call, u64 offset, const Words<COUNT> (&of_ranks)[MAX_RANKS]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The translation unit of all kernels. The host looks them up by these names (kernels.py).
+// The host looks kernels up by these names (kernels.py).
 #include "add_rms_norm.cuh"
 #include "gather_scatter.cuh"
 #include "push.cuh"

@@ -1,16 +1,14 @@
-// Every access whose order or atomicity matters, and all other PTX. No other file has PTX.
-//
-// All accesses to a region use these functions, with .sys scope, because the peer is another GPU, or another process on
-// this GPU. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model. Barrier flags use
-// release and acquire. With PARALLEL_STATE_ON_CPU these functions are atomics of the host's compiler, for tests that
-// run the same kernels on the CPU (tests/native/cuda_on_cpu.h).
+// Every access whose order or atomicity matters, and all other PTX. Accesses to a region have .sys scope, because the
+// peer is another GPU or process. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model.
+// With PARALLEL_STATE_ON_CPU these functions are atomics of the host's compiler, for tests
+// (tests/native/cuda_on_cpu.h).
 #pragma once
 
 #include "call.cuh"
 
 namespace parallel_state {
 
-// Each half is 32 bits of data and 32 bits of epoch, which arrive together. One instruction moves both halves.
+// Each half is 32 bits of data and 32 bits of epoch, which arrive together.
 struct Packet {
   u64 halves[2];
 };
@@ -108,14 +106,14 @@ __device__ __forceinline__ u64 load_word(u64 address) {
 
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 
-// A clock in ns, shared by all kernels of this GPU. It advances in steps of 32 ns to 1 us.
+// Shared by all kernels of this GPU. It advances in steps of 32 ns to 1 us.
 __device__ __forceinline__ u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) : : "memory");
   return now;
 }
 
-// Ends the kernel with an error that makes the CUDA context unusable.
+// Makes the CUDA context unusable.
 __device__ __forceinline__ void trap() { asm volatile("trap;" : : : "memory"); }
 
 __device__ __forceinline__ float float_of_half(u16 bits) {
@@ -138,7 +136,7 @@ __device__ __forceinline__ u16 bfloat_of_float(float value) {
   return bits;
 }
 
-// An array in the block's shared memory. Each TAG is a separate array.
+// In the block's shared memory. Each TAG is a separate array.
 template <class T, u32 COUNT, u32 TAG = 0>
 __device__ __forceinline__ T* shared_array() {
   __shared__ T values[COUNT];

@@ -1,13 +1,12 @@
 // Push: every rank writes its data into every other rank's region and then waits only for the peers' data.
 //
-// A packet has 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, which arrives as a
-// whole. So a thread that reads the expected epoch in a half also has its data. No fence or barrier is needed, and the
-// latency is that of one store and one load. Twice the bytes are sent, so push is for small messages. (NCCL calls such
-// a protocol LL.)
+// A packet has 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access. So a thread that
+// reads the expected epoch in a half also has its data, without a fence or barrier. Twice the bytes are sent, so push
+// is for small messages. (NCCL calls such a protocol LL.)
 //
 // In an epoch, block b of each rank sends `count` packets (equal on all ranks, at least 1) to its part of each other
-// rank's slot. Then it waits for `count` packets from each rank. This satisfies the rules Heard and Drained of
-// epochs.cuh. Each thread sends, receives and writes the same indices, so output may be input.
+// rank's slot. Then it waits for `count` packets from each rank. This satisfies the rules Heard and Drained. Each
+// thread sends, receives and writes the same indices, so output may be input.
 #pragma once
 
 #include "elements.cuh"
@@ -18,14 +17,13 @@ namespace parallel_state {
 using Pair = Words<2>;  // the data of a packet
 constexpr u32 PAIR_BYTES = 8;
 
-// Sends the i-th pair of this epoch to one rank.
 __device__ __forceinline__ void send_pair(const Block& block, u32 to, u32 i, const Pair& pair) {
   const u64 flag = u64{block.epoch()} << 32;
   store_packet(block.packets(to, block.call.rank) + u64{i} * PACKET_BYTES,
                Packet{{flag | pair.at[0], flag | pair.at[1]}});
 }
 
-// Sends the pair to all other ranks, on each rank in another order.
+// In an order of its own on each rank.
 template <u32 SIZE>
 __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& pair) {
   const u32 own = block.call.rank;
@@ -35,7 +33,7 @@ __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE>
   }
 }
 
-// Receives the i-th pair of this epoch from every rank; `own` is this rank's. Returns false if the wait was stopped.
+// `own` is this rank's pair. Returns false if the wait was stopped.
 template <u32 SIZE, u32 MOST>
 __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                               Pair (&pairs)[MOST]) {
@@ -62,7 +60,7 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   }
 }
 
-// Receives the i-th pair of all ranks and sums them in fp32. Returns false if the wait was stopped.
+// In fp32. Returns false if the wait was stopped.
 template <class T, u32 SIZE>
 __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                             Floats<T, 2>& sum) {
@@ -72,8 +70,8 @@ __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> rank
   return true;
 }
 
-// Runs the epochs of the block's share of `pairs`, PART_PACKETS pairs per epoch. Each calls `send(block, i, pair)` and
-// then `receive(block, i, pair) -> bool`; i is the index within the epoch, pair that within the tensor.
+// PART_PACKETS pairs per epoch. Each epoch calls `send(block, i, pair)` and then `receive(block, i, pair) -> bool`; i
+// is the index within the epoch, pair that within the tensor.
 template <class Send, class Receive>
 __device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send, Receive receive) {
   const Share share = share_of(pairs);

@@ -1,15 +1,14 @@
 // Pull and two-shot: each rank stages data in its own region; peers read it after a barrier.
 //
-// Pull (one shot): every rank stages its data; barrier; every rank reads the data of all ranks and sums it. One
-// barrier; (size - 1) times the data over each rank's links.
+// Pull (one shot): every rank reads the data of all ranks and sums it. One barrier; (size - 1) times the data over each
+// rank's links.
 //
-// Two-shot: every rank stages its data; barrier; rank r sums shard r and writes the result over that shard in every
-// rank's stage, where no other rank reads it; barrier; every rank reads all shards from its own region. Two barriers;
-// 2 (size - 1) / size times the data over each rank's links.
+// Two-shot: rank r sums shard r and writes the result over that shard in every rank's stage, where no other rank reads
+// it; barrier; every rank reads all shards from its own region. Two barriers; 2 (size - 1) / size times the data over
+// each rank's links.
 //
-// An epoch handles up to STAGE_BYTES of a block's share. Both kernels end each epoch after a barrier, which satisfies
-// the rules Heard and Drained of epochs.cuh: peers write into this region before they set their last flag. Output may
-// be input: it is written only after its old value was staged.
+// Both kernels end each epoch after a barrier, which satisfies the rules Heard and Drained: peers write into this
+// region before they set their last flag. Output may be input: it is written only after its old value was staged.
 #pragma once
 
 #include "elements.cuh"
@@ -29,7 +28,7 @@ __device__ __forceinline__ Quad load_staged(const Block& block, u32 owner, u32 i
   return load_shared(block.stage(owner) + u64{i} * QUAD_BYTES);
 }
 
-// Loads the quads that all ranks, also this one, have staged at i. Call it after a barrier.
+// Call it after a barrier.
 template <u32 SIZE, u32 MOST>
 __device__ __forceinline__ void load_staged_by_all(const Block& block, Ranks<SIZE> ranks, u32 i, Quad (&quads)[MOST]) {
   static_assert(MOST == Ranks<SIZE>::MOST, "a quad of each rank");
@@ -37,7 +36,6 @@ __device__ __forceinline__ void load_staged_by_all(const Block& block, Ranks<SIZ
   for (u32 r = 0; r < MOST; ++r) quads[r] = load_staged(block, ranks.has(r) ? r : block.call.rank, i);
 }
 
-// Sums the quads that all ranks have staged at i, in fp32.
 template <class T, u32 SIZE>
 __device__ __forceinline__ Floats<T, 4> sum_staged(const Block& block, Ranks<SIZE> ranks, u32 i) {
   Quad quads[Ranks<SIZE>::MOST];
@@ -45,7 +43,7 @@ __device__ __forceinline__ Floats<T, 4> sum_staged(const Block& block, Ranks<SIZ
   return sum_in_rank_order<T>(ranks, quads);
 }
 
-// Calls `store(i, load(i))` for i below `count`, with several loads in flight. Returns where this thread must continue.
+// Calls `store(i, load(i))` with several loads in flight. Returns where this thread must continue.
 template <class Load, class Store>
 __device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
   constexpr u32 AT_ONCE = 4;
@@ -60,7 +58,7 @@ __device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
   return i;
 }
 
-// Stages `count` quads of a tensor, from quad `start` on, at quad `to` of the stage.
+// From quad `start` on, at quad `to` of the stage.
 __device__ __forceinline__ void stage_quads(const Block& block, const Tensor& from, u64 start, u32 count, u32 to = 0) {
   const u32 own = block.call.rank;
   u32 i = threadIdx.x;
@@ -72,7 +70,6 @@ __device__ __forceinline__ void stage_quads(const Block& block, const Tensor& fr
   for (; i < count; i += blockDim.x) store_staged(block, own, to + i, from.load<4>((start + i) * QUAD_BYTES));
 }
 
-// Writes `count` quads from this rank's own stage into a tensor, from quad `start` on.
 __device__ __forceinline__ void unstage_quads(const Block& block, const Tensor& to, u64 start, u32 count) {
   const u32 own = block.call.rank;
   u32 i = threadIdx.x;
@@ -84,8 +81,8 @@ __device__ __forceinline__ void unstage_quads(const Block& block, const Tensor& 
   for (; i < count; i += blockDim.x) to.store((start + i) * QUAD_BYTES, load_staged(block, own, i));
 }
 
-// Runs the epochs of the block's share of `quads`, `most` quads per epoch. Each calls `exchange(block, start, count)`,
-// which must have at least one barrier and returns false if a wait was stopped.
+// `most` quads per epoch. `exchange(block, start, count)` must have at least one barrier and returns false if a wait
+// was stopped.
 template <class Exchange>
 __device__ __forceinline__ void stage_all(const Call& call, u64 quads, u32 most, Exchange exchange) {
   const Share share = share_of(quads);
