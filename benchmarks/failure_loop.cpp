@@ -1,4 +1,3 @@
-// Loops over what a call records for failure reports, without Python.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -20,10 +19,10 @@ using namespace parallel_state;
 namespace {
 
 constexpr double kTimeoutS = 10;
-constexpr int kDtype = 6;  // torch's number of float32
+constexpr int kDtype = 6;  // float32
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kLinesBytes = kPage;  // the counters of two exchanges, of up to 16 ranks
-const WaitPolicy kSpins{20'000'000, 0};     // no rank sleeps: a wake-up costs a thousand times what is measured
+const WaitPolicy kSpins{20'000'000, 0};     // a wake-up costs a thousand times what is measured
 
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -54,7 +53,6 @@ enum What {
   }
 }
 
-// HostGroup::differs for a rank that hasn't continued.
 bool differs(const Counter& line, std::uint64_t tick, std::uint64_t call) {
   std::uint64_t note;
   return line.note_of(tick, &note) && note != call;
@@ -65,12 +63,11 @@ template <typename Body>
   const std::int64_t started = now_ns();
   for (int call = 0; call < calls; ++call) {
     if (!body()) return -1;
-    asm volatile("" ::: "memory");  // each call repeats all work
+    asm volatile("" ::: "memory");
   }
   return static_cast<double>(now_ns() - started) * 1e-9;
 }
 
-// Shared memory holds the group alone, the group with a handle, and the lines of two exchanges.
 class Ranks {
  public:
   Ranks(int descriptor, int rank, int size, std::size_t count)
@@ -110,7 +107,7 @@ class Ranks {
     return -1;
   }
 
-  // Returns the call's error, or an empty text. All ranks must call it for exchanges.
+  // All ranks must call it for exchanges.
   std::string check(What what) {
     for (float& each : in_) each = static_cast<float>(rank_ + 1);
     const std::uint64_t before = served_->traffic(Counted::kAllReduceInPlace).calls;
@@ -231,7 +228,7 @@ extern "C" {
 
 std::size_t failure_loop_bytes(int size) { return 2 * pages(Handle::segment_bytes(size)) + kLinesBytes; }
 
-// `descriptor`: a zeroed file of `failure_loop_bytes`, shared by all ranks. `count`: the tensor's elements.
+// `descriptor`: a zeroed file of `failure_loop_bytes`, shared by all ranks.
 void* failure_loop_new(int descriptor, int rank, int size, std::size_t count) {
   return new Ranks(descriptor, rank, size, count);
 }

@@ -1,6 +1,4 @@
 // Single cases of the control core: a real core, and peers made of frames.
-//
-//   control_cases [NAME]
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -64,7 +62,7 @@ struct World {
     for (; asked > 0; --asked) core.step(now, event_of(Event::kBeats), &actions);
   }
 
-  // The boards of `beats`, in the same domain, keep beating.
+  // The boards of `beats` keep beating.
   void pass(Nanos time, const std::vector<Proc>& beats = {}) {
     std::vector<Action> all;
     for (const Nanos end = now + time; now < end;) {
@@ -81,7 +79,7 @@ struct World {
 
   Bytes frame(FrameKind kind, int from, Bytes body) { return encode(Frame{kind, 7, proc_of(from), std::move(body)}); }
 
-  Bytes proof(int from, bool dialer) {  // rank `from` dialed this core if `dialer`, else was dialed
+  Bytes proof(int from, bool dialer) {
     const int dialed = dialer ? self : from;
     Writer writer;
     writer.number(static_cast<std::uint8_t>(dialer)).text(Bytes(kNonceBytes, dialer ? 'p' : 'n'));
@@ -197,7 +195,7 @@ void a_token_is_proved() {
   CHECK(world.find(Action::kClose) == nullptr);
   world.step(event_of(Event::kAccepted, 4));
   world.bytes(4, encode(Hello{}) + world.frame(FrameKind::kNonce, 1, Bytes(kNonceBytes, 'p')) +
-                     world.frame(FrameKind::kIdentity, 1, world.proof(1, false)));  // the other direction's proof
+                     world.frame(FrameKind::kIdentity, 1, world.proof(1, false)));
   CHECK(world.find(Action::kClose, 4) != nullptr);
 }
 
@@ -332,7 +330,7 @@ void a_refused_call_names_its_key() {
 
 void a_call_without_a_deadline() {
   World world({1, 1});
-  world.now -= 10 * kSecond;  // the core adds to the time
+  world.now -= 10 * kSecond;
   world.call({0, 1}, "p", kNever);
   world.pass(5 * kSecond);
   CHECK(world.find(Action::kVerdict) == nullptr);
@@ -478,7 +476,7 @@ void an_empty_question_is_answered_without_the_program() {
   CHECK(world.find(Action::kQuestion) != nullptr);
 }
 
-// A lead connected to a stopped process, the only one of another domain.
+// Connected to a stopped process, the only one of another domain.
 World with_stopped_peer() {
   World world({1, 1});
   world.accept(3, 1);
@@ -547,7 +545,7 @@ void a_pause_of_any_length_judges_nobody_at_once() {
     world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
     world.pass(19'800 * kMillisecond);
     CHECK(world.core.ends().empty());
-    world.now += pause;  // beats wait in the receive buffer
+    world.now += pause;
     world.step(Event());
     world.pass(250 * kMillisecond);
     CHECK(world.core.ends().empty());
@@ -624,7 +622,7 @@ void dials_that_are_refused_once_the_connection_broke_are_exits() {
   CHECK(world.knows(1, kExited));
 }
 
-// If it were closed when a hunt begins, the exit of its process would be known 0.6 s later than its neighbor's.
+// Closed, it would delay the knowledge of its process's exit by 0.6 s.
 void a_hunt_keeps_a_connection_that_was_idle() {
   World world({1, 2});
   world.accept(3, 1);
@@ -682,7 +680,6 @@ struct Visits {
   static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
     return encode_store(static_cast<std::uint8_t>(call), parts);
   }
-  // Parts joined by commas, or "-".
   std::string reply(int id) {
     if (guests[id].reply.empty()) return "-";
     Bytes body = guests[id].reply.substr(kHeadBytes);
@@ -801,7 +798,7 @@ void a_guest_is_closed_for_what_it_must_not_send() {
   }
   Visits visits(2);
   CHECK(visits.ask(0, StoreCall::kGet, {"a"}) == "-");
-  visits.ask(0, StoreCall::kCount, {});  // it still waits
+  visits.ask(0, StoreCall::kCount, {});
   CHECK(visits.guests[0].closed);
   const Bytes frame = Visits::raw(FrameKind::kStoreCall, visits.guests[1].out.seal(count));
   visits.bytes(1, frame);
@@ -831,7 +828,7 @@ void a_guest_is_handed_to_the_store() {
     come(4, "another", "");
     CHECK(world.find(Action::kGuest) == nullptr && world.find(Action::kClose, 4) != nullptr);
     world.accept(5, 1);
-    world.bytes(5, world.frame(FrameKind::kStoreCall, 1, ""));  // a member is no guest
+    world.bytes(5, world.frame(FrameKind::kStoreCall, 1, ""));
     CHECK(world.find(Action::kClose, 5) != nullptr);
   }
 }
@@ -841,13 +838,13 @@ void the_oldest_stranger_makes_room() {
   int logs = 0;
   for (int i = 0; i < 300; ++i) {
     world.now += kMillisecond;
-    world.step(event_of(Event::kAccepted, 1000 - i));  // descending numbers
+    world.step(event_of(Event::kAccepted, 1000 - i));
     logs += world.find(Action::kLog) != nullptr ? 1 : 0;
     const bool is_full = i >= 258;  // 256 and two members
     CHECK((world.find(Action::kClose) != nullptr) == is_full);
     if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
   }
-  CHECK(logs == 2);               // the first and the tenth
+  CHECK(logs == 2);
   World early({1, 1}, 0, false);  // all ranks may dial a process before it knows them
   for (int i = 0; i < 1025; ++i) {
     early.now += kMillisecond;

@@ -1,10 +1,4 @@
 // The driver without Python, for sanitizers.
-//
-//   control_driver worlds ROUNDS      stays of one process agree, fork, and leave
-//   control_driver throws             memory runs out in the thread: its worlds end, and another one can be opened
-//   control_driver neighbours         a process that can't be watched at first, and one with a reused pid
-//   control_driver ports              the port of a stay that left is reused at once
-//   control_driver guests             threads use a stay's store, with large values; a key is held; the stay leaves
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
@@ -78,7 +72,6 @@ bool is_over(const Opened& one) {
   return one.stay->over;
 }
 
-// All news up to the first of this kind.
 std::vector<std::string> news_until(const Opened& one, Inbox::Kind kind) {
   std::vector<std::string> news;
   std::vector<char> buffer(1 << 20);
@@ -162,7 +155,6 @@ constexpr bool kForks = false;  // in a child, its allocator's locks can stay lo
 constexpr bool kForks = true;
 #endif
 
-// A child has none of its parent's stays, and can have its own.
 int run_child(std::int64_t handle) {
   if (find_stay(handle) != nullptr) return 1;
   const Opened own = open_one();
@@ -225,7 +217,6 @@ pid_t start_process() {
   while (true) pause();
 }
 
-// A process without a board is the stay's only neighbor.
 void meet_process(const Opened& one, pid_t pid, std::uint64_t began) {
   Event event;
   event.kind = Event::kMeet;
@@ -300,7 +291,7 @@ void run_ports() {
   leave({handle, again});
 }
 
-// The reply, or an empty text and the errno. Leaves the request open if `held` is given.
+// Leaves the request open if `held` is given.
 Bytes asked(std::int64_t client, StoreCall call, const std::vector<Bytes>& parts, int* code,
             std::int64_t* held = nullptr) {
   const Bytes content = encode_store(static_cast<std::uint8_t>(call), parts);

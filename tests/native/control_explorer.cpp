@@ -2,8 +2,7 @@
 //
 //   control_explorer --hosts 1,1,1 --crashes C --drops D --first R
 //
-// Each process from rank R on calls, and anything in flight may happen next. A state is not entered twice. Time passes
-// only if nothing else can happen. Prints the number of states, or the steps to a failure.
+// A state is not entered twice. Time passes only if nothing else can happen.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -36,7 +35,7 @@ struct State {
   std::vector<std::shared_ptr<const Verdict>> verdicts;
   std::vector<Connection> connections;
   std::vector<std::pair<int, int>> dials;
-  std::vector<std::deque<Event>> local;  // of the same host, in order
+  std::vector<std::deque<Event>> local;
   Nanos now = 1000 * kSecond;
   int crashes = 0, drops = 0;
 };
@@ -74,9 +73,9 @@ class Explorer {
       event.roster = roster_;
       step(&state, rank, event);
     }
-    settle(&state);  // the connections between the hosts
+    settle(&state);
     for (int rank = 0; rank < ranks_; ++rank) {
-      for (int other = rank + 1; other < ranks_; ++other) {  // and all others, as after an earlier call
+      for (int other = rank + 1; other < ranks_; ++other) {  // as after an earlier call
         Event event;
         event.kind = Event::kAsk;
         event.proc = proc_of(other);
@@ -154,7 +153,6 @@ class Explorer {
     if (beats) step(state, rank, answer);
   }
 
-  // Its end is in flight: it carries nothing more.
   static bool is_broken(const Connection& connection) {
     return (!connection.to[0].empty() && connection.to[0].back().empty()) ||
            (!connection.to[1].empty() && connection.to[1].back().empty());
@@ -232,7 +230,7 @@ class Explorer {
     step(state, to, event);
     event.kind = Event::kDialed;
     step(state, from, event);
-    for (int part = 0; part < 2; ++part) {  // the handshake in one order: nonces, then identities
+    for (int part = 0; part < 2; ++part) {
       for (const int side : {1, 0}) {
         auto& queue = state->connections[id].to[side];
         if (queue.empty() || queue.front().empty()) continue;

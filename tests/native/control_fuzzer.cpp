@@ -1,10 +1,9 @@
-// Malformed and unexpected bytes and events for a few control cores, to be built with sanitizers.
+// Malformed and unexpected bytes and events for control cores.
 //
 //   control_fuzzer --seconds S [--seed N]
 //
-// Four cores on two hosts exchange frames, which are mutated with consistent lengths. Events come in any order that a
-// driver may produce. The peers know each other's tokens, so that mutants get far. The state and output of a core must
-// stay bounded.
+// Four cores on two hosts exchange frames, which are mutated with consistent lengths. The peers know each other's
+// tokens, so that mutants get far. The state and output of a core must stay bounded.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -60,7 +59,7 @@ Bytes mutated(Bytes bytes, Random* random) {
   return bytes;
 }
 
-struct Pipe {  // `to` is in flight to each side; empty bytes are the end
+struct Pipe {  // empty bytes are the end
   std::size_t rank[2];
   std::deque<Bytes> to[2];
   bool open[2] = {true, true};
@@ -183,7 +182,7 @@ class Fuzzer {
     if (random_.chance(20)) head[6] = static_cast<char>(1 + random_.below(14));
     const Bytes body = random_.chance(85) ? mutant(bytes.substr(kHeadBytes)) : Bytes();
     if (random_.chance(95)) head.replace(0, 4, Writer().number(static_cast<std::uint32_t>(body.size())).take());
-    return random_.chance(20) ? bytes + head + body : head + body;  // the original first
+    return random_.chance(20) ? bytes + head + body : head + body;
   }
 
   void meet(std::size_t rank) {
@@ -232,7 +231,7 @@ class Fuzzer {
   std::deque<std::pair<std::size_t, Event>> local_;
 };
 
-// Calls are mutated before sealing: tests the table's parser and waits.
+// Calls are mutated before sealing.
 class Guests {
  public:
   explicit Guests(std::uint64_t seed) : random_{seed} {
@@ -277,7 +276,7 @@ class Guests {
     const bool fine = store_.take(id, frame, &out_);
     take();
     if (!fine) drop(id);
-    if (random_.chance(30)) {  // also to guests that did not ask
+    if (random_.chance(30)) {
       store_.answer(static_cast<int>(random_.below(4)), Bytes(random_.below(100), 'x'), &out_);
       take();
     }
@@ -301,7 +300,6 @@ class Guests {
   std::vector<Store::Output> out_;
 };
 
-// In pieces of any size.
 void fuzz_parser(Random* random) {
   Bytes stream = encode(Hello{});
   for (int i = 0; i < 5; ++i) {

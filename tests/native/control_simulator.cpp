@@ -3,8 +3,7 @@
 //   control_simulator --replay FILE
 //   control_simulator [--record FILE] --seed N --seeds COUNT --ranks R --hosts H [--fault NAME] [--trace]
 //
-// A seed determines everything and, without --hosts, the number of hosts. A failing seed prints its schedule, and the
-// same arguments replay it.
+// A failing seed prints its schedule, and the same arguments replay it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -50,8 +49,8 @@ struct Process {
 
   Core core;
   int host = 0;
-  bool alive = true;     // its kernel answers
-  bool runs = true;      // not stopped
+  bool alive = true;  // its kernel answers
+  bool runs = true;
   bool exiting = false;  // killed, its descriptors still open
   bool large = false;    // was exiting for some time
   bool joined = false;
@@ -66,7 +65,7 @@ struct Process {
   Nanos local_at = 0;  // its host's events arrive in order
   std::deque<Event> backlog;
   std::unique_ptr<Record> record;
-  std::vector<std::uint64_t> seen;  // last read board beats of its host's ranks
+  std::vector<std::uint64_t> seen;  // last read board beats
   long frames = 0, dials = 0, connections = 0;
 };
 
@@ -74,9 +73,9 @@ struct Connection {
   int side[2];
   bool open[2] = {true, false};
   bool broken = false;
-  Nanos arrival[2] = {0, 0};  // of the last bytes, at each side's kernel
+  Nanos arrival[2] = {0, 0};
   Nanos closes[2] = {-1, -1};
-  Nanos acknowledged[2] = {0, 0};  // last acknowledgment to each side by the peer's kernel
+  Nanos acknowledged[2] = {0, 0};  // by the peer's kernel
 };
 
 struct Agreement {
@@ -111,7 +110,7 @@ class Simulator {
     for (int i = 0; i < count; ++i) {
       std::string name = kFaults[random_.below(kFaultCount)];
       if (!fault.empty()) name = fault;
-      if (name == "storm" && count > 1) name = "drop";  // a storm ends everything else
+      if (name == "storm" && count > 1) name = "drop";
       faults_.insert(name);
       plan(name);
     }
@@ -275,7 +274,7 @@ class Simulator {
     if (name == "leave") {
       at(when, [=] { leave(rank); });
       if (random_.chance(50)) at(when + random_.below(10 * kMillisecond), [=] { leave(lead); });
-      if (random_.chance(30)) {  // the whole host leaves
+      if (random_.chance(30)) {
         for (const int each : on_host_[host]) at(when + random_.below(kSecond), [=] { leave(each); });
       }
       const int other = on_host_[host].back();
@@ -436,7 +435,7 @@ class Simulator {
       stopped.ran_since = now_;
       std::deque<Event> backlog = std::move(stopped.backlog);
       stopped.backlog.clear();
-      if (random_.chance(50)) wake(rank);  // before or after the waiting bytes
+      if (random_.chance(50)) wake(rank);
       for (Event& event : backlog) deliver(rank, std::move(event));
       stopped.woken_at = kNever;
       wake(rank);
@@ -504,7 +503,6 @@ class Simulator {
     event.bytes = junk;
     step(rank, event);
     if (process.core.ends().size() != ends || process.core.rounds() != rounds) note_garbage();
-    // Garbage on a used connection may only close it.
     for (int tries = 0; tries < 20; ++tries) {
       const int used = static_cast<int>(random_.below(static_cast<Nanos>(connections_.size())));
       Connection& connection = connections_[used];
@@ -529,14 +527,13 @@ class Simulator {
     if (is_well && cuts_.empty()) fail("garbage changed a state");
   }
 
-  // For bytes that leave `from` now; kForEver for never.
   Nanos arrival(int from, int to) {
     Nanos time = now_ + (from == to ? 10'000 : 50'000) + random_.below(500'000);
     if (slow_percent_ > 0 && random_.chance(slow_percent_)) time += random_.below(30 * kMillisecond);
     const auto found = cuts_.find({from, to});
     if (found != cuts_.end() && found->second.second > now_) {
       if (found->second.second >= kForEver) return kForEver;
-      time = found->second.second + random_.below(kResent);  // sent again
+      time = found->second.second + random_.below(kResent);
     }
     return up_[from] && up_[to] ? time : kForEver;
   }
@@ -844,7 +841,7 @@ class Simulator {
         continue;
       }
       // Its host received nothing while two leads stopped in turn, or one failed. One such lead is enough after a large
-      // process's late exit, or if the victim's whole host exited: a hunt, which the stop cut short, begins again.
+      // process's late exit, or if the victim's whole host exited: the hunt begins again.
       const auto& mates = on_host_[process.host];
       const auto deaf = std::count_if(mates.begin(), mates.end(), [&](int mate) {
         const Process& each = processes_[mate];
@@ -976,7 +973,7 @@ class Simulator {
   std::shared_ptr<const Roster> roster_;
   std::deque<Process> processes_;
   std::vector<std::vector<int>> on_host_;
-  std::vector<std::uint64_t> beats_;  // of each rank's board
+  std::vector<std::uint64_t> beats_;
   std::vector<bool> up_;
   std::vector<Nanos> clock_, joins_at_;
   std::map<std::pair<int, int>, std::pair<Nanos, Nanos>> cuts_;

@@ -93,7 +93,7 @@ struct File {
     if (memory == MAP_FAILED) std::abort();
     return memory;
   }
-  // A group owns its mapping. Threads share one, or the sanitizer sees several memories.
+  // Threads share one mapping, or the sanitizer sees several memories.
   void* mapping() const { return as_threads ? shared : map(); }
 };
 
@@ -111,7 +111,7 @@ std::uint64_t open_group(const World& world, const File& segment, double timeout
 }
 
 void close_group(std::uint64_t number) {
-  if (!as_threads) forget(number);  // its memory goes with it
+  if (!as_threads) forget(number);
 }
 
 template <typename Call>
@@ -219,7 +219,7 @@ void movements(const World& world, std::uint64_t group, std::size_t bytes, char*
     uneven[rank].resize(parts[rank]);
     outs.push_back(uneven[rank].data());
   }
-  const int other = world.rank == 0 ? 2 : 0;  // the caller checks its own part
+  const int other = world.rank == 0 ? 2 : 0;
   CHECK(run(group, told(40, 1),
             [&](Group& self, double limit) { return self.gatherv(outs.data(), parts, in.data(), -1, limit); }) ==
             Status::kDone &&
@@ -298,7 +298,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   });
   for (int round = 0; round < 2; ++round) {
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
-    if (round == 1) handle->set_areas(1, 0);  // then reductions go from rank to rank
+    if (round == 1) handle->set_areas(1, 0);
     for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{3}, std::size_t{17}, std::size_t{1000},
                                     std::size_t{9001}, std::size_t{70'001}, std::size_t{400'003}}) {
       if (as_threads && count > 80'000) continue;
@@ -336,7 +336,6 @@ struct List {
   }
 };
 
-// Takes a message with this head into a body, or as loans.
 class Body final : public Taker {
  public:
   Body(std::string head, std::vector<char>* body, std::vector<Loan>* loans = nullptr)
@@ -364,7 +363,7 @@ bool take(void* reader, std::uint64_t number, Body body) {
 }
 
 // Ranks map arenas at different addresses, so ThreadSanitizer sees the order of accesses only between two threads that
-// use the rank's own part. Finally threads compete for signals.
+// use the rank's own part.
 void windows(const World& world, const File& segment, const File& arenas) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   use_arenas(world, group, arenas);
@@ -485,7 +484,6 @@ void messages(const World& world, const File& segment, const File& queues, const
       else CHECK(receive(broadcast, bytes));
     }
   }
-  // Alternately in C++ and by the functions that Python calls.
   Served served(find(group));
   std::uint64_t broadcasts = 0;
   const Told to_all = told(144, 0, 0);
@@ -505,7 +503,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       return outcome == Outcome::kDone;
     };
     bool done = carry();
-    for (; world.rank == 0 && !done; done = carry()) usleep(20);  // no space yet
+    for (; world.rank == 0 && !done; done = carry()) usleep(20);
     CHECK(done == (world.rank == 0 || !other) && report[8] == (done ? 0 : 1));
     if (!done) {
       ++broadcasts;
@@ -557,7 +555,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       const Piece piece{list.body.data(), bytes};
       if (world.rank == rank && (bytes % 2 == 0 || !send_list(list))) {
         int status = ps_queue_send(pair, "list", 4, &piece, 1, 0, 0, 0);
-        CHECK(status == 0 || !send_list(list));  // one is half written
+        CHECK(status == 0 || !send_list(list));
         if (status == 1) status = ps_queue_resume(pair, kTimeoutS);
         CHECK(status == 0);
       } else if (world.rank == 0 && (bytes % 3 == 0 || !receive_list(rank, list))) {
@@ -575,7 +573,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       ps_queue_writer_leave(pair);
       CHECK(ps_queue_writer_delete(pair) == 1 && !send_list(unsent));
     } else if (rank == 1) {
-      CHECK(ps_queue_take(pair, nullptr, 0, kTimeoutS) == 2);  // it has left
+      CHECK(ps_queue_take(pair, nullptr, 0, kTimeoutS) == 2);
       CHECK(ps_queue_reader_delete(pair) == 1);
     } else {
       std::thread waits([&] { CHECK(!receive_list(rank, unsent)); });  // or finds it closed
@@ -623,7 +621,7 @@ void failures(const World& world, const std::vector<const File*>& segments) {
 }
 
 // The last rank exits in a loop. The control plane, here a thread, informs the first. The second reads what the first
-// then writes to their memory.
+// then writes.
 void death(const World& world, const File& segment) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   std::thread tells;
@@ -659,7 +657,7 @@ struct Draw {
   }
 };
 
-// Readers never read past the end of a peer's bytes: each message has its own allocation.
+// Each message has its own allocation, so that reads past its end are found.
 void hostile_bytes() {
   const std::uint8_t heads[] = {0x81, 0x91, 0x9f, 0x8f, 0xa5, 0xc1, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
                                 0xcf, 0xd4, 0xd8, 0xd9, 0xda, 0xdb, 0xdc, 0xdd, 0xde, 0xdf, 0xe0, 0x00, 0x01, 0xff};
@@ -699,7 +697,6 @@ struct Copy : Taker {
   }
 };
 
-// A hostile writer changes the ring before it is read.
 void hostile_messages() {
   constexpr std::uint64_t kSmallChunk = 256, kFewChunks = 4;
   const World world{0, {}};
@@ -781,7 +778,6 @@ void hostile_messages() {
   ps_liveness_delete(liveness);
 }
 
-// Fakes of Python's objects.
 struct Fake {
   const void* type;
   std::vector<Fake*> items;  // of a dict: alternating keys and values
@@ -790,8 +786,8 @@ struct Fake {
   void* tensor = nullptr;
 };
 
-std::multiset<void*> held;  // references that the packer or unpacker holds
-std::set<void*> owned;      // objects made by the unpacker
+std::multiset<void*> held;  // of the packer or unpacker
+std::set<void*> owned;      // made by the unpacker
 
 const char kTypes[9] = {};  // list, dict, str, int, float, None, bool, bytes, Tensor
 enum { kList, kDict, kStr, kInt, kFloat, kNone, kBool, kBytes, kTensor };
@@ -914,7 +910,6 @@ struct Ends {
   }
 };
 
-// Fitting dicts give the tensors' addresses; others are refused.
 void known_dicts() {
   const World world{0, {}};
   Python python = fake_python();
@@ -939,7 +934,7 @@ void known_dicts() {
       item->tensor = &form;
       if (draw(30) == 0) item->type = kTypes + kInt;
       dict.items.insert(dict.items.end(), {key, item});
-      if (draw(30) == 0) continue;  // not in the form
+      if (draw(30) == 0) continue;
       keys.items.push_back(draw(30) == 0 ? &objects.emplace_back(Fake{kTypes + kStr, {}, "other"}) : key);
       fits = fits && keys.items.back() == key && item->type == kTypes + kTensor && form.dtype != 1;
       layout.insert(layout.end(), {form.dtype, form.dims});
@@ -962,7 +957,6 @@ void known_dicts() {
   }
 }
 
-// Also slightly changed heads. Everything made must be freed.
 void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_t tensor_bytes, std::uint64_t slices) {
   const World world{0, {}};
   struct Made : Tensors {

@@ -60,7 +60,7 @@ EXPORTED void on_cpu_disturb(unsigned per_mille, unsigned longest_us, std::uint6
   on_cpu::seed = seed;
 }
 
-// Returns offsets of Call's fields, then constants that Python repeats.
+// Offsets of Call's fields, then constants that Python repeats.
 EXPORTED const std::uint64_t* on_cpu_layout() {
   using namespace parallel_state;
 #define AT(FIELD) offsetof(Call, FIELD)

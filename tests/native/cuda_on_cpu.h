@@ -1,5 +1,5 @@
-// Enough of CUDA to run the kernels of peer/csrc on a CPU. Each CUDA thread is a thread. Ranks are threads of one
-// process, each with its own launch, or processes over shared memory. Grids and blocks should be small.
+// Enough of CUDA to run the kernels of peer/csrc on a CPU, a thread for each CUDA thread. Ranks are threads of one
+// process, each with its own launch, or processes over shared memory.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
-// Also reduces a value. Once broken, all its threads throw Trapped.
+// Once broken, all its threads throw Trapped.
 class Meeting {
  public:
   explicit Meeting(unsigned members) : members_(members) {}

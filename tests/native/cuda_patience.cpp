@@ -16,7 +16,7 @@ int main() {
   parallel_state::Patience patience;
   for (unsigned i = 0; i < parallel_state::LOOKS_PER_CLOCK; ++i) patience.is_over(call, 0, 1);
   const std::uint64_t began = patience.start_ns_;
-  patience.looks_ = static_cast<decltype(patience.looks_)>(0) + 0xffffff00u;  // after that many polls
+  patience.looks_ = static_cast<decltype(patience.looks_)>(0) + 0xffffff00u;
   for (unsigned i = 0; i < 4 * parallel_state::LOOKS_PER_CLOCK; ++i) {
     if (patience.is_over(call, 0, 1)) return 1;
   }

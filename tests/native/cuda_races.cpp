@@ -1,5 +1,3 @@
-// Ranks as threads that call kernels of peer/csrc in sequence, for ThreadSanitizer.
-//
 // With PLAIN_DATA, staged data is ordinary memory, so a flag that doesn't order it is a race. Kernels with stages then
 // run in their own sequence: between two pushes only time orders a stage's reads and writes.
 #include "cuda_on_cpu.cpp"
@@ -17,7 +15,7 @@ struct Rank {
 
 struct Step {
   const char* kernel;
-  unsigned numel;  // of a row
+  unsigned numel;
 };
 
 #ifdef PLAIN_DATA
@@ -49,7 +47,7 @@ int main() {
   std::uint64_t abort_word = 0;
   on_cpu_disturb(20, 50, 3);
   int wrong = 0;
-  std::vector<std::vector<Rank>> all;  // per call, because ranks run ahead of each other
+  std::vector<std::vector<Rank>> all;  // ranks run ahead of each other
   std::vector<Step> steps;
   for (int round = 0; round < 12; ++round) steps.insert(steps.end(), std::begin(STEPS), std::end(STEPS));
   for (const Step& step : steps) {

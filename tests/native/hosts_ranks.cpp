@@ -1,8 +1,6 @@
 // Ranks of several hosts on one machine: a segment per host, and socket pairs.
 //
 //   hosts_ranks threads|processes SEED ROUNDS
-//
-// SEED determines sizes, dtypes, roots and layouts. The parser of received bytes is tested for every cut.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -226,7 +224,6 @@ void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_pl
   right = true;
   for (std::size_t at = 0; at < count; ++at) right = right && half_out[at] == rounded(sum_at(at));
   CHECK(right);
-  // [outer, size, inner]
   const std::size_t inner = count / outer, ranks = static_cast<std::size_t>(size);
   std::vector<float> blocks(outer * ranks * inner), mine(outer * inner);
   for (std::size_t at = 0; at < blocks.size(); ++at) blocks[at] = value(rank, at);
@@ -275,7 +272,7 @@ Status receive_message(Handle& handle, int root, Taker& taker, HostsGroup::Taken
              [&](Group&, double limit) { return handle.hosts()->receive_message(root, taker, taken, limit); });
 }
 
-// A head in two pieces and tensors, one of no bytes. A receiver leaves it once.
+// Tensors, one of no bytes. A receiver leaves the message once.
 void message(Handle& handle, int root, std::size_t head_bytes, std::size_t bytes, std::size_t small = 0) {
   const std::vector<char> head = bytes_of(root + 1, head_bytes);
   std::vector<std::vector<char>> tensors{bytes_of(root, bytes), {}, bytes_of(root + 2, bytes / 3)};
@@ -641,7 +638,7 @@ void absences() {
     CHECK(failure.misfit.from == 0 && failure.misfit.to == 1 && failure.misfit.sent_bytes == 70'016);
     CHECK(failure.reporter == (handle.rank() == 0 ? 1 : -1));
   });
-  // So does that of a rank that refused a message whose tensors hadn't arrived; a small one is complete.
+  // So does that of a rank that refused a message whose tensors hadn't arrived.
   team.host_of_rank = {0, 0, 1, 1};
   team.run([&](Handle& handle) {
     for (const std::size_t bytes : {std::size_t{100}, std::size_t{200'000}}) {
@@ -694,7 +691,7 @@ std::string as_bytes(const CallRecord& head, const std::string& body) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof head) + body;
 }
 
-// Bytes of other programs cause an error and no write outside the output.
+// Bytes of other programs cause no write outside the output.
 void hostile() {
   std::vector<char> out;
   for (const bool blocks : {false, true}) {
@@ -705,7 +702,7 @@ void hostile() {
       return as_bytes(own, "12345678");
     };
     CHECK(against(foreign, blocks, &out) == Status::kBroken);
-    const auto longer = [](CallRecord own) {  // longer than its head says
+    const auto longer = [](CallRecord own) {
       own.bytes = 1 << 20;
       return as_bytes(own, std::string(1 << 20, 'x'));
     };
@@ -812,7 +809,6 @@ void system_calls() {
       CHECK(link->receives <= 3 * kCalls);
     }
   });
-  // A message of many small tensors: its head, then all tensors.
   team.run([&](Handle& handle) {
     std::vector<std::vector<char>> tensors(1000, bytes_of(1, 80));
     std::vector<char> head(100);

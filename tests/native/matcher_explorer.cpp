@@ -2,8 +2,8 @@
 //
 //   matcher_explorer --messages M --receives R
 //
-// Two sources send up to M messages each, with two tags. The receiver posts up to R receives, each from one source or
-// any, and may cancel one. Checked after each step:
+// Two sources send up to M messages each, with two tags. The receiver posts up to R receives and may cancel one.
+// Checked after each step:
 //
 //   - a match has one source and tag, and uses each message and each receive once;
 //   - a message is matched before any later one of its source and tag;
@@ -26,7 +26,7 @@ constexpr int kSources = 2, kTags = 2, kAny = -1;
 
 struct Step {  // of the receiver
   int source, tag;
-  int cancels = -1;  // cancels the receive with this number instead of posting
+  int cancels = -1;  // instead of posting, this receive
 };
 
 struct Message {

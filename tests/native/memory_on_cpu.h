@@ -1,7 +1,7 @@
-// memory.cuh without PTX, which includes it within its namespace. PLAIN_DATA makes staged data ordinary memory, so that
-// ThreadSanitizer checks whether flags order it.
+// Included by memory.cuh within its namespace. PLAIN_DATA makes staged data ordinary memory, so that ThreadSanitizer
+// checks whether flags order it.
 
-// On a GPU anything may happen between two accesses: `pause` sometimes sleeps, and halves are stored in any order.
+// On a GPU anything may happen between two accesses, and halves are stored in any order.
 inline void store_packet(u64 address, Packet packet) {
   u64* const to = reinterpret_cast<u64*>(address);
   const int first = on_cpu::pause() & 1;

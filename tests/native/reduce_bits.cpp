@@ -1,4 +1,4 @@
-// Prints a fingerprint of the result for each instruction set, dtype, reduction and number of sources.
+// A fingerprint of the result for each instruction set, dtype, reduction and number of sources.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

@@ -30,8 +30,8 @@ EXPORTED void stand_in_is(int driver_version, int compute_capability) {
   capability = compute_capability;
 }
 
-// Returns: launches; the last one's kernel, blocks, threads, stream, first field of its argument, and whether it may
-// start early; kernels whose attributes were read; contexts that are still pushed.
+// Launches; the last one's kernel, blocks, threads, stream, first field of its argument, and whether it may start
+// early; kernels whose attributes were read; contexts that are still pushed.
 EXPORTED const std::int64_t* stand_in_last() {
   last[0] = launches, last[7] = loaded, last[8] = depth;
   return last;

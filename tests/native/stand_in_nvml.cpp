@@ -1,5 +1,5 @@
-// Replaces libnvidia-ml: two GPUs with 12 NVLinks between them. Functions missing here are also missing in old drivers.
-// STAND_IN=no-driver: the library exists, but no driver.
+// Replaces libnvidia-ml. Functions missing here are also missing in old drivers. STAND_IN=no-driver: the library
+// exists, but no driver.
 
 #include <cstdio>
 #include <cstdlib>

@@ -2,8 +2,7 @@
 //
 //   transfers_ranks SEED ROUNDS
 //
-// Two threads of each rank call at the same time, and the process' progress threads move what nobody waits for. SEED
-// determines sizes, tags and the order of receives.
+// Two threads of each rank call at the same time, and progress threads move what nobody waits for.
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -97,12 +96,12 @@ bool has_ended(Transfers& own, std::int64_t number) {
          (number > 0 && own.wait(static_cast<Transfers::Number>(number), kTimeoutS, true) == kEndedTransfer);
 }
 
-// With two tags; receives the second tag's first where it draws so.
+// Receives the second tag's messages first where it draws so.
 void exchange(Transfers& own, int rank, std::uint64_t seed, int tags) {
   constexpr int kEach = 4;
   std::deque<std::vector<char>> sent, received;
   std::vector<std::int64_t> sends;
-  const auto plan = [&](int src, int dst) {  // sizes by tag and number
+  const auto plan = [&](int src, int dst) {  // by tag and number
     Draw draw(seed * 100 + static_cast<std::uint64_t>(src * kRanks + dst));
     std::vector<std::size_t> sizes(2 * kEach);
     std::generate(sizes.begin(), sizes.end(), [&] { return draw_size(draw); });
@@ -238,7 +237,7 @@ void messages(Transfers& own, int rank, std::uint64_t seed) {
   for (const std::int64_t number : sends) CHECK(has_ended(own, number));
 }
 
-// With a signal in the same message or after it. `numbers`: by rank.
+// With a signal in the same message or after it.
 void windows(Streams& own, int rank, std::vector<std::uint32_t>& numbers, Meeting& meeting) {
   constexpr std::size_t kBytes = 150'000;
   constexpr int kRounds = 40;
@@ -318,7 +317,7 @@ void within_a_host(std::uint64_t seed) {
     on_all_ranks([&](int rank) { tensors(*all[static_cast<std::size_t>(rank)], rank, seed); });
     for (const auto& each : all) CHECK(each->close());
     for (const auto& each : all) {
-      while (each.use_count() > 1) usleep(1000);  // the progress thread lets go of it
+      while (each.use_count() > 1) usleep(1000);
     }
   }
   munmap(control, control_bytes);
@@ -355,7 +354,6 @@ void between_hosts(std::uint64_t seed, int connections, int buffer) {
     beside.join();
     CHECK(own.drain(kTimeoutS));
     meeting.wait();
-    // A rank fails while the others wait for it and it for them.
     std::vector<char> data(300'001);
     const std::int64_t number = own.start(call_of((rank + 1) % kRanks, false, 50, data), false);
     CHECK(number > 0);

@@ -17,7 +17,7 @@ using c10::DistBackendError;
 using c10d::OpType;
 using RedOp = c10d::ReduceOp::RedOpType;
 
-// Calls of at least this many bytes run on the lane's thread immediately unless the caller blocks.
+// Run on the lane's thread immediately unless the caller blocks.
 constexpr std::size_t kPromptBytes = 64 << 10;
 constexpr auto kShutdownGrace = std::chrono::seconds(2);
 
@@ -26,7 +26,6 @@ struct Native {
   ReduceOp op;
 };
 
-// For bools "or" is max and "and" is min.
 bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   const bool is_bool = dtype == at::kBool;
   switch (op) {
@@ -77,7 +76,7 @@ int number_of(RedOp op) {
 
 bool is_narrow_float(at::ScalarType dtype) { return at::isFloatingType(dtype) && c10::elementSize(dtype) == 1; }
 
-// Numbers in METHODS of user_call.py.
+// As METHODS in user_call.py.
 constexpr auto kReduceMethod = static_cast<Method>(152), kGatherMethod = static_cast<Method>(96),
                kScatterMethod = static_cast<Method>(104), kAllGathervMethod = static_cast<Method>(40);
 
@@ -119,7 +118,7 @@ void divide_(const Tensor& x, std::int64_t divisor) {
   }
 }
 
-// A work of gloo, which has no averages: when it is done, the tensors `averaged` are divided by the number of ranks.
+// gloo has no averages: when its work is done, the tensors `averaged` are divided.
 class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
@@ -213,7 +212,6 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
 // A tensor of one element is contiguous with any stride, but torch views it as bytes only with stride 1.
 Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
 
-// From a tensor's first element to its last.
 struct Extent {
   const char* begin;
   const char* end;
@@ -245,7 +243,7 @@ bool any_overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
-// Each tensor is divided in place, so they must not overlap otherwise.
+// Tensors are divided in place, so they must not overlap otherwise.
 std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> found;
   for (const Tensor& x : tensors) {
@@ -258,7 +256,7 @@ std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   return found;
 }
 
-// Returns contiguous `input`, copied if an output overlaps it, except `outputs[own]` at the input's address.
+// Contiguous; copied if an output overlaps `input`, except `outputs[own]` at its address.
 Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   const Tensor in = input.contiguous();
   if (!in.is_same(input)) return in;
@@ -270,7 +268,7 @@ Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   return in;
 }
 
-// Copies `part` if it overlaps `whole` except at the place of rank `own`. `whole` has an equal part per rank.
+// Copied if `part` overlaps `whole`, of equal parts, except at the place of rank `own`.
 Tensor apart_from_whole(const Tensor& part, const Tensor& whole, int own) {
   const auto* const place = static_cast<const char*>(whole.const_data_ptr()) + own * part.nbytes();
   return place != part.const_data_ptr() && overlap(part, whole) ? part.clone() : part;
@@ -289,7 +287,7 @@ std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
   return inputs;
 }
 
-// Reduces dim 0, in order. Integers wrap.
+// In order. Integers wrap.
 Tensor reduce_rows(const Tensor& rows, RedOp op) {
   const at::ScalarType dtype = rows.scalar_type();
   if (rows.size(1) > kOneThreadElements) {  // torch's threads have their own floating-point state
@@ -301,7 +299,7 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
     return total;
   }
   // torch has few operators for unsigned numbers over 8 bits, so they are reduced as int64. Flipping the highest bit
-  // keeps uint64's order for min and max.
+  // keeps uint64's order.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
   const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
@@ -336,7 +334,7 @@ Options summed(Options options) {
   return options;
 }
 
-// Returns the start of the tensors' bytes if these are consecutive, as those of `x.chunk(n)`; else null.
+// Null unless the tensors' bytes are consecutive, as those of `x.chunk(n)`.
 void* begin_of_joined(const std::vector<Tensor>& tensors) {
   if (!all_contiguous(tensors)) return nullptr;
   char* begin = nullptr;
@@ -351,7 +349,7 @@ void* begin_of_joined(const std::vector<Tensor>& tensors) {
   return begin;
 }
 
-// A flat view if the tensors are consecutive and none is in `outputs`, else a copy.
+// A view if the tensors are consecutive and none is in `outputs`.
 Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& outputs) {
   bool is_apart = true;
   for (const Tensor& tensor : tensors) {
@@ -394,7 +392,7 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
 Backend::~Backend() { release_resources(); }
 
 void Backend::release_resources() {
-  if (!callbacks_.leave) return;  // called again
+  if (!callbacks_.leave) return;
   // The threads may need the interpreter lock to end.
   callbacks_.without_interpreter([this] {
     shutdown();
@@ -432,7 +430,6 @@ void Backend::check_dense(const Tensor& tensor, const char* method) const {
         ": for GPUs initialise with \"cpu:parallel_state,cuda:nccl\"");
 }
 
-// `whole` has one `part` per rank.
 void Backend::check_parts(const Tensor& whole, const Tensor& part, const char* method, const char* which) const {
   check_dense(part, method);
   check_dense(whole, method);
@@ -501,7 +498,7 @@ Backend::Ephemeral::~Ephemeral() {
 
 void Backend::done(int status, const char* method, Clock::time_point started) {
   if (status == static_cast<int>(Status::kDone)) return;
-  const bool interrupted = status == static_cast<int>(Status::kInterrupted);  // it may have destroyed the group
+  const bool interrupted = status == static_cast<int>(Status::kInterrupted);  // a handler may have destroyed the group
   TORCH_CHECK_WITH(DistBackendError, !closed_ || interrupted, "the group was destroyed or aborted while ", method,
                    " was under way");
   const double elapsed_s = std::chrono::duration<double>(Clock::now() - started).count();
@@ -602,7 +599,7 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int roo
        root < 0 ? "all_reduce" : "reduce", started);
 }
 
-// For reductions without a kernel: every rank gathers all tensors and reduces them in rank order.
+// Every rank gathers all tensors and reduces them in rank order.
 void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = x.scalar_type();
   if (at::isComplexType(dtype) && op != RedOp::PRODUCT) return all_reduce_flat(at::view_as_real(x), op);
@@ -652,7 +649,7 @@ Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     return submit(kKind, {x}, {x}, options.asyncOp, options.timeout,
                   [this, x, op = options.reduceOp] { all_reduce(x, op); });
   }
-  // As over gloo, all tensors of all ranks are reduced to one result, which each tensor receives.
+  // As over gloo, all tensors of all ranks are reduced to one result.
   return submit(kKind, tensors, tensors, options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
     const Tensor total = reduce_rows(gather_rows(tensors), op);
     for (const Tensor& tensor : tensors) tensor.copy_(total.view(tensor.sizes()));
@@ -710,7 +707,7 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
                 [this, x, root, op = options.reduceOp] {
                   if (size_ == 1) return;
                   const Tensor total = x.clone(at::MemoryFormat::Contiguous);
-                  all_reduce_flat(total, op, root);  // other ranks' tensors stay unchanged
+                  all_reduce_flat(total, op, root);
                   if (rank_ == root) x.copy_(total);
                 });
 }
@@ -1052,7 +1049,7 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
                   Tensors parts;
                   for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
                   const Tensor flat = at::cat(parts);
-                  all_reduce_flat(flat, op);  // parts of different sizes
+                  all_reduce_flat(flat, op);
                   std::int64_t begin = 0;
                   for (int rank = 0; rank < rank_; ++rank) begin += in[rank].numel();
                   out.copy_(flat.slice(0, begin, begin + out.numel()).view(out.sizes()));
@@ -1173,7 +1170,7 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
         for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
         const Tensor in = joined(inputs, outputs);
         void* const begin = begin_of_joined(outputs);
-        Tensor out;  // the outputs aren't consecutive
+        Tensor out;
         if (begin == nullptr) out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options());
         const auto started = Clock::now();
         const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
@@ -1349,7 +1346,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::
                           options ? options->group_name : "");
 }
 
-// The group itself stays, for torch to destroy, but SHRINK_ABORT ends its calls on this rank.
+// The group stays, for torch to destroy.
 c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t>& excluded, int flags,
                                                   const c10::intrusive_ptr<c10d::Backend::Options>& options) {
   constexpr int kAbort = 1;

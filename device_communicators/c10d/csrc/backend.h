@@ -1,5 +1,5 @@
-// A group on one host uses shared memory. One over several hosts uses the library's transport where that is supported.
-// gloo carries all else. The choice depends on facts that are equal on all ranks.
+// A group uses shared memory on one host, else the library's transport between hosts where that is supported. gloo
+// carries all else. The choice depends on facts that are equal on all ranks.
 #pragma once
 
 #include "pairs.h"
@@ -8,7 +8,6 @@ namespace parallel_state {
 
 // Each callback takes the interpreter lock.
 struct Callbacks {
-  // For a status of group.h.
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
       collective_error;
   // In the thread of the window's call.
@@ -21,9 +20,8 @@ struct Callbacks {
   // Set by Python when the group fails: later calls raise the result of `failed`.
   std::shared_ptr<std::atomic<bool>> has_failed = std::make_shared<std::atomic<bool>>(false);
   std::function<std::exception_ptr(const char* method)> failed;
-  std::function<void()> leave;  // reports that this rank leaves on purpose
+  std::function<void()> leave;
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
-  // Runs its argument without the interpreter lock.
   std::function<void(const std::function<void()>&)> without_interpreter;
   // Null if the transport didn't fail. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
@@ -43,14 +41,12 @@ class Backend : public HookedBackend {
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
     Options(const Options& other) : c10d::Backend::Options(other) {}  // a copy has no backend
-    // torch 2.15 copies options by this before it changes them for a child group. No `override`: older versions lack
-    // it.
+    // torch 2.15 copies options by this for a child group. No `override`: older versions lack it.
     virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
-    // Null for options without a backend.
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
-  // `group`: number of the library's group, or 0; `library` may be null then. `transfers`: see Pairs; null: over gloo.
+  // `group`: the library's number, or 0; `library` may be null then. `transfers`: null over gloo.
   Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, void* transfers,
           std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
@@ -61,8 +57,7 @@ class Backend : public HookedBackend {
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   const std::shared_ptr<CallLog>& calls() const { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // Adds to the timeouts of calls until the first of them is done, as in ProcessGroupNCCL. Called by torch from 2.15
-  // on.
+  // Until the first of the calls is done, as in ProcessGroupNCCL. From torch 2.15 on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   bool supportsSplitting() const override { return true; }
   // Only batch_isend_irecv asks; its coalescing manager stays open after an exception.
@@ -137,7 +132,7 @@ class Backend : public HookedBackend {
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
 
-  // `averaged`: tensors that gloo sums; the returned work divides them.
+  // gloo sums `averaged`; the returned work divides them.
   template <typename Start>
   Started by_gloo(c10d::OpType type, const char* method, int peer, Start start, Tensors averaged = {});
 
@@ -190,11 +185,11 @@ class Backend : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
-  std::atomic<bool> stays_{false};  // SHRINK_ABORT ended the calls, but `end` must report that this rank leaves
+  std::atomic<bool> stays_{false};             // `end` must report that this rank leaves
   std::atomic<std::int64_t> ephemeral_ms_{0};  // guarded by ephemeral_mutex_ when written
-  std::int64_t owned_ephemeral_ms_ = 0;        // of this, what ends with calls that have begun
+  std::int64_t owned_ephemeral_ms_ = 0;        // ends with calls that have begun
   std::mutex ephemeral_mutex_;
-  double timeout_s_ = 0;  // of the running collective
+  double timeout_s_ = 0;
   bool coalescing_ = false;
   std::vector<Started> coalesced_;
 };

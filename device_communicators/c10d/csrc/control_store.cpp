@@ -1,5 +1,5 @@
 // torch's Store as a client of a control plane's store. torch's threads call it also while Python exits or another
-// thread holds the interpreter lock. So only the main thread takes the lock, after a signal arrived.
+// thread holds the interpreter lock, so only the main thread takes it, after a signal.
 
 #include "control_store.h"
 
@@ -33,7 +33,6 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr double kSliceSeconds = 0.05;
 constexpr double kConnectSeconds = 2.0;
 
-// In the compiled library, which this process has already loaded.
 struct Client {
   explicit Client(const std::string& path) {
     void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
@@ -67,7 +66,7 @@ class Store : public c10d::Store {
     std::string access;
   };
 
-  // `client`: of ps_store_client. `main_thread`: Python's identifier of it.
+  // `client`: of ps_store_client.
   Store(const std::string& library, std::int64_t client, Facts facts, unsigned long main_thread, Milliseconds timeout)
       : c10d::Store(timeout),
         facts(std::move(facts)),

@@ -1,5 +1,5 @@
-// torch's hooks on completed calls and on failures of a group. torch's flight recorder registers one of each for every
-// group. A hook on a completed call runs under the lock of that call: it must not call the work or the backend.
+// torch's hooks on completed calls and on failures of a group; its flight recorder registers one of each. A hook on a
+// completed call runs under the lock of that call: it must not call the work or the backend.
 #pragma once
 
 #include <torch/headeronly/version.h>
@@ -21,7 +21,7 @@
 
 namespace parallel_state {
 
-// A table is copied when it changes, so a hook runs without a lock and may remove hooks.
+// Copied when it changes, so a hook runs without a lock and may remove hooks.
 template <typename... Arguments>
 class HookTable {
  public:
@@ -68,13 +68,12 @@ class HookTable {
 };
 
 struct Hooks {
-  HookTable<std::uint64_t, std::optional<float>> completed;  // the work's key; how long the call ran, in ms
+  HookTable<std::uint64_t, std::optional<float>> completed;  // the work's key; duration in ms
   HookTable<> failed;
   std::atomic<bool> times_calls{false};  // also without hooks
   std::atomic<bool> has_failed{false};
 
-  // In a thread of their own, only the first time. Waits at most 0.25 s: torch's recorder imports torch's compiler
-  // first, which takes seconds.
+  // In a thread of their own, once. Waits at most 0.25 s: torch's recorder first imports torch's compiler, for seconds.
   static void call_failed(const std::shared_ptr<Hooks>& hooks);
   // For all groups of this process. Without the interpreter lock.
   static void wait_for_failed(std::chrono::milliseconds limit);
@@ -82,7 +81,6 @@ struct Hooks {
   bool needs_durations() const { return times_calls.load(std::memory_order_relaxed) || !completed.is_empty(); }
 };
 
-// A backend with `hooks()`.
 class HookedBackend : public c10d::Backend {
  public:
   using c10d::Backend::Backend;

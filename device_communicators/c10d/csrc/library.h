@@ -1,5 +1,5 @@
-// The C interface of cpu/csrc, looked up in the library that the process has loaded. They share groups by number, and
-// no C++ types.
+// The C interface of cpu/csrc in the library that the process has loaded. They share groups by number, and no C++
+// types.
 #pragma once
 
 #include <cstddef>

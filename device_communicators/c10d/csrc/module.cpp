@@ -40,7 +40,7 @@ bool is_finalizing() {
 #endif
 }
 
-// Returns the exception that `make` returns or raises in Python; null for None.
+// The exception that `make` returns or raises in Python; null for None.
 template <typename Make>
 std::exception_ptr python_error(const char* otherwise, Make make) {
   if (Py_IsInitialized() == 0 || is_finalizing()) {
@@ -58,7 +58,7 @@ std::exception_ptr python_error(const char* otherwise, Make make) {
   return std::make_exception_ptr(PythonError(text, error.release().ptr()));
 }
 
-// Releases the object with the interpreter lock; never once the interpreter ends.
+// Never releases the object once the interpreter ends.
 std::shared_ptr<py::object> held(py::object object) {
   return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* last) {
     if (Py_IsInitialized() == 0 || is_finalizing()) return;
@@ -258,7 +258,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
   py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
-      module, "ResolvingBackend");  // the class that `make` returns
+      module, "ResolvingBackend");
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
              py::arg("library"), py::arg("group"), py::arg("transfers"), py::arg("timeout"), py::arg("python"));
   module.def("wait_for_failure_hooks", &parallel_state::Hooks::wait_for_failed, py::arg("limit"),

@@ -31,7 +31,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
    private:
     friend class Pairs;
     std::uint64_t number_ = 0;
-    std::exception_ptr interruption_;  // what a signal handler raised in its wait; guarded by Pairs::mutex_
+    std::exception_ptr interruption_;  // of a signal handler in its wait; guarded by Pairs::mutex_
   };
   using Held = c10::intrusive_ptr<Transfer>;
 
@@ -43,7 +43,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   void start(const Held& transfer, std::chrono::milliseconds timeout);
   // Fails running transfers. Nothing may be started afterwards.
   void close(const std::exception_ptr& error);
-  // Returns true when nothing is running, false at the deadline.
+  // False at the deadline.
   bool drain(Clock::time_point deadline);
 
  private:

@@ -8,7 +8,6 @@ namespace {
 
 constexpr std::int64_t kOwnHook = 0;
 
-// `reconfigure` itself waited until the group was created.
 class Reconfigured final : public Operation {
  public:
   explicit Reconfigured(int rank) : Operation(rank, c10d::OpType::UNKNOWN, nullptr, {}, {}, 0) { finish(nullptr); }
@@ -44,7 +43,7 @@ ReconfigurableBackend::Started ReconfigurableBackend::reconfigure(const c10d::Re
   Group made = membership_.reconfigure(options);
   made->setTimeout(options_->timeout);
 #ifdef PARALLEL_STATE_HAS_HOOKS
-  if (made->supportsCompletionHooks()) {  // a gloo backend doesn't
+  if (made->supportsCompletionHooks()) {
     made->registerCompletionHook(kOwnHook, [hooks = hooks_](const c10d::CompletionHookArgs& args) {
       hooks->completed.call(args.completionKey, args.duration_ms);
     });

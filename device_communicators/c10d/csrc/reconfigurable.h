@@ -1,5 +1,4 @@
-// A backend whose group `reconfigure` creates and replaces (torch 2.15). Calls go to the backend of its current group.
-// Python makes the groups (c10d/membership.py).
+// A backend whose group `reconfigure` creates and replaces (torch 2.15), by c10d/membership.py.
 #pragma once
 
 #include "backend.h"
@@ -22,7 +21,7 @@ class ReconfigurableBackend final : public HookedBackend {
     // Calls `end_group` after it checked the arguments.
     std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
     std::function<std::exception_ptr(const char* method)> no_group;  // the error for a call without a group
-    std::function<void()> revoke;                                    // ends the group's calls on the other ranks
+    std::function<void()> revoke;
     std::function<void()> close;
   };
 
@@ -46,7 +45,7 @@ class ReconfigurableBackend final : public HookedBackend {
 #endif
   // Running calls raise at once on this rank.
   void end_group();
-  // Revokes the group on all of its ranks. `reconfigure` creates the next one.
+  // Revokes the group on all of its ranks.
   void abort() override;
   void shutdown() override;
   void release_resources() override;

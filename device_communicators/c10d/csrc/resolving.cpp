@@ -34,7 +34,7 @@ std::vector<Each> with_values(const std::vector<Each>& list) {
   return found;
 }
 
-// Returns `x`, or a copy to write; `targets` records the pair.
+// `x`, or a copy to write, which `targets` records.
 Tensor staged(const Tensor& x, ResolvingBackend::Targets* targets) {
   if (!is_deferred(x)) return x;
   TORCH_CHECK_VALUE(!x._is_zerotensor(),
@@ -87,7 +87,7 @@ class Filled final : public c10d::Work {
     auto self = c10::intrusive_ptr<Filled>::reclaim_copy(this);
     return work_->getFuture()->then(
         [self](c10::ivalue::Future& done) {
-          const c10::IValue value = done.value();  // throws the call's error
+          const c10::IValue value = done.value();
           self->fill();
           return self->with_targets(value);
         },
@@ -140,7 +140,7 @@ Backend::Started ResolvingBackend::filled(Started work, Targets targets) {
   if (targets.empty()) return work;
   if (coalescing_) coalesced_.insert(coalesced_.end(), targets.begin(), targets.end());
   auto made = c10::make_intrusive<Filled>(rank_, std::move(work), std::move(targets));
-  static_cast<void>(made->isCompleted());  // a call that waited is done
+  static_cast<void>(made->isCompleted());
   return made;
 }
 
@@ -157,7 +157,7 @@ Backend::Started ResolvingBackend::allreduce_coalesced(Tensors& tensors,
 
 Backend::Started ResolvingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   Tensors none;
-  if (rank_ != options.rootRank) {  // reads only
+  if (rank_ != options.rootRank) {
     return resolved(none, tensors, [&](Tensors&, Tensors& held) { return Backend::reduce(held, options); });
   }
   return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::reduce(held, options); });
@@ -165,7 +165,7 @@ Backend::Started ResolvingBackend::reduce(Tensors& tensors, const c10d::ReduceOp
 
 Backend::Started ResolvingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   Tensors none;
-  if (rank_ == options.rootRank) {  // reads only
+  if (rank_ == options.rootRank) {
     return resolved(none, tensors, [&](Tensors&, Tensors& held) { return Backend::broadcast(held, options); });
   }
   return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::broadcast(held, options); });
@@ -286,7 +286,7 @@ bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given)
   }
 }
 
-// Passes calls of this backend on unchanged; for others it copies deferred tensors, as torch does.
+// For other backends it copies deferred tensors, as torch does.
 template <DispatchKey kKey>
 void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   c10::IValue* const given = stack->data() + (stack->size() - op.schema().arguments().size());

@@ -1,6 +1,5 @@
-// torch defers conjugations, negations and zeros: a tensor has a mark, and its memory holds other numbers or none.
-// torch's backends use that memory as it is. Here a call reads a copy with the values; its results are copied to the
-// caller's tensors.
+// torch defers conjugations, negations and zeros: a tensor has a mark, and its memory holds other numbers or none. A
+// call reads a copy with the values; its results are copied to the caller's tensors.
 #pragma once
 
 #include <functional>

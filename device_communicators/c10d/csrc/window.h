@@ -28,7 +28,7 @@ class Window final : public c10d::Window {
   template <typename Options>
   void check(const char* method, const Options& options);
   void check(const char* method);
-  // Takes a signal; returns a status. Without the interpreter's lock.
+  // Returns a status. Without the interpreter's lock.
   int take(int src, double timeout_s);
   void done(int status, const char* method, std::int64_t rank, Clock::time_point started, double timeout_s = 0);
 

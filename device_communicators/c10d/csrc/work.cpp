@@ -10,8 +10,8 @@
 namespace parallel_state {
 namespace {
 
-// Delay before the thread takes a small call that its caller may run: waking a thread costs more than most calls.
-// Python takes some hundred microseconds from the start of a functional collective to its wait.
+// Delay before the thread takes a small call that its caller may run. Python takes some hundred microseconds from the
+// start of a functional collective to its wait.
 constexpr auto kLeft = std::chrono::microseconds(1000);
 // Number of such waits before the thread sleeps.
 constexpr int kLooks = 20;
@@ -95,7 +95,7 @@ float Operation::getDuration() const {
 }
 
 // torch's recorder registers a work after the call was started, then checks if it is done: so hooks run after `done_`
-// is set. Holds `mutex_` meanwhile, because a wait reads the error at its end.
+// is set. Holds `mutex_`, because a wait reads the error at its end.
 void Operation::settle(std::exception_ptr error, const Hooks* hooks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   exception_ = std::move(error);
@@ -168,7 +168,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-// Calls run signal handlers while they wait; these must not wait for the same group.
+// Signal handlers run during calls must not wait for the same group.
 void Lane::check_not_inside() const {
   TORCH_CHECK_WITH(DistBackendError, !runs_here(),
                    "this thread is in a call of the group already: a handler of signals, say, can't wait for another");
@@ -200,7 +200,7 @@ void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
   if (looking_ == 0 || prompt_) posted_.notify_one();
 }
 
-// A callback of the thread may wait for a call posted during it. Calls queued before are left to the thread, because
+// A callback of the thread may wait for a call posted during it. Earlier calls are left to the thread, because
 // callbacks begin in the order of their calls.
 void Lane::ensure_server() {
   if (servers_ != 0 || closed_) return;
@@ -242,7 +242,7 @@ bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!call.isCompleted()) {
     check_not_inside();
-    // With a deadline of its own a waiter must not run a call with another deadline.
+    // A waiter with a deadline must not run a call with another one.
     if (!running_ && !queue_.empty() && !deadline) {
       run_front(lock, /*is_server=*/false);
       continue;

@@ -1,9 +1,6 @@
-// The works that the backend's calls return, and the queue of calls.
-//
-// A group has one *lane*: its collectives run in the order of the calls, equal on every rank. A call runs in the
-// caller, if it waits and nothing is queued; in a thread in `wait`, which first runs earlier calls; or in the lane's
-// thread. During callbacks of a future, which may wait for further calls of the lane, another thread replaces the
-// lane's.
+// A group has one *lane*: its collectives run in the order of the calls. A call runs in the caller, if it waits and
+// nothing is queued; in a thread in `wait`, which first runs earlier calls; or in the lane's thread. During callbacks
+// of a future, which may wait for further calls, another thread replaces the lane's.
 #pragma once
 
 #include <condition_variable>
@@ -22,7 +19,7 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
-// Returns what a signal handler raised, in the thread that runs handlers; else null, without a lock.
+// What a signal handler raised, in the thread that runs handlers; else null.
 using Interruption = std::function<std::exception_ptr()>;
 
 // Unique in this process: torch names completed works by it.
@@ -35,7 +32,7 @@ class CallLog {
     std::uint64_t sequence = 0;
     const char* method = nullptr;
     int peer = -1;   // of a transfer; -1: any, or none
-    int dtype = -1;  // torch's number; -1: no tensor
+    int dtype = -1;  // -1: no tensor
     c10::DimVector sizes;
     double began_s = 0, ended_s = 0;  // monotonic clock, to some milliseconds; 0: not yet
   };
@@ -82,7 +79,7 @@ class Operation : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   void synchronize() override;
 
-  // Raises the call's failure. If the wait times out, it raises DistBackendError, and the call continues.
+  // If the wait times out, it raises DistBackendError, and the call continues.
   bool wait(std::chrono::milliseconds timeout) override;
 
   // Call it before the call runs.
@@ -99,14 +96,14 @@ class Operation : public c10d::Work {
   // In two steps: takes the future, null if it wasn't requested, then announces it.
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-  // Call it after `settle`. Returns true if `announce` has something to do.
+  // Call it after `settle`.
   bool has_announcement() const;
   void set_source_rank(int rank) { source_rank_ = rank; }
-  // Makes the future's value lists of `length` outputs instead of one list. Call it before the call starts.
+  // The future's value is lists of `length` outputs instead of one list. Call it before the call starts.
   void set_list_length(std::size_t length) { list_length_ = length; }
 
  protected:
-  // Returns true when the call is done, false at the deadline.
+  // False at the deadline.
   virtual bool await(std::optional<Clock::time_point> deadline) = 0;
 
  private:
@@ -137,11 +134,11 @@ class Lane : public std::enable_shared_from_this<Lane> {
     bool await(std::optional<Clock::time_point> deadline) override { return lane->await(*this, deadline); }
   };
 
-  // A thread that waits for another thread's call polls `interruption`, which ends the wait if it returns an error.
+  // Polled by threads that wait for another thread's call; an error ends the wait.
   Lane(void (*wait_gently)(int), Interruption interruption, std::shared_ptr<const Hooks> hooks)
       : wait_gently_(wait_gently), interruption_(std::move(interruption)), hooks_(std::move(hooks)) {}
 
-  // If nothing is queued or running, the caller runs its call now, and then calls `end_inline`.
+  // If true, the caller runs its call now, and then calls `end_inline`.
   bool begin_inline();
   void end_inline();
 
@@ -150,10 +147,10 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   bool await(Call& call, std::optional<Clock::time_point> deadline);
 
-  // Fails queued calls with `error` and ends the thread after its current call. Nothing may be posted afterwards.
+  // Fails queued calls and ends the thread after its current call. Nothing may be posted afterwards.
   void close(const std::exception_ptr& error);
 
-  // Returns true when nothing is queued or running, false at the deadline.
+  // False at the deadline.
   bool drain(Clock::time_point deadline);
 
  private:

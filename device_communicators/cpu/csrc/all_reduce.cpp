@@ -43,7 +43,7 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
     note_read(rank, bytes);
   }
   sources[rank_] = in;
-  // In place, the others still read `in`; this rank's own slot is free.
+  // In place, the others still read `in`.
   void* const to = flag != 0 && out == in ? place(rank_, slot) : out;
   reduce_function(dtype, op)(&to, 1, sources, size_, count);
   if (inputs.shared == 0) return Status::kDone;
@@ -57,8 +57,8 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
 // A of chunk c + 4, all others have published A of c + 3, because this rank's B waits for it. So they have done C of
 // chunk c: four slots are enough.
 //
-// A shared input is read in place, without A, each slice by one rank only, in B. It is overwritten in B by that rank
-// itself, or in C, which waits for that B.
+// A shared input is read in place by one rank per slice, in B. It is overwritten in B by that rank, or in C, which
+// waits for that B.
 Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                    std::uint64_t call) {
   const std::size_t width = size_of(dtype);
@@ -107,7 +107,7 @@ Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count,
       }
     }
   }
-  // The others have read chunk c when they publish A of c + 3; the last three chunks, when they publish anything later.
+  // The others have read chunk c when they publish A of c + 3; the last three, when they publish anything later.
   for (std::size_t back = 0; back < std::min<std::size_t>(slices.chunks, kLargeSlots); ++back) {
     *large_slot(large_count_ + slices.chunks - 1 - back).used = back < 3 ? tick_ : tick_ - 2;
   }

@@ -13,7 +13,7 @@ namespace {
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Whole pages, in steps of at most an eighth of the size, so that freed blocks fit again.
+// Steps of at most an eighth of the size, so that freed blocks fit again.
 std::size_t class_of(std::size_t bytes) {
   std::size_t step = kPage;
   while (step * 16 < bytes) step *= 2;
@@ -58,7 +58,6 @@ bool Arena::back(char* at, std::size_t bytes) {
 }
 
 void Arena::release(void* block) {
-  // In a forked child the memory is the parent's.
   if (generation_ != fork_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(block);
@@ -71,13 +70,13 @@ void Arena::release(void* block) {
   live_.erase(found);
 }
 
-// The largest blocks first; among those, the ones free for longest.
+// The largest blocks first; among those, the longest free.
 void Arena::shrink() {
   for (auto found = free_.rbegin(); found != free_.rend() && idle_ > most_idle_; ++found) {
     for (Block& block : found->second) {
       if (idle_ <= most_idle_) break;
       if (!block.backed) continue;
-      if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;  // the kernel can't
+      if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;
       block.backed = false;
       idle_ -= found->first;
     }

@@ -1,5 +1,5 @@
-// Allocates tensors from this rank's part of the memory that all ranks of a group map: a range of a sparse file. On a
-// full file system `allocate` returns null instead of a SIGBUS at the first write. Thread-safe.
+// Allocates tensors from this rank's range of the sparse file that all ranks map. A full file system gives null instead
+// of SIGBUS. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -17,20 +17,19 @@ class Arena {
  public:
   static constexpr std::size_t kIdleBytes = 256 << 20;
 
-  // `windows` outlives this object. The descriptor is duplicated; -1 if back_with_memory needs none.
+  // `windows` outlives this. The descriptor is duplicated; -1: back_with_memory needs none.
   Arena(Windows& windows, int descriptor, std::size_t file_offset);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Page-aligned; null if memory, addresses or the range are used up.
   void* allocate(std::size_t bytes);
   void release(void* block);
 
   // Returns free memory to the system. Tensors may outlive the group.
   void end();
 
-  // Stops allocating: a failed peer may still write to blocks.
+  // A failed peer may still write to blocks, so none is reused.
   void retire();
 
  private:
@@ -47,11 +46,11 @@ class Arena {
   const std::size_t file_offset_;
   const int generation_;
   std::mutex mutex_;
-  std::size_t used_ = 0;  // addresses
+  std::size_t used_ = 0;
   std::size_t idle_ = 0;  // free bytes that have memory
   std::size_t most_idle_ = kIdleBytes;
   bool retired_ = false;
-  std::map<std::size_t, std::deque<Block>> free_;  // by class size; the last freed is reused first
+  std::map<std::size_t, std::deque<Block>> free_;  // by class size
   std::unordered_map<void*, std::size_t> live_;
 };
 

@@ -1,5 +1,5 @@
-// The CPU kernels of the registered ops. An op falls back to its Python kernel in `parallel_state_python` for groups
-// that aren't served, unusual dtypes, and failures to report.
+// The CPU kernels of the registered ops. Groups that aren't served, unusual dtypes and failures are left to the Python
+// kernel.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@ const auto& find_op(const char* space) {
   return found;
 }
 
-thread_local double began_s = 0;  // when the call began that Python repeats
+thread_local double began_s = 0;
 
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
@@ -91,7 +91,6 @@ struct AllReduceAddRmsNorm {
     return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
   }
 
-  // Like Autograd<Op>, which checks one input only.
   static std::tuple<Tensor, Tensor> differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
                                                    const Tensor& residual, const Tensor& weight, double eps,
                                                    string_view group);
@@ -247,7 +246,6 @@ struct Empty {
   }
 };
 
-// A forked child's copy gives nothing back.
 struct Borrowed {
   Borrowed(std::shared_ptr<Handle> keep, const Loan& loan) : keep(std::move(keep)), loan(loan) {}
   ~Borrowed() {
@@ -310,7 +308,6 @@ Outcome broadcast_own_list(Served& served, int src, const std::vector<Piece>& pi
   return src == served.handle().rank() ? broadcast_list(served, src, pieces) : Outcome::kLeft;
 }
 
-// Carried by `kCarry`, or by the Python kernel if not plain.
 template <Outcome (*kCarry)(Served&, int, const std::vector<Piece>&)>
 struct OfList {
   using Signature = void(at::TensorList, Tensor&, string_view, std::int64_t, string_view);
@@ -373,7 +370,6 @@ bool wants_gradient(at::TensorList x) {
   return std::any_of(x.begin(), x.end(), [](const Tensor& each) { return wants_gradient(each); });
 }
 
-// If a gradient is wanted, the Python kernel has the formula or raises.
 template <typename Op, typename Signature = typename Op::Signature>
 struct Autograd;
 
@@ -384,7 +380,7 @@ struct Autograd<Op, Result(X, Arguments...)> {
     const auto& op = find_op<Op>("parallel_state");
     if constexpr (std::is_void_v<Result>) {
       op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
-      // The write bypassed torch: autograd must detect that a saved `x` changed.
+      // Autograd must detect that a saved `x` changed: the write bypassed torch.
       constexpr bool writes = string_view(Op::kName).back() == '_';
       if (writes && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
     } else {
@@ -393,7 +389,6 @@ struct Autograd<Op, Result(X, Arguments...)> {
   }
 };
 
-// For ops that write to the caller's tensor, which has no gradient.
 template <typename Op, typename Signature = typename Op::Signature>
 struct AutogradInto;
 
@@ -510,11 +505,11 @@ int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
     form->bytes = static_cast<std::uint64_t>(x.numel()) * x.itemsize();
     form->data = form->bytes == 0 ? nullptr : const_cast<void*>(x.data());
     const at::ScalarType dtype = c10::typeMetaToScalarType(x.dtype());
-    if (c10::isQIntType(dtype)) return 0;  // as `dtype_refusal` of memory.py
+    if (c10::isQIntType(dtype)) return 0;
     form->dtype = static_cast<std::int64_t>(dtype);
     form->dims = x.dim();
     form->sizes = x.sizes().data();
-  } catch (const std::exception&) {  // torch raises when Python asks
+  } catch (const std::exception&) {
     return 0;
   }
   return form->bytes == 0 || form->data != nullptr ? 1 : 0;
@@ -527,7 +522,7 @@ void* ps_make_tensor(const void* group, parallel_state::TensorForm* form, void* 
     const at::Tensor made = parallel_state::empty(handle, sizes, static_cast<at::ScalarType>(form->dtype));
     form->data = form->bytes == 0 ? nullptr : made.mutable_data_ptr();
     return wrap(&made);
-  } catch (const std::exception&) {  // Python allocates it, or raises
+  } catch (const std::exception&) {
     return nullptr;
   }
 }

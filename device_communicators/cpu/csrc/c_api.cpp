@@ -1,4 +1,4 @@
-// The C interface of the library, for ctypes. Status codes are those of group.h. A closed group returns kClosed.
+// The C interface of the library, for ctypes. A closed group returns kClosed.
 
 #include <sys/mman.h>
 
@@ -46,7 +46,6 @@ int ps_version() { return 21; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
-// Returns 1 if this processor lacks the set.
 int ps_use_instruction_set(const char* name) { return use_instruction_set(name) ? 0 : 1; }
 
 void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
@@ -63,7 +62,7 @@ void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long)
              as_bytes,   bytes_size,   hold,        let_go,         no_memory};
 }
 
-// Type, value and traceback of the exception that ended a call, owned by the caller; nulls if there is none.
+// Three references that the caller owns; nulls if there is none.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
 
 void* ps_signal_pipe() { return &signal_pipe(); }
@@ -72,7 +71,6 @@ int ps_has_signal() { return has_signal(signal_pipe()) ? 1 : 0; }
 
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
-// For `rank` = `size`, where the last slots end.
 std::size_t ps_slots_offset(int size, int rank) { return HostGroup::slots_offset(size, rank); }
 
 // Also beyond the file's end. Returns null and sets errno on failure.
@@ -98,7 +96,7 @@ void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
 }
 void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
 
-// As Handle's constructor. Returns the group's number, or 0.
+// Returns the group's number, or 0.
 std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, std::int64_t spin_ns, int yields,
                            double timeout_s) {
   WaitPolicy policy;
@@ -107,9 +105,9 @@ std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, 
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
-// `rank` and `size` of the whole group. The group owns `descriptors`, which connect to the ranks `peers`; several to
-// one rank are in the order of the other side. If `meshed`, all ranks of different hosts are connected, else only
-// leads. Call it once, before ps_group_listen and any call. Returns 0, or EBADF for an unknown group.
+// The group owns `descriptors`, which connect to the ranks `peers`; several to one rank are in the order of the other
+// side. If `meshed`, all ranks of different hosts are connected, else only leads. Call it once, before ps_group_listen
+// and any call. Returns 0, or EBADF for an unknown group.
 int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
                   const int* descriptors, int connections, int meshed, int rounded) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -134,7 +132,6 @@ std::uint64_t ps_group_crossed_bytes(std::uint64_t group) {
   return handle == nullptr ? 0 : handle->crossed_bytes();
 }
 
-// In this rank's arena; null if it is full.
 void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   const std::shared_ptr<Handle> handle = find(group);
   return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
@@ -148,7 +145,7 @@ void ps_group_timeout(std::uint64_t group, double timeout_s) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
 }
 
-// Returns the suspect whose loss ends a wait for `rank`, or -1; the rank that reported it, or -1; its status.
+// Returns the suspect whose loss ends a wait for `rank`, or -1.
 int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::int64_t* status) {
   const std::shared_ptr<Handle> handle = find(group);
   const Loss found = handle == nullptr ? Loss{} : handle->loss(rank);
@@ -164,7 +161,7 @@ int ps_group_has_left(std::uint64_t group, int rank) {
   return handle != nullptr && handle->has_left(rank);
 }
 
-// `stay`: of ps_control_open. Returns 0 for an unknown group or stay.
+// Returns 0 for an unknown group or stay.
 int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, int count, const int* domain,
                     int domain_count) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -178,12 +175,11 @@ void ps_group_doom(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
 }
 
-// `suspect`: -1 if none.
 void ps_group_fail(std::uint64_t group, int status, int suspect) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->fail(status, suspect);
 }
 
-// Running calls continue until they end. Memory is freed after the last call and the last tensor.
+// Memory is freed after the last call and the last tensor.
 void ps_group_close(std::uint64_t group) {
   const std::shared_ptr<Handle> handle = find(group);
   if (handle != nullptr && handle->arena() != nullptr) {
@@ -204,7 +200,7 @@ void ps_served_go_on(const char* key, std::uint64_t sequence) {
 
 void ps_measure_calls(int on) { measure_calls(on != 0); }
 
-// Per method: calls, nanoseconds taken, nanoseconds waited, in 256 rows. Then, per rank, how often it arrived last.
+// 256 rows of calls, nanoseconds taken and waited, by method. Then, per rank, how often it arrived last.
 void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::shared_ptr<Handle> handle = find(group);
@@ -217,8 +213,8 @@ void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// The first failure: suspect, microseconds, reporter (-1: this rank); the misfit; then this rank's call and the
-// other's, each as word, shape, number of parts, and 64 sizes of parts.
+// The first failure: suspect, microseconds, reporter, the misfit; then this rank's call and the other's, each as word,
+// shape, number of parts, and 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -232,14 +228,13 @@ void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   show(failure.found, show(failure.expected, out));
 }
 
-// Cut to `capacity`, zero-terminated.
 void ps_group_failure_text(std::uint64_t group, char* out, int capacity) {
   const std::shared_ptr<Handle> handle = find(group);
   const std::string text = handle == nullptr ? std::string() : handle->failure().text;
   if (capacity > 0) out[text.copy(out, static_cast<std::size_t>(capacity) - 1)] = '\0';
 }
 
-// Gives the next collectives of this thread this method, if they are of its class; 0: their own.
+// For this thread's next collectives, if they are of the method's class; 0: their own.
 void ps_call_as(int method) { call_as(method); }
 
 double ps_repeated_since_s() { return repeated_since_s(); }
@@ -268,8 +263,6 @@ int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, in
               [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); });
 }
 
-// Around a broadcast message: `ps_group_enter(group)`, `ps_announce(group, word, shape, src, spin_ns)`,
-// `ps_group_exit(group)`.
 void* ps_entering(void*, void* const* given, std::ptrdiff_t count) {
   return count == 1 ? calling.make_integer(ps_group_enter(number_of(given[0]))) : nullptr;
 }
@@ -291,7 +284,7 @@ void* ps_exiting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(0);
 }
 
-// Calls and bytes of each operation carried by the registered ops, in the order of `Counted`.
+// In the order of `Counted`.
 void ps_served_traffic(const char* key, std::uint64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   for (int operation = 0; operation < static_cast<int>(Counted::kCount); ++operation) {
@@ -301,7 +294,7 @@ void ps_served_traffic(const char* key, std::uint64_t* out) {
   }
 }
 
-// Numbers an operation that the Python route carries; 0 if the group isn't served.
+// For an operation of the Python route; 0 if the group isn't served.
 std::uint64_t ps_served_next(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
   return served == nullptr ? 0 : served->next();
@@ -314,8 +307,8 @@ int ps_served_has_transfers(const char* key) {
   return served != nullptr && served->has_transfers() ? 1 : 0;
 }
 
-// Unordered. Each has 8 words: sequence, operation, dtype, dims, peer, method, start and end in microseconds of the
-// monotonic clock (0: none); then 6 sizes.
+// Unordered rows: sequence, operation, dtype, dims, peer, method, start and end in microseconds of the monotonic clock
+// (0: none); then 6 sizes.
 void ps_served_recorded(const char* key, std::int64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   constexpr auto relaxed = std::memory_order_relaxed;
@@ -391,7 +384,6 @@ int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uin
               [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
 }
 
-// For tests. Returns 1 if this processor lacks the set.
 int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,
               int source_count, std::size_t count, int dtype, int op) {
   const auto reduce =

@@ -20,12 +20,11 @@ enum class Kind : std::uint64_t {
   kAllReduceAddRmsNorm,
   kMessage,
   kReduce,
-  kBroadcastSized,  // within a host, of a message between hosts
+  kBroadcastSized,
   kPass
 };
 
-// Numbers as METHODS in user_call.py. Up to eight methods form a class and match each other: one rank may reduce in
-// place while others don't.
+// Numbers as METHODS in user_call.py. The eight methods of a class match each other.
 enum class Method : std::uint8_t {
   kNone = 0,
   kAllReduce = 8,
@@ -45,14 +44,13 @@ enum class Method : std::uint8_t {
 };
 constexpr std::uint64_t kVariants = 7;
 
-// `word` has, from the lowest byte: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1, then a 24-bit
-// digest of the shape and sizes. `shape` is only shown in errors.
+// `word`, from the lowest byte: method, dtype, reduction + 1, dim + 1, root + 1, 24 bits of digest of shape and sizes.
 struct Told {
   std::uint64_t word = 0;
   std::uint64_t shape = 0;
 };
 
-// Ranks of an all_to_all whose sizes differ, or of a message whose head is too large. -1: none.
+// Ranks whose sizes differ. -1: none.
 struct Misfit {
   int from = -1;
   int to = -1;
@@ -60,8 +58,7 @@ struct Misfit {
   std::uint64_t expected_bytes = 0;
 };
 
-// As in user_call.py: the number of dims in the upper 4 bits, the dims in equal shares of the rest. A shape that
-// doesn't fit becomes 15 and its number of elements.
+// As in user_call.py. 15 and the number of elements if the shape doesn't fit.
 template <typename Sizes>
 std::uint64_t packed_shape(const Sizes& sizes) {
   constexpr unsigned kBits = 60;

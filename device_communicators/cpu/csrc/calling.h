@@ -1,5 +1,4 @@
-// Functions that Python calls directly (METH_FASTCALL). The library isn't linked with Python; it receives these
-// pointers.
+// The library isn't linked with Python: it receives these functions for its METH_FASTCALL functions.
 #pragma once
 
 #include <cstddef>
@@ -8,17 +7,17 @@
 namespace parallel_state {
 
 struct Calling {
-  void* (*as_pointer)(void*) = nullptr;                        // PyLong_AsVoidPtr
-  void* (*make_integer)(long long) = nullptr;                  // PyLong_FromLongLong
-  void* (*save_thread)() = nullptr;                            // PyEval_SaveThread
-  void (*restore_thread)(void*) = nullptr;                     // PyEval_RestoreThread
-  void* (*make_bytes)(const char*, std::ptrdiff_t) = nullptr;  // PyBytes_FromStringAndSize
-  void (*raise)(void*, void*, void*) = nullptr;                // PyErr_Restore
-  const char* (*as_bytes)(void*) = nullptr;                    // PyBytes_AsString
-  std::ptrdiff_t (*bytes_size)(void*) = nullptr;               // PyBytes_Size
-  void (*hold)(void*) = nullptr;                               // Py_IncRef
-  void (*let_go)(void*) = nullptr;                             // Py_DecRef
-  void* (*no_memory)() = nullptr;                              // PyErr_NoMemory
+  void* (*as_pointer)(void*) = nullptr;
+  void* (*make_integer)(long long) = nullptr;
+  void* (*save_thread)() = nullptr;
+  void (*restore_thread)(void*) = nullptr;
+  void* (*make_bytes)(const char*, std::ptrdiff_t) = nullptr;
+  void (*raise)(void*, void*, void*) = nullptr;  // PyErr_Restore
+  const char* (*as_bytes)(void*) = nullptr;
+  std::ptrdiff_t (*bytes_size)(void*) = nullptr;
+  void (*hold)(void*) = nullptr;
+  void (*let_go)(void*) = nullptr;
+  void* (*no_memory)() = nullptr;
 };
 
 extern Calling calling;

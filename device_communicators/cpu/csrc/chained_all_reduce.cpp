@@ -1,9 +1,7 @@
-// All-reduce on a host whose memory has areas, such as NUMA nodes, each with consecutive ranks.
-//
-// A sum moves along the areas. In the first area each rank adds up one slice of its area's inputs. The rank of the same
-// index in the next area begins with that sum, and so on. The ranks of other areas fetch a slice each of the last
-// area's result and share it within their area. So (areas - 1) * (wide + width) bytes per element cross, instead of
-// twice (size - ranks per area). The bits are those of other algorithms.
+// All-reduce on a host whose memory has areas, such as NUMA nodes, each with consecutive ranks. In the first area each
+// rank adds up one slice of its area's inputs. The rank of the same index in the next area begins with that sum, and so
+// on. The ranks of other areas fetch a slice each of the last area's result and share it within their area. The bits
+// are those of other algorithms.
 #include <algorithm>
 
 #include "copy.h"
@@ -18,9 +16,9 @@ void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
 
 // Per chunk c: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the
 // previous area; (C) fetch the own slice's result from the last area; (D) copy the area's other results. Step i does B
-// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, so delays of the previous area are hidden. A, B and C are
-// one tick each. A rank that published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so
-// eight slots are enough: halves of the large ones.
+// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, so delays of the previous area are hidden. A rank that
+// published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so eight slots are enough: halves
+// of the large ones.
 Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                      std::uint64_t call) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;
@@ -37,7 +35,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
   };
   const auto sums = [&](int owner, std::size_t chunk) { return slice(owner, chunk, ranks); };
   RETURN_IF_FAILED(reuse(0));
-  publish(call);  // all ranks have left the previous call, which may have read the slots
+  publish(call);  // all ranks have left the previous call
   for (int slot = 0; slot < kLargeSlots; ++slot) RETURN_IF_FAILED(reuse(large_used_[slot]));
   for (std::size_t step = 0; step < slices.chunks + kShare; ++step) {
     RETURN_IF_FAILED(reuse(0));
@@ -89,7 +87,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       }
     }
   }
-  // All ranks have left this call, too, if they publish anything later.
+  // All ranks have left this call if they publish anything later.
   std::fill_n(large_used_, kLargeSlots, publish(call) - 1);
   return Status::kDone;
 }

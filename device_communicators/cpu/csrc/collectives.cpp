@@ -10,15 +10,14 @@
 namespace parallel_state {
 namespace {
 
-// Zero bytes are one piece, because ranks compare their calls with each piece.
+// Zero bytes are one piece, so that ranks compare their calls.
 inline bool more(std::size_t start, std::size_t bytes) { return start < bytes || (start == 0 && bytes == 0); }
 
 constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
 
-// In each exchange, `write(slot, start, length)` may fill this rank's slot; then `read(rank, slot, start, length)`
-// reads those of the ranks that are `wanted(rank)`.
+// In each exchange, `write` may fill this rank's slot; then `read` reads those of the ranks that are `wanted`.
 template <typename Write, typename Wanted, typename Read>
 Status HostGroup::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
@@ -108,7 +107,7 @@ Status HostGroup::broadcast(void* data, std::size_t bytes, int src, double timeo
       const char* theirs;
       RETURN_IF_FAILED(look_up(src, lines_[src].in_at, bytes, &theirs));
       copy(flat, theirs, bytes);
-      publish(call);  // only the source waits for it
+      publish(call);
       return Status::kDone;
     }
     copy(flat + start, place(src, slot), length);
@@ -243,8 +242,8 @@ Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src,
 Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                              double timeout_s) {
   begin(timeout_s);
-  // All ranks must find the same misfit. A rank whose blocks all have one size publishes that with its tick. Other
-  // ranks put their sizes as a row before the blocks in their slot.
+  // All ranks must find the same misfit. A rank whose blocks all have one size publishes that with its tick. Others put
+  // their sizes as a row before the blocks in their slot.
   const std::size_t each = in_bytes[0], row = 2 * static_cast<std::size_t>(size_);
   const auto is_each = [each](std::size_t bytes) { return bytes == each; };
   const bool even =
@@ -256,7 +255,7 @@ Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_b
   }
   const std::uint64_t call = call_of(Kind::kAllToAll, 0, Method::kAllToAll);
   const std::uint64_t note = even ? (mixed(call + each) & ~Counter::kFlag) | 1 : call;
-  bool same = even;  // so far, on all ranks
+  bool same = even;
   if (!even) {
     rows_.resize(row * size_);
     std::copy(in_bytes, in_bytes + size_, rows_.data() + rank_ * row);
@@ -301,7 +300,7 @@ Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_b
     copy(static_cast<char*>(out) + out_start[rank], place(rank, slot) + begin_of(rank, rank_), out_bytes[rank]);
   }
   all_reached_ = std::max(all_reached_, tick);
-  std::uint64_t longest = same && !fits(rank_) ? each : 0;  // of the blocks that haven't arrived
+  std::uint64_t longest = same && !fits(rank_) ? each : 0;
   for (int from = 0; from < size_ && !same; ++from) {
     for (int to = 0; to < size_; ++to) {
       const std::uint64_t sent = rows_[from * row + to], expected = rows_[to * row + size_ + from];

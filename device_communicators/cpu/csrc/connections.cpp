@@ -38,7 +38,7 @@ void Inbox::take(char* at) {
 int Inbox::room(iovec* pieces) {
   int count = 0;
   if (state_ == State::kBody) {
-    if (missing_ == 0) return 0;  // the rest is on other connections
+    if (missing_ == 0) return 0;
     pieces[count++] = {place_, missing_};
   } else if (state_ != State::kHead || (is_idle() && !listens_)) {
     return 0;
@@ -116,7 +116,7 @@ void Inbox::parse() {
     } else if (head_.kind == CallRecord::kLeave) {
       state_ = State::kLeft;
     } else if (is_idle()) {
-      // It is of the next call, or one that this call will expect later; else the calls differ.
+      // It is of the next call, or expected later in this one; else the calls differ.
       if (head_.sequence == own_->sequence && head_.history != own_->history) state_ = State::kDiffers;
       listens_ = false;
     } else if (!is_same_call(*own_, head_) || (!expected_[done_].is_any && head_.bytes != expected_[done_].bytes)) {
@@ -300,7 +300,7 @@ void Link::leave() {
   if (is_sending() || broken_) return;
   CallRecord head;
   head.kind = CallRecord::kLeave;
-  // Best effort: else the peer reads the end of the connection.
+  // Else the peer reads the end of the connection.
   static_cast<void>(::send(descriptors_[0], &head, sizeof head, MSG_NOSIGNAL | MSG_DONTWAIT));
   broken_ = true;
   broken_by_ = kEnded;
@@ -345,7 +345,7 @@ bool Connections::move() {
     if (link->is_sending()) {
       moved |= link->write();
     }
-    // A failed rank reads no more, but reports why. One that left has received everything.
+    // A failed rank reads no more, but reports why.
     link->in.listen(link->is_sending() || link->is_broken());
     if (link->wants_to_read()) moved |= link->read();
   }

@@ -1,10 +1,8 @@
 // The connections of one rank to ranks of other hosts, for the collectives of one group.
 //
-// A message is a head, its call's record, and a body. A call posts and expects messages in an order common to the two
-// ranks. A body is read only after its head was compared with this rank's call. Nothing unexpected is read: the
-// kernel's buffers bound how far a rank gets ahead.
-//
-// Inbox and Outbox do no I/O. Not thread-safe, except Connections::close.
+// A message is a call record and a body. Both ranks post and expect messages in the same order. A body is read only if
+// the record equals this rank's call. Nothing unexpected is read: the kernel's buffers bound how far a rank gets ahead.
+// Not thread-safe, except Connections::close.
 #pragma once
 
 #include <poll.h>
@@ -32,7 +30,7 @@ struct CallRecord {
   std::uint32_t sequence = 0;
   std::uint64_t bytes = 0;
   std::uint64_t word = 0, shape = 0;
-  std::uint64_t history = 0;                     // digest of this call and all before
+  std::uint64_t history = 0;
   std::uint64_t sizes = 0;                       // all_to_all with even blocks: 1 + the bytes of each; else 0
   std::uint64_t earlier = 0, earlier_shape = 0;  // of the previous call
 };
@@ -69,14 +67,13 @@ class Inbox {
   // `own` must stay unchanged during the call.
   void begin(const CallRecord* own);
   void expect(char* at, std::uint64_t bytes);
-  // Expects any number of bytes: the state is kChosen from the head until `take`.
+  // The state is kChosen from the head until `take`.
   void expect_any();
   void take(char* at);
-  // Whether to read a failure note even if no message is expected.
+  // Reads a failure note even if no message is expected.
   void listen(bool on = true) { listens_ = on; }
   bool listens() const { return listens_; }
 
-  // Returns up to two places to read bytes to; none if nothing may be read.
   int room(iovec* pieces);
   void came(std::size_t bytes);
   Stripe& stripe_at(std::size_t index) { return stripes_[index]; }
@@ -111,7 +108,7 @@ class Inbox {
   CallRecord head_;
   FailureNote failure_;
   char* place_ = nullptr;
-  std::uint64_t missing_ = 0;  // of the body, on this connection
+  std::uint64_t missing_ = 0;
   std::size_t stripes_left_ = 0;
   std::uint64_t striped_bytes_ = UINT64_MAX;
   std::vector<Stripe> stripes_;
@@ -125,7 +122,7 @@ class Outbox {
   void post(const CallRecord& head, const char* body, std::uint64_t bytes);
   int pieces(iovec* pieces, int most) const;
   void sent(std::size_t bytes);
-  // Drops unsent messages; false if part of one was sent.
+  // False if part of a message was sent.
   bool drop();
 
   bool is_idle() const { return done_ == messages_.size(); }
@@ -156,7 +153,7 @@ class Link {
   void send(const CallRecord& head, const void* body, std::uint64_t bytes);
   bool write();
   bool read();
-  // Reads once if all of the call's messages arrived before it began: a failure note may follow them.
+  // For failure notes after a call's messages that arrived before it began.
   void read_behind();
   bool is_sending() const { return !out_.is_idle() || striped_ != 0; }
   bool has_sent(std::uint32_t count) const;
@@ -167,7 +164,6 @@ class Link {
   bool is_in_trouble() const { return in.is_stuck() || !error_.empty(); }
   void poll_for(std::vector<pollfd>* polled) const;
   void leave();
-  // Ends sending, after a failure note if there is one.
   void end(const FailureNote* why);
   const std::vector<int>& descriptors() const { return descriptors_; }
   const std::string& error() const { return error_; }
@@ -175,7 +171,7 @@ class Link {
 
   const int rank;
   Inbox in;
-  std::atomic<std::uint64_t> sends{0}, receives{0};  // successful system calls; read by any thread
+  std::atomic<std::uint64_t> sends{0}, receives{0};  // system calls; read by any thread
 
  private:
   void break_off(int error);
@@ -200,18 +196,17 @@ class Connections final : public SideWork {
   Link& operator[](int rank) { return *by_rank_[static_cast<std::size_t>(rank)]; }
   std::vector<std::unique_ptr<Link>>& links() { return links_; }
 
-  // Returns true if anything moved.
   bool move();
   bool advance() override { return move(), !is_idle(); }
   bool is_idle() const;
-  int late() const;  // first rank with an expected or unsent message; -1: none
+  int late() const;
   Link* trouble();
   Link* failed();
   // Returns true if a signal ended the sleep.
   bool sleep(std::int64_t limit_ns);
   void leave();
   void end(const FailureNote* why);
-  // Thread-safe: ends sending, so that peers read the end of the stream.
+  // Thread-safe. Peers read the end of the stream.
   void close();
 
  private:

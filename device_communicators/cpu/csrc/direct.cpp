@@ -1,9 +1,9 @@
-// The collectives and transfers of plain CPU tensors, called by Python directly. They bypass torch's dispatcher and
-// `torch.ops`, which take two of three microseconds.
+// The collectives and transfers of plain CPU tensors, called by Python directly: torch's dispatcher and `torch.ops`
+// take two of three microseconds.
 //
-// Each function has the arguments of its op; `twin` is the op's Python kernel. It returns NotImplemented, before
-// anything has begun, if the registered op could behave differently; the caller then calls the op. A call that began
-// and failed is repeated by the Python kernel.
+// Each function has the arguments of its op; `twin` is the op's Python kernel, which repeats failed calls. It returns
+// NotImplemented, before anything has begun, if the registered op could behave differently; the caller then calls the
+// op.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -26,9 +26,9 @@ using namespace parallel_state;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// Set by direct.py of parallel_state.collectives, before any other function is called.
+// Set by direct.py before any other function is called.
 struct Facts {
-  std::ptrdiff_t type_at, tensor_at;  // offsets of an object's type, and of a tensor's TensorImpl
+  std::ptrdiff_t type_at, tensor_at;  // offsets
   const void* tensor_type;
   const void* parameter_type;
   const void* int_type;
@@ -39,20 +39,20 @@ struct Facts {
   void* none;
   void* not_implemented;
   void* runtime_error;
-  const void* const* dtypes;  // by number; null: none
+  const void* const* dtypes;
   std::ptrdiff_t dtype_count;
-  void* (*wrap)(const Tensor&);                            // THPVariable_Wrap
-  void* (*call)(void*, void* const*, std::size_t, void*);  // PyObject_Vectorcall
-  long long (*integer)(void*, int*);                       // PyLong_AsLongLongAndOverflow
-  const char* (*utf8)(void*, std::ptrdiff_t*);             // PyUnicode_AsUTF8AndSize
-  std::ptrdiff_t (*list_size)(void*);                      // PyList_Size
-  void* (*list_item)(void*, std::ptrdiff_t);               // PyList_GetItem: borrowed
-  std::ptrdiff_t (*tuple_size)(void*);                     // PyTuple_Size
-  void* (*tuple_item)(void*, std::ptrdiff_t);              // PyTuple_GetItem: borrowed
-  void (*hold)(void*);                                     // Py_IncRef
-  void (*let_go)(void*);                                   // Py_DecRef
-  void (*set_error)(void*, const char*);                   // PyErr_SetString
-  void (*clear_error)();                                   // PyErr_Clear
+  void* (*wrap)(const Tensor&);
+  void* (*call)(void*, void* const*, std::size_t, void*);
+  long long (*integer)(void*, int*);            // PyLong_AsLongLongAndOverflow
+  const char* (*utf8)(void*, std::ptrdiff_t*);  // PyUnicode_AsUTF8AndSize
+  std::ptrdiff_t (*list_size)(void*);
+  void* (*list_item)(void*, std::ptrdiff_t);  // borrowed
+  std::ptrdiff_t (*tuple_size)(void*);
+  void* (*tuple_item)(void*, std::ptrdiff_t);  // borrowed
+  void (*hold)(void*);
+  void (*let_go)(void*);
+  void (*set_error)(void*, const char*);
+  void (*clear_error)();
 };
 
 const Facts* facts = nullptr;
@@ -73,7 +73,7 @@ c10::TensorImpl* impl_of(void* object) {
   return *reinterpret_cast<c10::TensorImpl**>(static_cast<char*>(object) + facts->tensor_at);
 }
 
-// False for other classes than str, and for lone surrogates.
+// False for lone surrogates, too.
 bool text_of(void* object, string_view* found) {
   if (type_of(object) != facts->str_type) return false;
   std::ptrdiff_t bytes = 0;
@@ -125,12 +125,12 @@ class Given {
 
   bool tensor(int at, Tensor* found) {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
-    if (impl == nullptr || !is_plain(impl->key_set())) return false;  // a nested tensor has no sizes
+    if (impl == nullptr || !is_plain(impl->key_set())) return false;
     keys_ = keys_ | impl->key_set();
     // An owned reference: another thread may replace the object's tensor.
     using Owned = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
     *found = Tensor(Owned::unsafe_reclaim_from_nonowning(impl));
-    return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);  // as `dtype_refusal` of memory.py
+    return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);
   }
 
   bool token(int at) {
@@ -140,7 +140,6 @@ class Given {
     return true;
   }
 
-  // On any device.
   bool is_straight_with(int at) {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain_anywhere(impl->key_set())) return false;
@@ -150,7 +149,7 @@ class Given {
     return !wants_gradient(x) && is_straight();
   }
 
-  // As `check_out` of parallel_state.collectives.checks.
+  // As `check_out` of collectives/checks.py.
   bool out(int at, Tensor* found) {
     if (!tensor(at, found) || !found->is_contiguous()) return false;
     if (found->is_inference() && !c10::InferenceMode::is_enabled()) return false;
@@ -166,7 +165,7 @@ class Given {
     return true;
   }
 
-  // A rank; None is the rank `after` this one, in a ring.
+  // None is the rank `after` this one, in a ring.
   bool peer(int at, const Served& served, int after, std::int64_t* found) {
     if (!none(at)) return integer(at, found);
     const int size = served.handle().size();
@@ -204,8 +203,7 @@ class Given {
     return false;
   }
 
-  // Returns whether torch's dispatcher would call the op's kernel directly, or through autograd without effect, and no
-  // observer would be called.
+  // torch's dispatcher would call the op's kernel directly, or through autograd without effect, and call no observer.
   bool is_straight() {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     keys_ = (keys_ | local.included_) - local.excluded_;
@@ -213,7 +211,6 @@ class Given {
            !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
   }
 
-  // As the op's autograd kernel would.
   void written(const Tensor& x) const {
     if (keys_.has(DispatchKey::AutogradCPU) && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   }
@@ -230,7 +227,6 @@ class Given {
     return result;
   }
 
-  // For a method that returns `object`.
   void* in_python(void* object) const {
     void* const result = in_python();
     if (result == nullptr) return nullptr;
@@ -251,12 +247,11 @@ class Given {
   void* const* const objects_;
   const std::ptrdiff_t count_;
   DispatchKeySet keys_;
-  int resolved_at_ = -1;  // an argument that the Python kernel gets as `resolved_`
+  int resolved_at_ = -1;
   std::int64_t resolved_ = 0;
 };
 
-// The interpreter lock is taken outside of any handler and destructor, because at the interpreter's exit the thread
-// ends there.
+// Takes the interpreter lock outside of any handler and destructor: at the interpreter's exit the thread ends there.
 template <typename Body>
 Carried unlocked(Body body) {
   Carried carried = Carried::kFailed;
@@ -302,7 +297,7 @@ void* filled(const Given& given, int at, const Tensor& x, Body body) {
   return same(given.object(at));
 }
 
-// Arguments: x, token, op, group.
+// x, token, op, group.
 template <typename Call>
 void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
   return guarded([&]() -> void* {
@@ -315,7 +310,7 @@ void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call
   });
 }
 
-// Arguments: x, token, src, group.
+// x, token, src, group.
 template <typename Call>
 void* broadcasting(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
   return guarded([&]() -> void* {

@@ -4,9 +4,8 @@
 
 namespace parallel_state {
 
-// Sets the thread's default floating-point state in its scope: round to nearest, keep denormals, no traps. With other
-// states (torch.set_flush_denormal, fesetround) ranks would reduce the same inputs to different bits. The memory
-// clobbers keep the arithmetic inside the scope.
+// Rounds to nearest, keeps denormals, traps nothing in its scope. Programs change this state
+// (torch.set_flush_denormal), and ranks would reduce to different bits. The memory clobbers keep arithmetic inside.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() : previous_(read()) {
@@ -21,8 +20,8 @@ class DefaultFloatingPoint {
 
  private:
 #if defined(__x86_64__)
-  using Word = std::uint32_t;               // MXCSR
-  static constexpr Word kDefault = 0x1f80;  // all exceptions are masked
+  using Word = std::uint32_t;  // MXCSR
+  static constexpr Word kDefault = 0x1f80;
   static constexpr Word kReported = 0x003f;
   static Word read() {
     Word word;

@@ -2,11 +2,10 @@
 
 namespace parallel_state {
 
-// Counts forks of this process and its ancestors. An object of another generation is an ancestor's, whose other threads
-// may have held its locks.
+// Objects of another generation are an ancestor's, whose threads may have held their locks.
 int fork_generation();
 
-// Calls `function` in each later forked child. vfork and posix_spawn don't call it.
+// In each later forked child. vfork and posix_spawn don't call it.
 void in_forked_children(void (*function)());
 
 }  // namespace parallel_state

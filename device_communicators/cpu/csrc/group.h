@@ -1,4 +1,4 @@
-// The caller owns all memory and keeps it until the call returns. Not thread-safe.
+// The caller keeps all memory until the call returns. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -22,15 +22,15 @@ enum class Status : int {
   kFailed = 7,  // this rank could not take a message
   kBusy = 8,
   kUnmapped = 9,
-  kBroken = 10,         // a connection to another host failed: see Group::text
-  kTooLarge = 11,       // of a message's head: the misfit has the bytes sent and the maximum
-  kWrongArgument = 12,  // of a window
-  kUnreachable = 13     // the suspect, on another host, receives nothing from this host
+  kBroken = 10,    // a connection failed: see Group::text
+  kTooLarge = 11,  // of a message's head
+  kWrongArgument = 12,
+  kUnreachable = 13  // the suspect receives nothing from this host
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to
-// the dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. Tensors are [rows,
-// hidden], weight is [hidden]. `out` may be `in`, `residual_out` may be `residual`; nothing else may overlap.
+// the dtype, added in float32 and rounded again; the norm is rounded once. Tensors are [rows, hidden], weight is
+// [hidden]. `out` may be `in`, `residual_out` may be `residual`.
 struct AddRmsNorm {
   void* out;
   void* residual_out;
@@ -62,37 +62,35 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sets the record of the next call; by default it is derived from the call's kind and size.
+  // For the next call; the default is derived from its kind and size.
   void tell(Told told) { told_ = told; }
 
   // All ranks make each call, in the same order. Calls of size zero are compared, too.
   virtual Status barrier(double timeout_s) = 0;
   virtual Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                             double timeout_s) = 0;
-  // `in` is [outer, size, inner] elements, `out` [outer, inner].
+  // `in` is [outer, size, inner], `out` [outer, inner].
   virtual Status reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                 ReduceOp op, double timeout_s) = 0;
-  // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
+  // `in` is [outer, inner_bytes], `out` [outer, size, inner_bytes].
   virtual Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes,
                             double timeout_s) = 0;
   // Writes rank r's bytes[r] to `outs[r]` on rank `dst`, or on all ranks (-1). Other ranks pass null `outs[r]`. The
   // caller copies its own bytes.
   virtual Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) = 0;
   virtual Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) = 0;
-  // `in` on `src` has a block of `bytes` per rank.
   virtual Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) = 0;
   virtual Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                             double timeout_s) = 0;
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
-  // Within a host: consumes one tick, to order a broadcast message, which a queue carries, among collectives. `src`
-  // returns at once, others when `src` has entered the call. They spin for `spin_ns`.
+  // Consumes one tick, to order a broadcast message of a queue among collectives. `src` doesn't wait; others spin for
+  // `spin_ns` until it has entered.
   virtual Status announce(int, double, std::int64_t) { return Status::kUnsupported; }
 
-  // Returns kMismatch if a rank is known to have made a different call.
   virtual Status compare(double timeout_s) = 0;
 
-  // Sends a call's failure to other hosts' ranks. They receive nothing more from this rank.
+  // Reports a call's failure to other hosts, which receive nothing more from this rank.
   virtual void give_up(Status) {}
 
   Status out_of_memory() {
@@ -101,8 +99,6 @@ class Group {
     return Status::kBroken;
   }
 
-  // Times following calls: the time waited, the rank that arrived last (this one if it waited for none), and the
-  // method.
   void measure(bool on) {
     measures_ = on;
     if (!on) return;
@@ -115,11 +111,11 @@ class Group {
 
   // Of the last call that failed:
   int suspect() const { return suspect_; }    // kOutside: a rank outside the group
-  int reporter() const { return reporter_; }  // the rank that detected the failure; -1: this one
+  int reporter() const { return reporter_; }  // -1: this rank detected the failure
   const Shown& expected() const { return expected_; }
   const Shown& found() const { return found_; }
   const Misfit& misfit() const { return misfit_; }
-  const std::string& text() const { return text_; }  // the cause of kBroken; else empty
+  const std::string& text() const { return text_; }  // of kBroken
 
  protected:
   void forget_failure() {

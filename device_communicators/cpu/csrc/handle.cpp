@@ -24,11 +24,11 @@ struct Tables {
 
 std::atomic<bool> measured{false};
 
-constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: small, to save addresses
+constexpr std::size_t kFirstWindowBytes = 8 << 20;  // small, to save addresses
 
 std::atomic<Tables*>& current_tables();
 
-// Inherited groups belong to the parent, a thread of which may have held the lock. They are leaked.
+// Inherited groups are leaked: a thread of the parent may have held the lock.
 void forget_all() {
   Tables* const inherited = current_tables().load(std::memory_order_relaxed);
   auto* const fresh = new Tables;
@@ -94,7 +94,6 @@ Loss Handle::loss(int rank) const {
   return hosts_->loss(rank);
 }
 
-// A running call reports its end to its connections by itself.
 void Handle::leave_group() {
   liveness_.leave();
   if (hosts_ == nullptr || !enter()) return;
@@ -140,7 +139,7 @@ void Handle::note(Status status, double elapsed_s) {
                 group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
     failed_ = true;
   }
-  // The ranks of this host know of its failures and of deaths already, but not that a rank of another host left.
+  // This host's ranks know its failures and deaths already, but not that a rank of another host left.
   const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
   const int suspect = failure_.suspect;
   const bool has_left = hosts_ != nullptr && suspect >= 0 && suspect < hosts_->size() && !hosts_->is_here(suspect) &&
@@ -245,7 +244,7 @@ std::shared_ptr<Handle> find(std::uint64_t number) {
 }
 
 void forget(std::uint64_t number) {
-  std::shared_ptr<Handle> last;  // destroyed after the lock is released
+  std::shared_ptr<Handle> last;
   const std::unique_lock<std::shared_mutex> lock(tables().mutex);
   const auto found = tables().by_number.find(number);
   if (found == tables().by_number.end()) return;
@@ -255,11 +254,11 @@ void forget(std::uint64_t number) {
 
 namespace {
 
-thread_local const Handle* overlapped = nullptr;  // only compared
+thread_local const Handle* overlapped = nullptr;
 thread_local std::uint64_t called_as = 0;
 thread_local double began_s = 0;
 thread_local double left_to_op_s = 0;
-thread_local const Handle* held = nullptr;  // only compared
+thread_local const Handle* held = nullptr;
 
 }  // namespace
 
@@ -291,7 +290,7 @@ Repetition::Repetition(double began) : outer_s_(began_s) {
 
 Repetition::~Repetition() {
   began_s = outer_s_;
-  note_overlap(nullptr);  // an overlap of this call isn't the next call's
+  note_overlap(nullptr);
 }
 
 double repeated_since_s() { return began_s; }
@@ -326,14 +325,13 @@ void stop_serving(const std::string& key) {
 }
 
 std::shared_ptr<Served> find_served(std::string_view key) {
-  // A layer looks up one group repeatedly. The weak pointer doesn't keep a closed group alive.
+  // A layer looks up one group repeatedly.
   thread_local std::string last_key;
   thread_local std::weak_ptr<Served> last;
   thread_local std::uint64_t last_version = 0;
   const std::uint64_t version = tables().version.load(std::memory_order_acquire);
   if (version == last_version && key == last_key) return last.lock();
   const std::shared_lock<std::shared_mutex> lock(tables().mutex);
-  // GroupContext.ranked_key: the key, "@" and the rank.
   const std::size_t size_at = key.rfind('/'), rank_at = key.rfind('@');
   const bool is_ranked = size_at != key.npos && rank_at != key.npos && size_at < rank_at;
   const auto found = tables().by_key.find(std::string(is_ranked ? key.substr(0, rank_at) : key));

@@ -1,8 +1,6 @@
-// The groups of this process, found by number (C interface) or name (registered ops).
-//
-// A handle owns its group and the group's memory. Running calls keep it alive, so any thread may close a group at any
-// time. A call that begins during another fails with kBusy: ranks can't agree on an order of threads. A forked child
-// has no groups.
+// The groups of this process, found by number (C interface) or name (registered ops). Running calls keep a group alive,
+// so any thread may close it. A call that begins during another fails with kBusy: ranks can't agree on an order of
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +28,7 @@ class Transfers;
 struct Failure {
   Status status = Status::kDone;
   int suspect = -1;
-  int reporter = -1;  // the rank that detected it; -1: this one
+  int reporter = -1;
   Shown expected;
   Shown found;
   Misfit misfit;
@@ -92,13 +90,12 @@ class Handle {
  public:
   static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
-  // Owns `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
+  // Owns `memory`, a mapping of `bytes`; null: private memory, for a rank alone on its host.
   Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  // Runs `call(group, timeout_s)`, unless a call is running or the group has failed.
   template <typename Call>
   Status run(Call call) {
     if (!enter()) return is_held() ? run_entered(call) : Status::kBusy;
@@ -106,7 +103,6 @@ class Handle {
     return run_entered(call);
   }
 
-  // Returns false if a call is running; else no other begins until `leave`.
   bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
   void leave() { busy_.store(false, std::memory_order_release); }
 
@@ -134,7 +130,7 @@ class Handle {
     return status;
   }
 
-  // As `enter` and `leave`, around several calls of this thread.
+  // Around several calls of this thread.
   bool hold();
   void release();
   bool is_held() const;
@@ -145,20 +141,19 @@ class Handle {
     return failure_;
   }
 
-  // Owns `first_pages`, mappings of the first page of every rank's arena, which may grow to `bytes`. Call it once,
-  // before use.
+  // Owns `first_pages`, mappings of the first page of every rank's arena. Call it once, before use.
   void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
 
   Arena* arena() const { return arena_.get(); }
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
   Lender* lender() const { return lender_.get(); }
-  // Of a rank of the whole group; null if this rank doesn't map its arena.
+  // Null if this rank doesn't map the arena.
   Windows* windows_of(int rank) const;
   const WaitPolicy& wait_policy() const { return policy_; }
 
   GroupLiveness& liveness() { return liveness_; }
 
-  // Extends the group over several hosts. The ranks so far are this host's, in their order. Call it once, before use.
+  // Extends the group over several hosts; its ranks become those of `host_of_rank`. Call it once, before use.
   void span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
             bool rounded);
   HostsGroup* hosts() const { return hosts_.get(); }  // null on one host
@@ -166,7 +161,6 @@ class Handle {
   // From here on, ranks are those of the whole group.
   void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
   Loss loss(int rank) const;
-  // Reports to peers that this rank left on purpose, or failed outside of a call.
   void leave_group();
   void fail(int status, int suspect);
   bool has_left(int rank) const;
@@ -183,7 +177,7 @@ class Handle {
     transfers_ = transfers;
   }
 
-  // Applies to calls that begin later.
+  // For calls that begin later.
   void set_timeout(double timeout_s) { timeout_s_.store(std::min(timeout_s, kLongestS), std::memory_order_relaxed); }
   double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
@@ -191,7 +185,7 @@ class Handle {
 
   // Before the handle is used.
   void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
-  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // call it between calls
+  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }
 
   int rank() const { return group_->rank(); }
   int size() const { return group_->size(); }
@@ -229,7 +223,7 @@ class Handle {
   std::weak_ptr<Transfers> transfers_;
 };
 
-// While this exists, other calls of the group fail, also those of this thread's signal handlers.
+// Other calls of the group fail meanwhile, also those of this thread's signal handlers.
 class Entered {
  public:
   explicit Entered(Handle& handle) : handle_(handle), has_it_(handle.enter()) {}
@@ -250,16 +244,15 @@ std::uint64_t keep(std::shared_ptr<Handle> handle);
 std::shared_ptr<Handle> find(std::uint64_t number);
 void forget(std::uint64_t number);
 
-// One thread writes; any thread reads, even while the writer hangs. A reader detects a half-overwritten record by its
-// number.
+// One thread writes; any thread reads. A reader detects a half-overwritten record by its number.
 struct Record {
   static constexpr int kDims = 6;
 
   std::atomic<std::uint64_t> sequence{0};
-  std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};  // dtype: torch's number
+  std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};
   std::atomic<std::int64_t> sizes[kDims];
   std::atomic<std::int64_t> peer{-1};
-  std::atomic<std::int64_t> method{0};           // of a transfer; of a broadcast message, the word of its `Told`
+  std::atomic<std::int64_t> method{0};           // of a broadcast message: the word of its `Told`
   std::atomic<double> started_s{0}, ended_s{0};  // monotonic clock; 0: not yet
 
   void begin(std::uint64_t number, Counted what);
@@ -275,7 +268,6 @@ class Served {
   Handle& handle() const { return *handle_; }
   std::shared_ptr<Handle> share() const { return handle_; }
 
-  // Counts operations of all transports.
   std::uint64_t next() { return sequence_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void go_on_after(std::uint64_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
@@ -286,7 +278,7 @@ class Served {
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
 
-  // Drops the record of a transfer or broadcast that Python will begin again.
+  // For a transfer or broadcast that Python will begin again.
   void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
   void drop_broadcast(Record& record) {
     record.started_s.store(0, std::memory_order_relaxed);
@@ -304,7 +296,6 @@ class Served {
     traffic.bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  // Counts `bytes` if the call succeeds.
   template <typename Call>
   Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
                Call call) {
@@ -332,7 +323,7 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// A transfer that hasn't ended is dropped on destruction.
+// Drops an unended transfer on destruction.
 class RecordedTransfer {
  public:
   RecordedTransfer(Served& served, Counted operation, int peer, int method)
@@ -350,12 +341,12 @@ class RecordedTransfer {
   Record& record_;
 };
 
-// An op refused with kBusy is called again by its Python kernel, which takes this note once and refuses it, too.
+// The Python kernel of an op refused with kBusy takes this note once and refuses it, too.
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// Exists while an op's Python kernel repeats the op's call of `began_s` (monotonic clock); errors count from there. The
-// op's notes for its kernel end with this object.
+// While an op's Python kernel repeats the op's call; its errors count from `began_s` (monotonic clock). The op's notes
+// end with this.
 class Repetition {
  public:
   explicit Repetition(double began_s);
@@ -370,14 +361,13 @@ class Repetition {
 // 0 outside of a Repetition.
 double repeated_since_s();
 
-// Notes when a failed call began that this thread's next op repeats. The op takes the note once; 0: none.
+// When the failed call began that this thread's next op repeats. The op takes it once; 0: none.
 void leave_to_op(double began_s);
 double take_left_to_op();
 
 void call_as(int method);
 Told as_called(Told told);
 
-// Calls of a group that isn't served use the Python route.
 void serve(const std::string& key, std::shared_ptr<Handle> handle);
 void stop_serving(const std::string& key);
 std::shared_ptr<Served> find_served(std::string_view key);

@@ -25,7 +25,7 @@ std::uint64_t HostGroup::call_of(Kind kind, std::uint64_t size, Method method, s
                                  int root) {
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
   const std::uint64_t told = note_of_call(kind, told_, digest, reduction, root);
-  // Includes all earlier calls: a rank that only sent, without comparing, a different call differs from then on.
+  // With all earlier calls: a rank that only sent a different call differs from then on.
   history_ = mixed(told + size + history_);
   return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
 }
@@ -76,7 +76,7 @@ Status HostGroup::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     if (result == WaitResult::kInterrupted) return Status::kInterrupted;
     if (result == WaitResult::kTimedOut) return Status::kTimedOut;
     const Loss loss = liveness_.loss(rank);
-    // Another rank detected a mismatch first. If this rank's call differs, too, its facts are better.
+    // If this rank's call differs, too, its facts are better than the reporter's.
     if (loss.reporter >= 0 && loss.status == static_cast<int>(Status::kMismatch) && in_another_call()) {
       return Status::kMismatch;
     }
@@ -99,7 +99,7 @@ WaitResult HostGroup::measured_wait(int rank, std::uint64_t tick) {
   return result;
 }
 
-// The note is on the awaited line unless the rank has continued: one that only sends may be far ahead.
+// The note is on the awaited line unless the rank has continued.
 bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (call == kNoCall) return false;
   std::uint64_t note;
@@ -108,8 +108,8 @@ bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
 }
 
-// Compares calls of a rank that waits for no other. Of two such ranks the later sees the earlier, because both publish
-// before they look.
+// For a rank that waits for no other. Of two such ranks the later sees the earlier, because both publish before they
+// look.
 Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   if (is_part_) return Status::kDone;
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -120,7 +120,7 @@ Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   return Status::kDone;
 }
 
-// Compares all archived ticks that both ranks published; remembers the first difference.
+// Of all archived ticks that both ranks published.
 bool HostGroup::in_another_call() {
   const auto note = [&](int of, std::uint64_t tick) {
     return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);

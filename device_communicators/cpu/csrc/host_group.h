@@ -1,14 +1,12 @@
 // The collectives of one group of ranks on one host, over a segment of shared memory.
 //
-// The segment has a control line per rank, then each rank's 16 small and 4 large slots, page-aligned. A rank writes
-// only its own. An exchange is one *tick*: a rank publishes the tick once its data is in its slot, and the others wait
-// for that.
+// The segment has a control line per rank, then each rank's small and large slots, page-aligned. A rank writes only its
+// own. An exchange is one *tick*: a rank publishes the tick once its data is in its slot, and the others wait for that.
 //
-// A slot is rewritten only when all others have entered an exchange after the one in which they last read it. A rank
-// that has published tick t has finished all exchanges before t.
+// A rank that has published tick t has finished all exchanges before t. A slot is rewritten only when all others have
+// entered an exchange after the one in which they last read it.
 //
-// A tick carries a digest of the call, which peers compare before they read any data. Archives hold the last 64 ticks
-// for errors. Not thread-safe. The caller owns the segment.
+// Peers compare a tick's digest of the call before they read any data. Not thread-safe. The caller owns the segment.
 #pragma once
 
 #include <atomic>
@@ -33,13 +31,13 @@ class HostGroup final : public Group {
 
   static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
 
-  // Page-aligned; also the end of the previous rank's slots.
+  // Also the end of the previous rank's slots.
   static std::size_t slots_offset(int size, int rank) {
     return data_offset(size) + static_cast<std::size_t>(rank) * rank_bytes(tuning_of(size));
   }
 
   // Makes this the local part of a group over several hosts. A rank that only sends then doesn't compare calls, as
-  // other hosts may wait for it; the next exchange reports a mismatch.
+  // other hosts may wait for it.
   void be_part() { is_part_ = true; }
 
   Status barrier(double timeout_s) override;
@@ -61,24 +59,23 @@ class HostGroup final : public Group {
   // If `wide`, `out` gets a partial reduction: see PartFunction.
   Status scatter_reduced(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
                          bool wide, double timeout_s);
-  // Reduces into rank 0's `out`; partially if `wide`. Other ranks don't wait.
+  // Into rank 0's `out`. Other ranks don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
 
   // Only `src` knows the size. Others write to `room(bytes)`; null fails the call with kTooLarge.
   Status broadcast_sized(const void* in, std::uint64_t bytes, int src, const std::function<char*(std::uint64_t)>& room,
                          double timeout_s);
 
-  // Consumes one tick without data. Waits only for ranks that are some 60 ticks behind.
+  // Consumes one tick. Waits only for ranks that are some 60 ticks behind.
   Status pass(double timeout_s);
 
-  // Lets ranks read inputs in place in their owners' arenas: of all_reduce and broadcast and, with one row, of
-  // all_gather and reduce_scatter. Ranks may differ in that. Arenas have one capacity and outlive the group. A rank
-  // that can't map an input fails the call with kUnmapped.
+  // Lets ranks read inputs in place in their owners' arenas, for all_reduce, broadcast and, with one row, all_gather
+  // and reduce_scatter. Arenas have one capacity and outlive the group. A rank that can't map an input fails the call
+  // with kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
-  // Declares areas of `ranks` consecutive ranks, NUMA nodes or caches. Reductions of `from_bytes` and more (negative:
-  // the tuned size) go from area to area, with the same bits. All ranks must pass the same values, before the first
-  // call.
+  // Areas of `ranks` consecutive ranks (NUMA nodes, caches). Reductions of `from_bytes` and more (negative: the tuned
+  // size) go from area to area. Equal on all ranks, before the first call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
@@ -176,13 +173,13 @@ class HostGroup final : public Group {
   const Tuning tuning_;
   WaitPolicy policy_;
   const GroupLiveness& liveness_;
-  std::uint64_t tick_ = 0;         // the last one that this rank published
+  std::uint64_t tick_ = 0;         // last published
   std::uint64_t all_reached_ = 0;  // all others have published it
   std::uint64_t small_used_[kSmallSlots] = {};
   std::uint64_t large_used_[kLargeSlots] = {};
   std::uint64_t small_count_ = 0;
   std::uint64_t large_count_ = 0;
-  int area_ranks_ = 0;  // per area; 0: no areas
+  int area_ranks_ = 0;  // 0: no areas
   std::size_t chain_bytes_ = 0;
   std::uint64_t crossed_bytes_ = 0;
   Windows* arenas_[kMaxRanks] = {};
@@ -190,7 +187,7 @@ class HostGroup final : public Group {
   Deadline deadline_;
   std::uint64_t history_ = 0;
   std::uint64_t parts_ = 0;
-  std::vector<std::uint64_t> rows_;  // all_to_all: bytes that each rank sends and expects
+  std::vector<std::uint64_t> rows_;
   bool is_part_ = false;
 };
 

@@ -9,8 +9,8 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::size_t kAtOnceBytes = 64 << 10;  // up to here, blocks go through the host's memory in one step
-constexpr std::size_t kPieceBytes = 1 << 20;    // of larger blocks: the host shares a piece while the next one arrives
+constexpr std::size_t kAtOnceBytes = 64 << 10;  // blocks go through the host's memory in one step up to here
+constexpr std::size_t kPieceBytes = 1 << 20;
 
 std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
 
@@ -36,7 +36,6 @@ Status HostsGroup::all_gather(void* out, const void* in, std::size_t outer, std:
   return Status::kDone;
 }
 
-// Each rank receives the blocks of its lane; then the ranks of a host share theirs.
 Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t bytes) {
   const std::size_t ranks = index_of(local_size()), place = index_of(place_);
   peers_.clear();
@@ -138,7 +137,7 @@ Status HostsGroup::gatherv(void* const* outs, const std::size_t* bytes, const vo
   return finish();
 }
 
-// Each rank of this host has the block of `ranks` at its own position. A position beyond the list has none.
+// Each rank of this host has the block of `ranks` at its own position, or none.
 Status HostsGroup::share_at_home(const std::vector<int>& ranks, void* const* outs, const std::size_t* bytes,
                                  const void* in) {
   void* to[kMaxRanks] = {};
@@ -150,7 +149,6 @@ Status HostsGroup::share_at_home(const std::vector<int>& ranks, void* const* out
   return at_home(local_.gatherv(to, sizes, in, -1, left_s()));
 }
 
-// Each rank of this host receives some blocks of each other host; then they share them.
 Status HostsGroup::gather_all(void* const* outs, const std::size_t* bytes, const void* in) {
   const auto ranks_here = local_ranks().size();
   for_other_hosts([&](int host) {
@@ -208,8 +206,8 @@ Status HostsGroup::scatter(void* out, const void* in, std::size_t bytes, int src
   return finish();
 }
 
-// A rank whose blocks all have one size puts it in its heads. Other ranks first send a table of what they send to and
-// expect from each rank, so that every rank finds a misfit.
+// A rank whose blocks all have one size puts it in its heads. Others first send a table of what they send to and expect
+// from each rank, so that every rank finds a misfit.
 Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                               double timeout_s) {
   if (!meshed_) return Status::kUnsupported;

@@ -22,12 +22,11 @@ constexpr std::int64_t kNoticeNs = 200'000'000;   // NOTICE_S of liveness/health
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // broadcasts up to this size go directly to every other host
 constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the deadline
 constexpr std::size_t kCopiedBytes = 1 << 20;
-constexpr std::size_t kMostKept = 1 << 20;       // of a message, for the next one
-constexpr std::uint64_t kPieceBytes = 4 << 20;   // forwarded while the next one arrives
+constexpr std::size_t kMostKept = 1 << 20;
+constexpr std::uint64_t kPieceBytes = 4 << 20;
 constexpr std::uint64_t kSmallBytes = 32 << 10;  // neighbouring tensors up to this size are copied into one chunk
 
-// Of a rank that gave up after it had sent its part. Other messages, of the next call or of a rank that left, are only
-// polled.
+// Of a rank that gave up after it had sent its part. Other messages are only polled.
 void read_failure(Link& link) {
   if (!link.in.is_idle() || link.is_broken() || link.is_in_trouble()) return;
   CallRecord head;
@@ -40,7 +39,6 @@ void read_failure(Link& link) {
 
 }  // namespace
 
-// The local group has the exits of this host.
 class HostsGroup::Listener final : private control::EndListener {
  public:
   Listener(HostsGroup* group, std::shared_ptr<control::EndListeners> source, std::vector<int> ranks)
@@ -250,14 +248,13 @@ void HostsGroup::copy_meanwhile(void* out, const void* in, std::size_t bytes) {
   }
 }
 
-// Ends the wait shortly after a death in the failure domain.
 Status HostsGroup::ends(std::int64_t now) {
   if (!any_died_.load(std::memory_order_acquire) && !liveness_.is_doomed()) return Status::kDone;
   if (noticed_ns_ == 0) noticed_ns_ = now;
   return now - noticed_ns_ < kNoticeNs ? Status::kDone : blame_dead();
 }
 
-// Another rank of this host may doom the group before this rank's control plane reports the death.
+// Another rank may doom the group before this rank's control plane reports the death.
 Status HostsGroup::blame_dead() {
   suspect_ = kOutside;
   const std::int64_t until = (noticed_ns_ != 0 ? noticed_ns_ : now_ns()) + kNoticeNs;
@@ -278,8 +275,7 @@ Status HostsGroup::at_home_ended() {
   return take_failure(loss.reporter, loss.rank, static_cast<Status>(loss.status));
 }
 
-// If another rank of this host reported that a rank left, records that here, too: this rank's control plane may report
-// it later.
+// This rank's control plane may report later that the suspect left.
 Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
   suspect_ = suspect;
   if (status != Status::kPeerDied) {
@@ -328,7 +324,7 @@ Status HostsGroup::blame(Link& link) {
   return blame_broken(link);
 }
 
-// Returns whether a rank of this group can have sent these values.
+// A rank of this group can have sent these values.
 bool HostsGroup::is_sound(const FailureNote& why) const {
   const auto is_rank = [this](std::int64_t rank) { return rank >= -1 && rank < size_; };
   const auto is_count = [](int count) { return count >= 0 && count <= kMaxRanks; };
@@ -340,7 +336,6 @@ bool HostsGroup::is_sound(const FailureNote& why) const {
          (is_rank(why.suspect) || (why.suspect == kOutside && why.status == static_cast<int>(Status::kPeerDied)));
 }
 
-// Waits a moment for the control plane.
 bool HostsGroup::dies_soon(int rank) const {
   if (rank == rank_) return false;
   for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
@@ -365,7 +360,7 @@ void HostsGroup::learn_end(int rank) {
   }
 }
 
-// A rank that failed in the middle of a message can't report why: wait for another rank's note, or its exit.
+// A rank that failed within a message can't report why: wait for another rank's note, or its exit.
 Status HostsGroup::blame_broken(Link& link) {
   for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
     if (has_died(link.rank) || has_left(link.rank)) break;
@@ -381,7 +376,7 @@ Status HostsGroup::blame_broken(Link& link) {
   return has_died(link.rank) || has_left(link.rank) ? Status::kPeerDied : Status::kBroken;
 }
 
-// Stores both calls at the first sequence number at which they differ.
+// The calls at the first sequence number at which they differ.
 void HostsGroup::show_difference(const CallRecord& other) {
   const Told own{record_.word, record_.shape}, own_before{record_.earlier, record_.earlier_shape};
   const Told theirs{other.word, other.shape}, theirs_before{other.earlier, other.earlier_shape};
@@ -451,7 +446,7 @@ Status HostsGroup::barrier(double timeout_s) {
 // Publishes this rank's call within the host before it waits for another host, so that mismatches are found.
 Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
 
-// In a binomial tree of hosts; the root's parent is -1.
+// A binomial tree; the root's parent is -1.
 void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) const {
   const int place = (host_ - root + hosts_) % hosts_;
   int step = 1;
@@ -472,7 +467,6 @@ Status HostsGroup::broadcast(void* data, std::size_t bytes, int src, double time
   return send_to_all(bytes, src);
 }
 
-// A broadcast of no bytes has one chunk.
 void HostsGroup::cut(char* data, std::uint64_t bytes) {
   std::uint64_t start = 0;
   do {
@@ -480,7 +474,7 @@ void HostsGroup::cut(char* data, std::uint64_t bytes) {
   } while ((start += kPieceBytes) < bytes);
 }
 
-// The root of the tree is the source or, if only leads are connected, the lead of its host.
+// The root is the source or, if only leads are connected, the lead of its host.
 Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   int parent = root_host;
@@ -524,7 +518,7 @@ Status HostsGroup::send_tensors(const Piece* tensors, std::size_t count, std::ui
   while (tensors != end) {
     const auto* const first = tensors;
     std::uint64_t copied = 0;
-    bool joins = false;  // the last chunk has copies
+    bool joins = false;
     chunks_.clear();
     for (; tensors != end && add(copied, *tensors) <= kPieceBytes; ++tensors) {
       if (tensors->bytes == 0) continue;
@@ -551,7 +545,7 @@ Status HostsGroup::send_tensors(const Piece* tensors, std::size_t count, std::ui
 
 namespace {
 
-// Precedes the head of a message. Tensors that don't follow at once are broadcast next.
+// Precedes the head of a message.
 struct MessageSizes {
   std::uint64_t head_bytes, tensor_bytes;
 };

@@ -2,13 +2,12 @@
 //
 // The lowest rank of each host is its lead. Small data passes through the leads. If all hosts have equally many ranks,
 // large data uses *lanes*: rank i of each host exchanges its share with rank i of the others. Blocks from rank to rank,
-// as in all_to_all, are sent directly, as one message each. A large broadcast uses a tree of hosts.
+// as in all_to_all, are one message each. A large broadcast uses a tree of hosts.
 //
 // Reductions combine the ranks of a host in order, then the hosts in order, so all ranks have the same bits. Sums and
-// products of 16-bit floats are sent as float32 and rounded once; as bfloat16 if the group is `rounded`.
-//
-// Ranks compare the call's record in each message. Ranks that only send wait for none: their mismatch is found at the
-// next message. While a rank waits, all messages of its call move.
+// products of 16-bit floats are sent as float32 and rounded once; as bfloat16 if the group is `rounded`. Ranks that
+// only send wait for none: their mismatch is found at the next message. While a rank waits, all messages of its call
+// move.
 #pragma once
 
 #include <atomic>
@@ -25,8 +24,8 @@ namespace parallel_state {
 
 class HostsGroup final : public Group {
  public:
-  // `local` and `liveness`, of this host's ranks, must outlive this. If not `meshed`, only leads are connected, and
-  // calls that need more return kUnsupported.
+  // `local` and `liveness` must outlive this. If not `meshed`, only leads are connected, and calls that need more
+  // return kUnsupported.
   HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std::vector<int> host_of_rank,
              std::unique_ptr<Connections> connections, bool meshed, bool rounded, WaitPolicy policy);
   ~HostsGroup() override;
@@ -58,14 +57,14 @@ class HostsGroup final : public Group {
   Status send_message(const std::vector<Piece>& pieces, int heads, double timeout_s);
   struct Taken {
     std::uint64_t head_bytes = 0, tensor_bytes = 0;
-    bool is_refused = false;  // by the taker
+    bool is_refused = false;
   };
-  // If the taker refuses a message and its tensors haven't arrived, the call fails with kFailed.
+  // If the taker refuses a message whose tensors haven't arrived, the call fails with kFailed.
   Status receive_message(int src, Taker& taker, Taken* taken, double timeout_s);
   Status compare(double timeout_s) override;
   void give_up(Status status) override;
   void fail(Status status, int suspect);
-  // Sets `suspect()` to a dead rank of the group, or kOutside. Returns kPeerDied.
+  // Sets `suspect()` to a dead rank of the group, or kOutside.
   Status blame_dead();
 
  private:
@@ -76,8 +75,8 @@ class HostsGroup final : public Group {
   struct Reduction {
     Dtype dtype;
     ReduceOp op, part_op;
-    bool widens;      // a host of several ranks sends its part in the accumulator's type
-    bool is_rounded;  // sends rounded parts, in two rounds
+    bool widens;      // a host of several ranks sends the accumulator's type
+    bool is_rounded;  // in two rounds
     std::size_t width, wide_width;
   };
 
@@ -122,7 +121,6 @@ class HostsGroup final : public Group {
   Status wait(const Done& done) {
     return wait_until([](const void* is_done) { return (*static_cast<const Done*>(is_done))(); }, &done);
   }
-  // Moves the call's messages until `is_done(what)`.
   Status wait_until(bool (*is_done)(const void*), const void* what);
   Status wait_from(const std::vector<int>& ranks, std::uint32_t messages);
   Status wait_sent(const std::vector<int>& ranks, std::uint32_t messages);
@@ -166,8 +164,8 @@ class HostsGroup final : public Group {
   HostGroup& local_;
   GroupLiveness& liveness_;
   const std::vector<int> host_of_rank_;
-  std::vector<std::vector<int>> ranks_;  // by host; hosts are sorted by their leads
-  std::vector<int> order_;               // all ranks, by host
+  std::vector<std::vector<int>> ranks_;  // by host, sorted by leads
+  std::vector<int> order_;               // by host
   int hosts_ = 0, host_ = 0, place_ = 0;
   bool is_in_order_ = false;  // ascending
   bool has_lanes_ = false;
@@ -187,13 +185,12 @@ class HostsGroup final : public Group {
 
   std::vector<Scratch> parts_, received_, rounded_parts_, padded_;
   Scratch blocks_, totals_;
-  std::vector<char> message_;  // a message's head, and its tensors if they are small
+  std::vector<char> message_;  // the head, and small tensors
   std::vector<Piece> chunks_;
   bool was_left_ = false;  // the taker left the message for the next call
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
-  // Of all_to_all:
-  std::vector<std::uint64_t> rows_;  // bytes that each rank sends to and expects from each
+  std::vector<std::uint64_t> rows_;  // of all_to_all: bytes that each rank sends to and expects from each
   std::vector<std::size_t> starts_;  // of the blocks in `out`, then in `in`
   std::vector<int> pending_;         // ranks whose heads haven't arrived
   std::vector<bool> is_table_;       // ranks that send such sizes

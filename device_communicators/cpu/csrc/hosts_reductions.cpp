@@ -9,12 +9,11 @@ namespace parallel_state {
 namespace {
 
 // If a host would send at most this much to all others, hosts send everything in one round; above, each reduces a
-// slice, in two rounds. Measured with two and three hosts on one machine with two cores. With two hosts whose sums
-// travel in the tensor's dtype, one round sends no more.
+// slice, in two rounds. Measured with two and three hosts on one machine.
 constexpr std::size_t kOneRoundBytes = 64 << 10;
 // So that network and host work at the same time.
 constexpr std::size_t kLeastChunk = 1 << 18, kMostChunk = 1 << 20, kChunks = 16;
-constexpr std::size_t kAlignment = 64;  // elements; slices begin at whole cache lines
+constexpr std::size_t kAlignment = 64;  // elements: whole cache lines
 constexpr std::size_t kMostSources = 64;
 
 std::size_t chunk_of(std::size_t count) { return std::clamp(count / kChunks, kLeastChunk, kMostChunk); }
@@ -23,7 +22,6 @@ struct Cut {
   std::size_t start, count;
 };
 
-// The last slices are shorter, or empty.
 Cut cut_of(std::size_t count, int parts, int part) {
   const std::size_t unit = static_cast<std::size_t>(parts) * kAlignment;
   const std::size_t step = (count + unit - 1) / unit * kAlignment;
@@ -46,7 +44,6 @@ HostsGroup::Reduction HostsGroup::reduction_of(Dtype dtype, ReduceOp op) const {
           widens ? wide_size_of(dtype) : size_of(dtype)};
 }
 
-// In one round each host sends all elements to all others, unrounded.
 bool HostsGroup::in_one_round(const Reduction& how, std::size_t count) const {
   const std::size_t width = hosts_ == size_ ? how.width : how.wide_width;
   if (count * width * static_cast<std::size_t>(hosts_ - 1) <= kOneRoundBytes) return true;
@@ -113,7 +110,7 @@ Status HostsGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeou
 
 // In step s this host reduces chunk s and sends its part; combines the hosts' parts of chunk s - 1 (in two rounds only
 // its own slice) and sends that result; shares the result of chunk s - 2 within the host. With lanes, each rank does it
-// for its share of the chunk.
+// for its share.
 //
 // Messages between two ranks are P0, P1 R0, P2 R1, ...: parts P, and results R of chunks in two rounds. If `out` is
 // `in`, another host's R overwrites it only after that host has received this one's part. Memory of step s is reused in
@@ -130,12 +127,12 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
   result_numbers_.assign(chunks, 0);
   sent_numbers_.assign(chunks, 0);
   struct Chunk {
-    std::size_t turn, count, piece;  // elements of the chunk, and of this rank's share
+    std::size_t turn, count, piece;  // of the chunk, and of this rank's share
     bool is_padded, one_round;
     const char* in;
     char* out;
     char* result;  // of this rank's share
-    char* part;    // the host's part of that share
+    char* part;    // the host's, of that share
   };
   const auto chunk_at = [&](std::size_t index) {
     Chunk chunk{};
@@ -245,8 +242,8 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
   return finish();
 }
 
-// Each host reduces its inputs. Its lead sends the blocks of other hosts' ranks to their leads, combines those of its
-// own ranks and scatters them. In chunks of columns, two at a time.
+// A host's lead sends the reduced blocks of other hosts' ranks to their leads, combines those of its own ranks and
+// scatters them. In chunks of columns, two at a time.
 Status HostsGroup::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                   ReduceOp op, double timeout_s) {
   begin(Kind::kReduceScatter, outer * inner, Method::kReduceScatter, timeout_s, static_cast<std::uint64_t>(dtype),

@@ -12,7 +12,7 @@ namespace {
 std::atomic<bool> known{false};  // set (release) after `python` and `main_thread`; read (acquire) before them
 Interpreter python;
 pthread_t main_thread;
-void* raised[3] = {nullptr, nullptr, nullptr};  // used by the main thread only
+void* raised[3] = {nullptr, nullptr, nullptr};  // main thread only
 
 bool in_main_thread() { return known.load(std::memory_order_acquire) && pthread_equal(pthread_self(), main_thread); }
 
@@ -28,7 +28,7 @@ void set_interpreter(const Interpreter& interpreter, unsigned long thread) {
 }
 
 SignalPipe& signal_pipe() {
-  static SignalPipe pipe;  // written and read by the main thread
+  static SignalPipe pipe;  // main thread only
   return pipe;
 }
 

@@ -12,7 +12,7 @@ struct Interpreter {
   void (*let_lock)(int);                  // PyGILState_Release
 };
 
-// `main_thread`, a pthread_t, runs signal handlers.
+// A pthread_t, which runs signal handlers.
 void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 
 SignalPipe& signal_pipe();
@@ -21,7 +21,7 @@ SignalPipe& signal_pipe();
 // Returns true if a handler raised.
 bool interrupted(bool surely);
 
-// Returns what the last handler raised: three references that the caller owns. Null in other threads.
+// Three references that the caller owns. Null in other threads.
 void take_exception(void** type, void** value, void** traceback);
 
 }  // namespace parallel_state

@@ -30,7 +30,7 @@ class GroupLiveness::Listener final : private control::EndListener {
       return;
     }
     ReportedEnds& ends = *group_.ends_;
-    // Release: a wait that reads a rank's bit also sees all that the rank published before.
+    // Release: a wait that reads the bit also sees all that the rank published before.
     if (index < group_.size_) {
       (died ? ends.died : ends.left).fetch_or(std::uint64_t{1} << index, std::memory_order_release);
     }

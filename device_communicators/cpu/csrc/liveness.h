@@ -1,10 +1,6 @@
-// Detects the lost ranks of a host: those that exited or failed.
-//
-// A living rank may itself have failed, or wait for a dead one. So a wait ends with the death or failure of any rank of
-// the group. A rank that left on purpose ends only waits for that rank.
-//
-// The control plane's thread of any one rank writes exits to the group's shared memory. Without a control plane a wait
-// ends at its deadline.
+// A wait ends with the death or failure of any rank of the group: a living rank may wait for a dead one. A rank that
+// left on purpose ends only waits for that rank. The control plane's thread of any one rank writes exits to the group's
+// shared memory. Without a control plane a wait ends at its deadline.
 #pragma once
 
 #include <atomic>
@@ -30,29 +26,29 @@ struct alignas(64) Member {
   std::atomic<std::uint64_t> calls[4], misfit;
 };
 
-// One bit per rank. Any rank sets bits; none clears them.
+// One bit per rank, set by any rank, cleared by none.
 struct alignas(64) ReportedEnds {
   std::atomic<std::uint64_t> died{0};
   std::atomic<std::uint64_t> left{0};
   std::atomic<std::uint32_t> doomed{0};  // 1: a rank of the failure domain died
 };
 
-// Suspect of a doomed group that isn't in the group.
+// Suspect outside the group.
 constexpr int kOutside = 1 << 15;
 
 struct Loss {
   explicit Loss(int rank = -1, int reporter = -1, int status = 0) : rank(rank), reporter(reporter), status(status) {}
 
   int rank;      // suspect; -1: none
-  int reporter;  // the rank that detected it; -1: this one
+  int reporter;  // -1: this rank detected it
   int status;
-  Told expected, found;  // of a mismatch, if known
+  Told expected, found;  // of a mismatch
   Misfit misfit;
 };
 
 class Losses : public Liveness {
  public:
-  // Returns the loss that ends a wait for `awaited`; else an empty one.
+  // Empty unless a loss ends a wait for `awaited`.
   virtual Loss loss(int awaited) const = 0;
   // Adds words whose change reports a loss; wake_progress reports others. Returns false if some losses have neither.
   virtual bool watch(Sleep*) const { return false; }
@@ -64,14 +60,14 @@ class Losses : public Liveness {
 
 class GroupLiveness final : public Losses {
  public:
-  // `members`, one per rank, and `ends` must outlive this object.
+  // Both must outlive this.
   GroupLiveness(Member* members, ReportedEnds* ends, int size, int me);
   ~GroupLiveness();
   GroupLiveness(const GroupLiveness&) = delete;
   GroupLiveness& operator=(const GroupLiveness&) = delete;
 
-  // `ranks`: the group's global ranks, in order. `domain`: all global ranks whose death fails the group, ascending.
-  // Call it once, before waits.
+  // `ranks`: the group's global ranks. `domain`: those whose death fails the group, ascending. Call it once, before
+  // waits.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, std::vector<int> domain);
 
   void stop_listening();

@@ -44,7 +44,7 @@ bool Lender::reserve(const Piece* tensors, int count, std::uint64_t readers, std
   return true;
 }
 
-// Allocates words a page at a time, for the arena's lifetime.
+// For the arena's lifetime.
 Lender::Word* Lender::take_word() {
   if (free_words_.empty()) {
     auto* const page = static_cast<char*>(words_ < kMostLoans ? arena_.allocate(kPage) : nullptr);

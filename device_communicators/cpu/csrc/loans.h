@@ -1,10 +1,6 @@
-// Loans: readers use tensors of a message in their sender's memory.
-//
-// The sender copies a tensor to a block of its arena and sends the block's offset. A word of shared memory has a bit
-// per reader, which the reader clears (release) when done. At its next loan the sender takes back blocks whose words
-// are zero (acquire). While much is lent, or the arena is full, tensors go through the ring.
-//
-// A killed reader's bits stay set, until its group returns all memory at its end.
+// Loans: readers use tensors of a message in their sender's arena. Each loan has a word of shared memory with a bit per
+// reader, which the reader clears (release) when done. At its next loan the sender takes back blocks whose words are
+// zero (acquire). A killed reader's bits stay set until its group ends.
 #pragma once
 
 #include <atomic>
@@ -49,10 +45,10 @@ class Lender {
   // Limit of what readers hold of one sender.
   static constexpr std::uint64_t kMostBytes = 256 << 20;
 
-  // Both must outlive this object.
+  // Both must outlive this.
   Lender(Arena& arena, const Windows& windows) : arena_(arena), windows_(windows) {}
 
-  // `readers`: a bit each. Returns false, with nothing lent, if the arena is full or too much is lent.
+  // Returns false, with nothing lent, if the arena is full or too much is lent.
   bool lend(const Piece* tensors, int count, std::uint64_t readers, std::vector<LoanRecord>* records);
   // For a message that isn't sent.
   void take_back(const std::vector<LoanRecord>& records);

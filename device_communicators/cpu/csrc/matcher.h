@@ -1,6 +1,5 @@
-// Matches posted receives with arrived messages. A message goes to the oldest posted receive of its tag and its source,
-// or of any source. A receive takes the oldest held message that fits. tests/native/matcher_explorer.cpp runs all
-// orders.
+// Matches posted receives with arrived messages: a message goes to the oldest receive of its tag and its source, or of
+// any source; a receive takes the oldest held message that fits.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +21,6 @@ class Matcher {
 
   void add_sources(int sources) { by_source_.resize(std::max(by_source_.size(), static_cast<std::size_t>(sources))); }
 
-  // Returns the oldest held message for the receive; without one, posts the receive.
   std::optional<Message> post(int source, Tag tag, const Receive& receive) {
     Side* const from = source == kAnySource ? oldest_with(tag) : &side(source);
     if (from != nullptr) {
@@ -37,7 +35,6 @@ class Matcher {
     return std::nullopt;
   }
 
-  // Returns the oldest receive for an arrived message; without one, holds the message that `make` returns.
   template <typename Make>
   std::optional<Receive> arrive(int source, Tag tag, Make make) {
     Side& from = side(source);
@@ -53,7 +50,6 @@ class Matcher {
     return found;
   }
 
-  // Returns whether a posted receive may match a message of this source.
   bool wants(int source) const { return !any_source_.empty() || !side(source).receives.empty(); }
   bool is_idle(int source) const { return !wants(source) && side(source).messages.empty(); }
   bool holds(int source) const { return !side(source).messages.empty(); }
@@ -71,7 +67,6 @@ class Matcher {
            std::any_of(by_source_.begin(), by_source_.end(), [&](Side& each) { return remove(each.receives); });
   }
 
-  // Oldest first.
   template <typename Visit>
   void for_each_held(int source, Visit visit) const {
     for (const auto& item : side(source).messages) visit(item.what);
@@ -92,7 +87,7 @@ class Matcher {
     What what;
   };
   struct Side {
-    std::list<Item<Receive>> receives;  // both ascending by order
+    std::list<Item<Receive>> receives;
     std::list<Item<Message>> messages;
   };
 

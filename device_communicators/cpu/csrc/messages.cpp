@@ -10,7 +10,7 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::uint64_t kFrameBytes = 4096;  // a head counts as this at least, as between hosts
+constexpr std::uint64_t kFrameBytes = 4096;  // as between hosts
 
 std::uint64_t bytes_of(const std::vector<Piece>& pieces) {
   std::uint64_t bytes = 0;
@@ -35,7 +35,6 @@ bool is_free(const OpenEnd<End>& open) {
   return !open.closed && open.report->broken == 0 && open.report->reserved.load(std::memory_order_acquire) == 0;
 }
 
-// Also false if Python is in the middle of a message.
 bool is_free_reader(const OpenReader& open) {
   return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
 }
@@ -44,7 +43,7 @@ class Reading {
  public:
   Reading(OpenReader& open, double timeout_s) : open_(open), timeout_s_(timeout_s), started_ns_(now_ns()) {}
 
-  // The head must equal the first piece. So a peer's bytes are compared, not parsed.
+  // The head must equal the first piece: a peer's bytes are compared, not parsed.
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
     QueueReader& end = open_.end;
     const Piece& head = pieces[0];
@@ -58,7 +57,7 @@ class Reading {
     return done ? Outcome::kDone : Outcome::kLeft;
   }
 
-  // Sets `bytes` to the message's size for counting, if all of it was read.
+  // Sets `bytes` if all of the message was read.
   Outcome read_value(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
     if (taker.wants_loans()) end.want_loans(true);
@@ -150,7 +149,6 @@ bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
   }) == Status::kDone;
 }
 
-// `read(reading, number, &bytes)` sets the message's size for counting.
 template <typename Read>
 Outcome receive(Served& served, ToOne from, Read read) {
   Handle& handle = served.handle();
@@ -166,7 +164,6 @@ Outcome receive(Served& served, ToOne from, Read read) {
   return outcome;
 }
 
-// `carry` moves the message and sets its size for counting.
 template <typename Carry>
 Outcome record_between_hosts(Served& served, Told told, Carry carry) {
   const Entered entered{served.handle()};
@@ -279,7 +276,7 @@ std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const
   }
   if (number == kDoneTransfer) {
     served.end(transfer.record(), to.counted(), bytes);
-  } else if (number > 0) {  // the handle records its end
+  } else if (number > 0) {
     served.count(to.counted(), bytes);
   }
   return number;
@@ -410,7 +407,7 @@ Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker
 
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker) {
   const InTurn<QueueReader> turn{open, timeout_s};
-  if (!turn) {  // another thread is in a call on it
+  if (!turn) {
     open.report->suspect = open.end.writer();
     open.report->broken = static_cast<std::int64_t>(QueueStatus::kTimedOut);
     return Outcome::kLeft;
@@ -422,7 +419,7 @@ Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, 
 
 namespace {
 
-// It is recorded once it is certain to begin.
+// Recorded once it is certain to begin.
 class TensorTransfer {
  public:
   TensorTransfer(Served& served, ToOne other, Counted counted, const PlainTensor& x)

@@ -1,8 +1,5 @@
-// Messages between ranks: objects with their tensors, lists of tensors with a known head, and plain tensors. Within a
-// host they go through rings, between hosts over connections.
-//
-// A message's head is read, a `Taker` returns the addresses for its tensors, and they are read to these. Functions with
-// a `Served` record and count the message; for others the caller does. Thread-safe. The caller owns the pieces.
+// Messages between ranks: within a host through rings, between hosts over connections. Functions with a `Served` record
+// and count the message; for others the caller does. Thread-safe. The caller owns the pieces.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +16,11 @@
 namespace parallel_state {
 
 enum class Outcome : int {
-  // Python must repeat the call: nothing has happened yet, the arrived message isn't the expected one and stays, or the
-  // call has failed.
+  // Python must repeat the call: nothing has happened, the arrived message isn't the expected one and stays, or the
+  // call failed.
   kLeft = 0,
   kDone = 1,
-  kNoRoom = 2,  // the ring can't hold the whole message now; nothing has happened
+  kNoRoom = 2,  // nothing has happened
   kRaised = 3   // the taker has refused the message, which was received
 };
 
@@ -44,21 +41,21 @@ struct ToOne {
 
 constexpr std::uint64_t kMostListHead = 4096;  // fits the first chunk of each queue
 
-// Writes the same head as `wire.head_of_list` of parallel_state.messages. Returns false if the form isn't a digest of
-// 32 hexadecimal digits, or the head is longer than kMostListHead.
+// As `wire.head_of_list`. Returns false if the form isn't a digest of 32 hexadecimal digits, or the head exceeds
+// kMostListHead.
 bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head);
 
 // The first `heads` pieces are its head.
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
 // Null if the group's messages go through rings, or need Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// Over connections. Unless it `waits`, it only starts to send. Returns the result of Transfers::start.
+// Unless it `waits`, it only starts to send. Returns the result of Transfers::start.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
 // Between hosts. The thread must have entered `handle`.
 Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pieces, int heads);
 Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken);
-// Sends a message to all ranks, as the group's next collective.
+// As the group's next collective.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 
 // The first piece is the known head.
@@ -68,8 +65,8 @@ Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<
 Outcome receive_value(Served& served, ToOne from, Taker& taker);
 Outcome receive_value(Transfers& transfers, int src, int tag, double timeout_s, Taker& taker, QueueReport* report);
 Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker);
-// Receives message `number` of a queue; 0 if the queue is to this rank alone. The end's report gets its size, and the
-// reason of a kLeft.
+// `number` of the message; 0 if the queue is to this rank alone. The end's report gets its size, and the reason of a
+// kLeft.
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker);
 
 struct PlainTensor {
@@ -77,11 +74,10 @@ struct PlainTensor {
   const std::int64_t* sizes;
   std::size_t dims;
   std::uint64_t bytes;  // not 0
-  // Returns the contiguous bytes. Called only if the queue is free, because it may copy or allocate.
+  // Called only if the queue is free, because it may copy or allocate.
   std::function<void*()> data;
 };
 
-// kNoRoom: the ring can't hold the whole tensor now.
 Outcome send_tensor(Served& served, int dst, const PlainTensor& x);
 Outcome receive_tensor(Served& served, int src, const PlainTensor& out);
 

@@ -1,6 +1,6 @@
-// The functions that parallel_state.messages calls. Sends return an Outcome, or kStarted + the number of a transfer in
-// progress. Receives return the object, or NotImplemented if Python must receive it or raise. `self` is the address of
-// a `Python` of pack.h. Unless noted, the first argument is the group's key.
+// The functions that parallel_state.messages calls. Sends return an Outcome, or kStarted + the number of a transfer.
+// Receives return the object, or NotImplemented if Python must receive it or raise. `self` is a `Python` of pack.h.
+// Unless noted, the first argument is the group's key.
 
 #include <algorithm>
 #include <cstring>
@@ -78,7 +78,7 @@ class Kept {
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
 
-  // Makes `ps_packed` return the message.
+  // `ps_packed` returns the message then.
   void hand_back() {
     packer().take_back(std::move(held_));
     handed_back_ = true;
@@ -92,7 +92,7 @@ class Kept {
   bool handed_back_ = false;
 };
 
-// Lives until its transfer is released, with the Python objects that contain its bytes.
+// Lives until its transfer is released.
 struct Lasting {
   OutgoingMessage message;
   std::vector<char> written;
@@ -104,7 +104,7 @@ struct Lasting {
     packer().hold();
     objects = packer().take_held();
     packer().free();
-    // Every second piece of the head, and the first, was written by the packer.
+    // The packer wrote every second piece of the head, and the first.
     const auto is_written = [](int at) { return at == 0 || at % 2 == 1; };
     std::size_t bytes = 0;
     for (int at = 0; at < heads; ++at) bytes += is_written(at) ? pieces[at].bytes : 0;
@@ -130,8 +130,8 @@ struct Lasting {
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
 constexpr long long kStarted = 4;  // larger than each Outcome; the transfer's number is added
 
-// A wait is impossible while receives are pending, which only Python moves: then only starts to send if it `may_start`,
-// else leaves the message to Python.
+// Only Python moves pending receives, so it can't wait meanwhile: starts to send if it `may_start`, else leaves the
+// message to Python.
 void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
@@ -159,7 +159,7 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
 }
 
-// `bytes`: addresses and sizes of pieces.
+// Addresses and sizes.
 std::vector<Piece> pieces_of(void* bytes) {
   std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(bytes)) / sizeof(Piece));
   if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(bytes), pieces.size() * sizeof(Piece));
@@ -188,15 +188,14 @@ Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) 
   return outcome;
 }
 
-// If the library can't decode the head, it calls a Python hook with the head's bytes, the sizes of head and tensors.
-// The hook returns addresses and sizes for the tensors.
+// A head that the library can't decode goes to a Python hook, which returns addresses and sizes for the tensors.
 class Received final : public Taker, private Tensors {
  public:
   static constexpr std::ptrdiff_t kArguments = 8;
 
-  // Arguments: maximum bytes of a head; size of the all-gather group, and a function that gathers a slice to a tensor;
-  // a dict of tensors to fill; whether tensors may be views; head and Form of the expected list of tensors; the hook.
-  // Missing ones are None or 0.
+  // Maximum bytes of a head; size of the all-gather group, and a function that gathers a slice to a tensor; a dict of
+  // tensors to fill; whether tensors may be views; head and Form of the expected list of tensors; the hook. Missing
+  // ones are None or 0.
   Received(const Python& python, void* const* given, std::shared_ptr<Handle> group)
       : python_(python),
         group_(std::move(group)),
@@ -305,7 +304,6 @@ class Received final : public Taker, private Tensors {
     return prepare(head) && make_all();
   }
 
-  // Returns whether the loans match the tensors.
   bool prepare(const Head& head) {
     const std::size_t count = forms_.size();
     tensors_.assign(count, nullptr);
@@ -349,7 +347,7 @@ class Received final : public Taker, private Tensors {
     return tensors_[index] = made;
   }
 
-  // Returns the caller's own tensor for this key, if it has the form.
+  // The caller's own tensor, if it has the form.
   void* buffer(void* key, TensorForm* form) const {
     void* const found = python_.dict_item(out_, key);
     TensorForm own{};
@@ -395,7 +393,7 @@ class Received final : public Taker, private Tensors {
       is_cut = true;
     }
     if (!is_cut) return std::exchange(value_, nullptr);
-    void* const made = unpacker_.build(*this);  // again, with gathered tensors
+    void* const made = unpacker_.build(*this);
     return made == nullptr ? calling.no_memory() : made;
   }
 
@@ -430,7 +428,7 @@ class Received final : public Taker, private Tensors {
   std::vector<Piece> places_;
   std::vector<const Loan*> loans_;
   void* value_ = nullptr;
-  std::ptrdiff_t fits_ = 0, misfits_ = 0;  // of the caller's tensors
+  std::ptrdiff_t fits_ = 0, misfits_ = 0;
   bool fills_ = false;
   bool is_trial_ = false, has_views_ = false, has_asked_ = false;
 };
@@ -536,8 +534,8 @@ void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_
   });
 }
 
-// The caller keeps the end open. Arguments: the end, the message's number, the timeout, the number of the group, and
-// those of Received.
+// The end, which the caller keeps open, the message's number, the timeout, the number of the group, and those of
+// Received.
 void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 4 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -549,8 +547,8 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// Over connections. Arguments: transfers, dst, tag, the beginning of the head, addresses and sizes of the other pieces,
-// how many of these belong to the head, the object that owns the memory.
+// transfers, dst, tag, the beginning of the head, addresses and sizes of the other pieces, how many of these belong to
+// the head, the object that owns the memory.
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
@@ -584,8 +582,7 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(number);
 }
 
-// Over connections. Arguments: transfers, src, tag, the timeout in us, the number of the group, the address of a
-// QueueReport, and those of Received.
+// transfers, src, tag, the timeout in us, the number of the group, the address of a QueueReport, and those of Received.
 void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -598,8 +595,8 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   });
 }
 
-// Between hosts. Arguments: the group's number, the words of the call, the beginning of the head, addresses and sizes
-// of the other pieces, how many of these belong to the head. Returns a `Status`.
+// The group's number, the words of the call, the beginning of the head, addresses and sizes of the other pieces, how
+// many of these belong to the head. Returns a `Status`.
 void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};
@@ -616,8 +613,8 @@ void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(static_cast<int>(status));
 }
 
-// Between hosts. Arguments: the group's number, the words of the call, the source, the address of a QueueReport whose
-// `broken` becomes the `Status`, and those of Received.
+// The group's number, the words of the call, the source, the address of a QueueReport whose `broken` becomes the
+// `Status`, and those of Received.
 void* ps_group_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5 + Received::kArguments) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};

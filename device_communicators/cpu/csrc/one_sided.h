@@ -1,14 +1,12 @@
 // One-sided access: each rank writes the memory of other ranks, and reads that of its host's ranks, without their help.
-//
-// Each rank has two blocks per window in its arena: the memory, and a counter per peer (the number of signals to that
-// peer).
+// Each rank's arena has two blocks per window: the memory, and a counter of signals per peer.
 //
 //   put copies, and fences                          later reads by ranks of the host see the bytes
 //   signal publishes the next number (release)      a peer whose `wait_signal` received it (acquire) sees earlier
 //                                                   writes of this rank, and of ranks whose signals it had received
 //
-// A wait receives one signal. Thread-safe. Between hosts, puts and signals use the connections of transfers. A put
-// returns when its data may be changed. A signal arrives after earlier puts to the same rank.
+// A wait receives one signal. Thread-safe. Between hosts, a put returns when its data may be changed, and a signal
+// arrives after earlier puts to the same rank.
 #pragma once
 
 #include <atomic>
@@ -27,25 +25,23 @@ namespace parallel_state {
 class SharedWindow {
  public:
   struct Refusal {
-    std::string text;         // after kWrongArgument and kUnsupported; after kBroken, of the connection's end
+    std::string text;         // after kWrongArgument, kUnsupported and kBroken
     Loss loss;                // after kPeerDied
     TransferFailure failure;  // after kBroken, which fails all transfers between hosts
   };
 
-  // `group`: the number of `handle`. `data`: the memory of a tensor, or null for zeros. Memory in this rank's arena is
-  // used directly; other memory is copied to a new block.
+  // `data`: the memory of a tensor, or null for zeros. Memory in this rank's arena is used directly; other memory is
+  // copied.
   SharedWindow(std::uint64_t group, std::shared_ptr<Handle> handle, const WindowPart& part, const void* data);
   ~SharedWindow();
   SharedWindow(const SharedWindow&) = delete;
   SharedWindow& operator=(const SharedWindow&) = delete;
 
   const WindowPart& part() const { return part_of(rank_); }
-  // Maps the parts of this host's other ranks. Call it once, before the following calls. If a rank had no memory for
-  // its part, returns kUnsupported on every rank.
+  // Call it once, before the following calls. If a rank had no memory for its part, returns kUnsupported on every rank.
   Status open(const WindowPart* parts, Refusal* refusal);
 
-  // Ranks are those of the group, and may be this one. `signals`: as `signal` after it, but between hosts in the same
-  // message.
+  // `dst` may be this rank. `signals`: as `signal` after it, but between hosts in the same message.
   Status put(int dst, std::int64_t first_element, std::int64_t elements, int dtype, const void* data, bool signals,
              Refusal* refusal);
   Status signal(int dst, Refusal* refusal);
@@ -54,16 +50,16 @@ class SharedWindow {
   Status memory_of(int rank, void** found, Refusal* refusal);
   bool maps(int rank) const { return rank >= 0 && rank < handle_->size() && peer(rank).memory != nullptr; }
 
-  // Refuses later calls, waits for the puts of other hosts' ranks, and frees the blocks. Collective. If it isn't
-  // called, or fails, the blocks stay until the group ends, because a peer may still write to them.
+  // Refuses later calls, waits for the puts of other hosts, and frees the blocks. Collective. Otherwise the blocks stay
+  // until the group ends, because a peer may still write to them.
   Status end(Refusal* refusal);
 
  private:
   struct Peer {
-    char* memory = nullptr;  // null if not mapped
+    char* memory = nullptr;
     Counter* to = nullptr;
     Counter* from = nullptr;
-    std::mutex mutex;  // guards `sent`
+    std::mutex mutex;
     std::uint64_t sent = 0;
     std::atomic<std::uint64_t> taken{0};
   };
@@ -87,8 +83,8 @@ class SharedWindow {
   std::shared_ptr<Streams> streams_;  // null on one host, or if not all ranks are connected
   std::vector<WindowPart> parts_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::shared_ptr<char> memory_, signals_;  // null without a block
-  bool is_given_ = false;                   // the memory is a tensor's
+  std::shared_ptr<char> memory_, signals_;
+  bool is_given_ = false;  // the memory is a tensor's
   std::atomic<bool> ended_{false};
 };
 

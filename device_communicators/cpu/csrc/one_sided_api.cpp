@@ -59,7 +59,7 @@ int ps_window_memory(void* window, int rank, void** found) {
   return static_cast<int>(shared(window)->memory_of(rank, found, &refusal));
 }
 
-// The suspect, the rank that reported it and its status; the words of its TransferFailure; the text.
+// The suspect, its reporter and status; the words of its TransferFailure; the text.
 void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
   words[0] = refusal.loss.rank;
   words[1] = refusal.loss.reporter;

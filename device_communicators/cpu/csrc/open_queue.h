@@ -1,6 +1,5 @@
-// Open ends of message queues, for Python and for C++ calls that bypass it. Each call into an end takes a turn. A call
-// that bypasses Python falls back to it if the turn isn't free, a message is half written or half read, or Python's
-// messages go first.
+// Open ends of message queues. Each call into an end takes a turn. A call that bypasses Python falls back to it if the
+// turn isn't free, a message is half written or half read, or Python's messages go first.
 #pragma once
 
 #include <pthread.h>
@@ -20,7 +19,6 @@ namespace parallel_state {
 class Turn {
  public:
   bool try_take() { return !taken_.exchange(true, std::memory_order_acquire); }
-  // Returns false at the timeout.
   bool take(double timeout_s) {
     if (try_take()) return true;
     for (const std::int64_t until_ns = now_ns() + static_cast<std::int64_t>(timeout_s * 1e9); now_ns() < until_ns;) {
@@ -33,7 +31,7 @@ class Turn {
 
  private:
   static constexpr unsigned kNapUs = 50;
-  std::atomic<bool> taken_{false};  // a turn sees the writes of earlier ones
+  std::atomic<bool> taken_{false};
 };
 
 // The fields after `turn` are written in a turn, or before the end is shared.
@@ -48,8 +46,8 @@ struct OpenEnd {
   Turn turn;
   bool closed = false;
   std::int64_t spin_ns = 0;
-  std::uint64_t* broadcasts = nullptr;  // number of broadcast messages of the group so far
-  std::shared_ptr<OpenEnd> itself;      // until closed
+  std::uint64_t* broadcasts = nullptr;
+  std::shared_ptr<OpenEnd> itself;  // until closed
 };
 
 using OpenWriter = OpenEnd<QueueWriter>;

@@ -15,7 +15,7 @@ namespace {
 struct Reduction {
   Dtype dtype;
   ReduceOp op;
-  int told;  // the caller's reduction, as numbered by REDUCE_OPS of native_group.py
+  int told;  // numbered by REDUCE_OPS of native_group.py
 };
 
 // For bools sum and max are "or", the others "and".
@@ -48,8 +48,7 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
 template <typename T>
 using Many = c10::SmallVector<T, kMaxRanks>;
 
-// Results from this size on use the arena: page faults of memory that malloc returns to the system cost more than the
-// collective.
+// Results from this size on use the arena: page faults of fresh memory cost more than the collective.
 constexpr std::size_t kPooledBytes = 128 << 10;
 
 Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -108,7 +107,6 @@ bool fit(c10::SymIntArrayRef sizes, const Served& served) {
          std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.expect_int() >= 0; });
 }
 
-// Also compares the `sizes` of the ranks' parts.
 Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymIntArrayRef sizes, int reduction,
                 std::int64_t dim) {
   c10::SmallVector<std::int64_t, 16> compared(shape.begin(), shape.end());
@@ -127,7 +125,7 @@ bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& l
   return out->is_contiguous() && out->sizes() == sizes && out->scalar_type() == like.scalar_type();
 }
 
-// A copy if `out` shares its memory, because peers read it while this rank writes.
+// A copy if `out` shares its memory: peers read it while this rank writes.
 Tensor apart(const Tensor& x, const Tensor& out) {
   return x.storage().data() == out.storage().data() ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
 }

@@ -1,8 +1,5 @@
-// Collectives and transfers of CPU tensors on a compiled group. bindings.cpp calls them through torch's dispatcher,
-// direct.cpp bypasses it.
-//
-// They need no interpreter lock; all but `send` wait. An undefined `out` becomes the result; another is a contiguous
-// tensor of the result's sizes and dtype, which is filled. C++ exceptions are torch's own.
+// Collectives and transfers of CPU tensors on a compiled group, without the interpreter lock. An undefined `out`
+// becomes the result; another is a contiguous tensor of the result's sizes and dtype. C++ exceptions are torch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,8 +16,8 @@ using std::string_view;
 using Splits = at::OptionalSymIntArrayRef;  // none: equal splits
 
 enum class Carried : int {
-  kNo,      // unsupported dtype or shape; nothing has begun
-  kFailed,  // begun or refused; the op's Python kernel finds the cause
+  kNo,      // nothing has begun
+  kFailed,  // the op's Python kernel finds the cause
   kYes
 };
 
@@ -42,7 +39,7 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);
 Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src);
 Carried barrier(Served& served);
-// Sends in the order of the calls. A tensor that doesn't fit into the queue at once is left to the Python kernel.
+// Doesn't wait: a tensor that doesn't fit into the queue at once is left to the Python kernel.
 Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 

@@ -23,7 +23,6 @@ bool little_endian(Bytes& to, T value) {
   return true;
 }
 
-// A tag, and a big-endian number.
 bool tagged(Bytes& to, std::uint8_t tag, std::uint64_t value, int bytes) {
   char* const at = to.add(1 + static_cast<std::size_t>(bytes));
   if (at == nullptr) return false;
@@ -48,7 +47,7 @@ bool integer(Bytes& to, std::int64_t value) {
   return tagged(to, 0xd3, bits, 8);
 }
 
-// A size: within the tag if below `few`, else after the tag for 8, 16 or 32 bits. A tag of 0: msgpack has none.
+// Within the tag if below `few`, else in 8, 16 or 32 bits after it. A tag of 0: msgpack has none.
 bool sized(Bytes& to, std::uint64_t size, std::uint8_t tag, std::uint64_t few, std::uint8_t tag_8,
            std::uint8_t tag_16) {
   if (size < few) return tagged(to, static_cast<std::uint8_t>(tag | size), 0, 0);
@@ -231,7 +230,6 @@ bool Packer::text(void* object) {
   return false;
 }
 
-// The object owns the bytes of a long text.
 bool Packer::content(void* object, const char* data, std::size_t bytes) {
   if (bytes <= kLongBytes) return copied(body_, data, bytes);
   if (long_.size() == kMostLong) return false;

@@ -1,14 +1,12 @@
-// Encodes a Python object as the bytes of a message, and lists the tensors that are sent beside them.
-//
-// The bytes equal those of `wire.encode` in parallel_state.messages:
+// Encodes a Python object as the bytes of a message, equal to those of `wire.encode`, and lists its tensors:
 //
 //   header    32 bytes: magic, kind, slices, tensors, unused, bytes of the body, bytes of the tensors
 //   metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
 //   slices    for each tensor whether a slice of it is sent
 //
-// Header and metadata are little-endian; table and object are msgpack. Objects may contain None, bool, int, float, str,
-// bytes, list, dict and dense, contiguous CPU tensors. Others, and tensors that occur twice, are left to Python. The
-// caller holds the GIL. No Python code runs meanwhile.
+// Header and metadata are little-endian; table and object are msgpack. Objects of other types than None, bool, int,
+// float, str, bytes, list, dict and plain CPU tensors, and tensors that occur twice, are left to Python. The caller
+// holds the GIL. No Python code runs meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -24,35 +22,35 @@ namespace parallel_state {
 struct TensorForm {
   void* data;
   std::uint64_t bytes;
-  std::int64_t dtype;  // c10::ScalarType
+  std::int64_t dtype;
   std::int64_t dims;
   const std::int64_t* sizes;
 };
 
 // Set by `plain_tree.py`.
 struct Python {
-  void* (*type_of)(void*);                                   // PyObject_Type: a new reference
-  void (*let_go)(void*);                                     // Py_DecRef
-  std::ptrdiff_t (*list_size)(void*);                        // PyList_Size
-  void* (*list_item)(void*, std::ptrdiff_t);                 // PyList_GetItem: borrowed
-  int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // PyDict_Next: borrowed
+  void* (*type_of)(void*);  // a new reference
+  void (*let_go)(void*);
+  std::ptrdiff_t (*list_size)(void*);
+  void* (*list_item)(void*, std::ptrdiff_t);                 // borrowed
+  int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // borrowed
   const void* list;
   const void* dict;
-  const void* const* leaves;  // types, most frequent first
+  const void* const* leaves;  // most frequent first
   std::ptrdiff_t leaf_count;
-  const void* const* others;  // types of tensors, which are no keys
+  const void* const* others;  // types of tensors
   std::ptrdiff_t other_count;
-  std::ptrdiff_t (*dict_size)(void*);  // PyDict_Size
-  const void* const* texts;            // types of keys of any dict
+  std::ptrdiff_t (*dict_size)(void*);
+  const void* const* texts;  // types of keys of any dict
   std::ptrdiff_t text_count;
-  std::ptrdiff_t most_other_keys;               // dicts with more entries have texts as keys
-  std::ptrdiff_t type_at;                       // offset of an object's type; 0: unknown
-  const char* (*utf8)(void*, std::ptrdiff_t*);  // PyUnicode_AsUTF8AndSize: kept by the object
+  std::ptrdiff_t most_other_keys;               // larger dicts have texts as keys
+  std::ptrdiff_t type_at;                       // offset; 0: unknown
+  const char* (*utf8)(void*, std::ptrdiff_t*);  // kept by the object
   long long (*integer)(void*, int*);            // PyLong_AsLongLongAndOverflow
-  double (*number)(void*);                      // PyFloat_AsDouble
-  std::ptrdiff_t (*bytes_size)(void*);          // PyBytes_Size
-  const char* (*bytes)(void*);                  // PyBytes_AsString
-  void (*forget_error)();                       // PyErr_Clear
+  double (*number)(void*);
+  std::ptrdiff_t (*bytes_size)(void*);
+  const char* (*bytes)(void*);
+  void (*forget_error)();  // PyErr_Clear
   const void* str_type;
   const void* int_type;
   const void* float_type;
@@ -61,33 +59,33 @@ struct Python {
   const void* bytes_type;
   const void* true_object;
   int (*describe)(const void*, TensorForm*);  // 0: not plain; null without torch
-  std::ptrdiff_t tensor_at;                   // offset of a tensor's TensorImpl; 0: unknown
+  std::ptrdiff_t tensor_at;                   // offset; 0: unknown
   const char* const* dtype_names;             // by number; null: none
   std::ptrdiff_t dtype_count;
-  void* (*tuple_item)(void*, std::ptrdiff_t);  // PyTuple_GetItem: borrowed
-  void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null without an error
+  void* (*tuple_item)(void*, std::ptrdiff_t);  // borrowed
+  void* (*dict_item)(void*, void*);            // borrowed; null without an error
   int depth;
-  void (*hold)(void*);  // Py_IncRef
+  void (*hold)(void*);
   // For unpack.h:
-  void* (*make_text)(const char*, std::ptrdiff_t, const char*);  // PyUnicode_DecodeUTF8
-  void* (*make_bytes)(const char*, std::ptrdiff_t);              // PyBytes_FromStringAndSize
-  void* (*make_integer)(long long);                              // PyLong_FromLongLong
-  void* (*make_unsigned)(unsigned long long);                    // PyLong_FromUnsignedLongLong
-  void* (*make_number)(double);                                  // PyFloat_FromDouble
-  void* (*make_list)(std::ptrdiff_t);                            // PyList_New
-  int (*set_item)(void*, std::ptrdiff_t, void*);                 // PyList_SetItem: takes the item
-  void* (*make_dict)();                                          // PyDict_New
-  int (*set_key)(void*, void*, void*);                           // PyDict_SetItem
-  void* (*call)(void*, void* const*, std::size_t, void*);        // PyObject_Vectorcall
+  void* (*make_text)(const char*, std::ptrdiff_t, const char*);
+  void* (*make_bytes)(const char*, std::ptrdiff_t);
+  void* (*make_integer)(long long);
+  void* (*make_unsigned)(unsigned long long);
+  void* (*make_number)(double);
+  void* (*make_list)(std::ptrdiff_t);
+  int (*set_item)(void*, std::ptrdiff_t, void*);  // takes the item
+  void* (*make_dict)();
+  int (*set_key)(void*, void*, void*);
+  void* (*call)(void*, void* const*, std::size_t, void*);
   const void* none_object;
   const void* false_object;
   const void* not_implemented;
-  const std::int64_t* dtype_bytes;  // per element, by number
-  // Makes a tensor in the memory of `group` (a `shared_ptr<Handle>*`, or null), or of a loan of its ranks. Returns a
-  // new reference and fills in `data`; null without memory. Both are null in the plain build.
+  const std::int64_t* dtype_bytes;  // by number
+  // `group`: a `shared_ptr<Handle>*`, or null. Return a new reference and fill in `data`; null without memory. Both are
+  // null in the plain build.
   void* (*make_tensor)(const void* group, TensorForm*, void* (*wrap)(const void*));
   void* (*view_tensor)(const void* group, const TensorForm*, const Loan*, void* (*wrap)(const void*));
-  void* (*wrap)(const void*);  // THPVariable_Wrap
+  void* (*wrap)(const void*);
 
   void* keep(const void* object) const {
     void* const kept = const_cast<void*>(object);
@@ -105,11 +103,11 @@ struct Cut {
 
 // A dict with known tensors, so both sides know its message's head.
 struct Form {
-  void* keys;                  // of all tensors, a tuple of str
+  void* keys;                  // a tuple of str
   const std::int64_t* layout;  // of each: dtype, number of dims, sizes
   std::int64_t count;
-  std::int64_t words;    // of the layout
-  std::int64_t entries;  // of the dict, with other values
+  std::int64_t words;  // of the layout
+  std::int64_t entries;
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
@@ -128,7 +126,7 @@ class Bytes {
   std::size_t size() const { return size_; }
   char* data() const { return data_; }
   void trim(std::size_t most);
-  // Returns room for more bytes; null without memory.
+  // Null without memory.
   char* add(std::size_t bytes);
 
  private:
@@ -144,12 +142,12 @@ class Packer {
 
   // Returns false if the object is left to Python, or the body exceeds `limit` bytes.
   bool pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut = {});
-  // Takes a list's tensors, for a message whose head is known. Returns false if it is left to Python.
+  // For a message whose head is known. Returns false if the list is left to Python.
   bool gather(const Python& python, void* list, Piece head);
   // Returns false if the dict hasn't this form.
   bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
-  // `heads()` pieces of head, including the object's long texts and bytes in place; then its tensors.
+  // The object's long texts and bytes are pieces of the head.
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
   // Keeps long texts and tensors alive until the next `pack` or `take_held`. Until `free`, this thread's other
@@ -189,7 +187,6 @@ class Packer {
   std::uint64_t long_bytes_ = 0, head_bytes_ = 0, tensor_bytes_ = 0;
 };
 
-// False if it isn't plain.
 bool describe(const Python& python, void* object, TensorForm* form);
 
 Packer& packer();

@@ -25,7 +25,6 @@ class Pieces {
   }
 
   std::uint64_t bytes_left() const { return bytes_left_; }
-  // Returns the number of `places` that it filled in.
   int next(iovec* places, int most) const {
     int count = 0;
     for (std::size_t at = at_; at < pieces_.size() && count < most; ++at) {
@@ -44,7 +43,6 @@ class Pieces {
       if (piece.bytes == 0) ++at_;
     }
   }
-  // Copies at most `bytes` to the next places. Returns how many.
   std::uint64_t fill(const char* from, std::uint64_t bytes) {
     const std::uint64_t size = std::min(bytes, bytes_left_);
     for (std::uint64_t done = 0; done < size;) {
@@ -63,7 +61,7 @@ class Pieces {
   std::uint64_t bytes_left_ = 0;
 };
 
-// Calls `use(address, bytes)` for each part of the pieces between two offsets.
+// Calls `use(address, bytes)`.
 template <typename Use>
 void for_range(const std::vector<Piece>& pieces, std::uint64_t begin, std::uint64_t end, Use use) {
   std::uint64_t start = 0;

@@ -3,8 +3,8 @@
 
 namespace {
 
-// Lists as keys of maps, and many numbers, can be chosen so that all collide. Building a dict then takes quadratic
-// time, in one call that can't be interrupted.
+// Lists as keys of maps, and many numbers, can be chosen to collide: building a dict then takes quadratic time,
+// uninterruptibly.
 class KeyCheck {
  public:
   KeyCheck(std::uint64_t nested, std::uint64_t most) : nested_(nested), most_(most) {}
@@ -37,7 +37,7 @@ class KeyCheck {
     };
     tell(Kind::kNumber);
     if (head <= 0x7f || head >= 0xe0 || head == 0xc0 || head == 0xc2 || head == 0xc3) return Found::kFine;
-    if (head >= 0xca && head <= 0xd3) {  // float32, float64, integers of 1, 2, 4 and 8 bytes
+    if (head >= 0xca && head <= 0xd3) {
       return skip(head == 0xca ? 4 : head == 0xcb ? 8 : std::uint64_t{1} << ((head - 0xcc) & 3));
     }
     tell(Kind::kText);
@@ -81,7 +81,7 @@ class KeyCheck {
     return found;
   }
 
-  const std::uint64_t nested_;  // extension codes whose payload is msgpack, a bit each
+  const std::uint64_t nested_;  // a bit per extension code whose payload is msgpack
   const std::uint64_t most_;    // numbers among a map's keys
 };
 
@@ -92,8 +92,7 @@ constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the d
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns whether the keys of all maps are texts, or at most `most` numbers. `extensions` is the deepest nesting of
-// extensions, beyond which the decoder fails.
+// The keys of all maps are texts, or at most `most` numbers. The decoder fails below `extensions` nested extensions.
 int ps_plain_keys(const std::uint8_t* data, std::uint64_t size, std::uint64_t nested, std::uint64_t most,
                   int extensions) {
   const KeyCheck::Found found = KeyCheck(nested, most).value(data, data + size, {kDeepest, extensions});

@@ -28,7 +28,7 @@ namespace {
 
 constexpr auto kShortestNap = std::chrono::microseconds(50);
 constexpr auto kLongestNap = std::chrono::microseconds(1000);
-// After this many of the longest naps a thread sleeps. Waking it costs a caller more than most transfers take.
+// Of the longest naps; then a thread sleeps. Waking it costs a caller more than most transfers take.
 constexpr int kIdleNaps = 20;
 
 // In linux/futex.h from 5.16 on.
@@ -54,7 +54,7 @@ bool sleep_on(const std::vector<Sleep::Word>& words, std::int64_t until_ns) {
 }
 
 thread_local Progress* of_thread = nullptr;
-thread_local int callbacks = 0;  // nesting of callbacks in this thread
+thread_local int callbacks = 0;
 
 }  // namespace
 
@@ -65,7 +65,7 @@ class Progress {
     std::atomic<Progress*>& current = all()[polls ? 1 : 0];
     Progress* found = current.load(std::memory_order_acquire);
     if (found != nullptr && found->generation_ == fork_generation()) return *found;
-    auto* const made = new Progress(polls);  // never deleted: its thread runs until exit
+    auto* const made = new Progress(polls);  // its thread runs until exit
     if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
     delete made;
     return *found;
@@ -129,8 +129,7 @@ class Progress {
     try {
       std::thread([this] { serve(); }).detach();  // blocks until the lock is released
       ++servers_;
-    } catch (
-        const std::system_error&) {  // no thread can be had now: callers that wait move, and the next one tries again
+    } catch (const std::system_error&) {  // callers that wait move, and the next one tries again
     }
   }
 

@@ -1,6 +1,5 @@
-// The threads that move started transfers while no caller waits for them: one for rings, one for connections. A thread
-// calls `move` of its entries, at intervals that grow from 50 us to 1 ms while nothing moves. Some 20 ms later it
-// sleeps in the kernel until an entry can continue.
+// The threads that move started transfers while no caller waits for them: one for rings, one for connections. They nap
+// from 50 us to 1 ms while nothing moves, and after some 20 ms sleep in the kernel until an entry can continue.
 #pragma once
 
 #include <poll.h>
@@ -18,22 +17,21 @@ struct Sleep {
   };
   void add(std::uint32_t* at, std::uint32_t expected) { words.push_back({at, expected}); }
 
-  std::vector<Word> words;     // of rings
-  std::vector<pollfd> polled;  // of connections
+  std::vector<Word> words;
+  std::vector<pollfd> polled;
   std::int64_t until_ns = INT64_MAX;
-  bool naps = false;  // something must be polled soon
+  bool naps = false;
 };
 
 class Movable {
  public:
   virtual ~Movable() = default;
-  // Moves without waiting, unless a caller does so now. Returns true if anything moved.
+  // Unless a caller moves it now. Returns true if anything moved.
   virtual bool move() = 0;
   // Called with the thread's lock held.
   virtual bool has_left() = 0;
   // Returns true if it sleeps on connections; else on words.
   virtual bool is_polled() const = 0;
-  // Adds what the thread must sleep on; `wake_up` follows.
   virtual void fall_asleep(Sleep* sleep) = 0;
   virtual void wake_up() = 0;
 
@@ -42,13 +40,13 @@ class Movable {
   bool listed_ = false;  // guarded by the thread's lock
 };
 
-// Lists an entry while something of it is left. The caller must not hold locks that `has_left` or `fall_asleep` take.
+// Until `has_left` is false. The caller must not hold locks that `has_left` or `fall_asleep` take.
 void keep_moving(const std::shared_ptr<Movable>& movable);
 void wake_progress();
 // Of all processes.
 void wake_sleepers(std::uint32_t* word);
 
-// While it exists on a progress thread, such as for a callback that may block, another thread takes over.
+// On a progress thread, for a callback that may block: another thread takes over.
 class StepOut {
  public:
   StepOut();

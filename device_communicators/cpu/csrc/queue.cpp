@@ -27,7 +27,7 @@ RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, i
 }
 
 void RingEnd::leave() {
-  leaving_.store(true, std::memory_order_relaxed);  // carries no data; waiters poll it every few milliseconds
+  leaving_.store(true, std::memory_order_relaxed);  // waiters poll it
   // Release: an end that sees the bit sees all chunks published before.
   ends_->left.fetch_or(std::uint64_t{1} << me_, std::memory_order_release);
 }
@@ -132,7 +132,6 @@ QueueStatus QueueWriter::resume(double timeout_s) {
   return QueueStatus::kDone;
 }
 
-// Waits until all readers have read the previous chunk in the slot.
 QueueStatus QueueWriter::reuse(std::uint64_t chunk) {
   if (chunk <= shape_.chunks || reusable_ >= chunk - shape_.chunks) return QueueStatus::kDone;
   std::uint64_t least = UINT64_MAX;
@@ -294,7 +293,7 @@ QueueStatus QueueReader::find_loans() {
     if (data == nullptr || word == nullptr) return QueueStatus::kMalformed;
     loans_.push_back(
         {data, record.bytes, reinterpret_cast<std::atomic<std::uint64_t>*>(word), std::uint64_t{1} << me_});
-    bytes += record.bytes;  // can't overflow: few records, each within an arena
+    bytes += record.bytes;
   }
   return bytes == lent_left_ ? QueueStatus::kDone : QueueStatus::kMalformed;
 }

@@ -1,14 +1,13 @@
 // Messages from one rank to others on the same host, through a ring of chunks in shared memory.
 //
-// A message, a head and a body, takes as many consecutive chunks as it needs. Chunks count from 1; chunk n is in slot
-// (n - 1) % chunks. The writer publishes the last chunk that it wrote, each reader the last that it read. Both numbers
-// only grow:
+// A message takes consecutive chunks, which count from 1; chunk n is in slot (n - 1) % chunks. The writer publishes the
+// last chunk that it wrote, each reader the last that it read:
 //
 //   the writer writes chunk n   once every reader has published n - chunks
 //   a reader reads chunk n      once the writer has published n
 //
-// A chunk with another number is damaged. tests/internals/queue_model.py explores this protocol under these names. Not
-// thread-safe: one call at a time per end. The caller owns the memory.
+// tests/internals/queue_model.py explores this protocol under these names. Not thread-safe: one call at a time per end.
+// The caller owns the memory.
 #pragma once
 
 #include <atomic>
@@ -46,10 +45,10 @@ struct RingShape {
 struct alignas(64) ChunkHeader {
   std::uint64_t magic;
   std::uint64_t chunk;
-  std::uint64_t message;  // counted from 1
+  std::uint64_t message;
   std::uint64_t total_bytes;
   std::uint64_t head_bytes;
-  std::uint64_t fingerprint;  // kind of message, on which the queue's users must agree
+  std::uint64_t fingerprint;  // must be equal on all sides
   std::uint64_t lent;         // number of lent tensors; their records follow the head
 };
 static_assert(sizeof(ChunkHeader) == 64, "one cache line");
@@ -57,7 +56,7 @@ static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 // The words of native.QueueReport.
 struct QueueReport {
   std::int64_t suspect = -1;
-  std::int64_t total_bytes = 0;  // these four describe the message that `ps_queue_take` found
+  std::int64_t total_bytes = 0;  // these four: found by `ps_queue_take`
   std::int64_t head_bytes = 0;
   std::int64_t fingerprint = 0;
   std::int64_t left_bytes = 0;
@@ -81,7 +80,7 @@ class RingEnd : public Losses {
   void leave();
   int writer() const { return ranks_[0]; }
   int suspect() const { return suspect_; }
-  const Loss& given_up() const { return lost_; }  // after kGivenUp
+  const Loss& given_up() const { return lost_; }
   // The counter that a timed-out call waited for; null before.
   Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
 
@@ -94,7 +93,6 @@ class RingEnd : public Losses {
   Counter& counter(int index) { return counters_[index]; }
   char* slot(std::uint64_t chunk) const { return data_ + (chunk - 1) % shape_.chunks * shape_.chunk_bytes; }
   std::size_t room() const { return shape_.chunk_bytes - sizeof(ChunkHeader); }
-  // With a timeout of 0 the call doesn't wait.
   void begin(double timeout_s) {
     deadline_.set(timeout_s);
     waits_ = timeout_s > 0;
@@ -126,10 +124,10 @@ class QueueWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Lends large tensors from now on, if all readers want it.
+  // Lends large tensors, if all readers want it.
   void set_lender(Lender* lender) { lender_ = lender; }
 
-  // Writes what fits within the timeout. After kTimedOut call `resume`; the pieces must stay unchanged until kDone.
+  // After kTimedOut call `resume`; the pieces must stay unchanged until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
   // Returns false if the message can't be written at once. Else call either `write`, which doesn't wait or fail, or
@@ -152,41 +150,39 @@ class QueueWriter : public RingEnd {
   Lender* lender_ = nullptr;
   std::vector<LoanRecord> loans_;
   std::vector<Piece> pieces_;
-  std::size_t piece_ = 0;  // position of the next chunk in the message
+  std::size_t piece_ = 0;
   std::uint64_t offset_ = 0;
   ChunkHeader header_{};
   bool unfinished_ = false;
-  std::uint64_t written_ = 0;   // last published chunk
-  std::uint64_t reusable_ = 0;  // last chunk known to be read by all
+  std::uint64_t written_ = 0;
+  std::uint64_t reusable_ = 0;
 };
 
 class QueueReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // The arena of the writer's loans; without it they are malformed.
+  // Without the arena loans are malformed.
   void set_lender(Windows* arena) { arena_ = arena; }
   // Lets the writer lend tensors, until one is read instead of borrowed.
   void want_loans(bool wanted);
 
   // The previous message must have been read completely.
   QueueStatus next(double timeout_s);
-  // Waits for bytes not yet written. A null address skips bytes. Lent tensors are copied and given back.
+  // A null address skips bytes. Lent tensors are copied and given back.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);
 
-  // Returns the message's lent tensors, after its head was read; the caller gives them back. Empty if none were lent or
-  // some have been read.
+  // Call it after the head was read; the caller gives the loans back. Empty if none were lent or some have been read.
   QueueStatus borrow(std::vector<Loan>* loans, double timeout_s);
   bool is_lent() const { return lent_left_ != 0; }
 
-  // Returns whether the message found by `next` begins with `head`. False if the head exceeds the first chunk.
+  // False if the head exceeds the first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
 
-  // Returns whether the rest of the message is in the current chunk.
+  // The rest of the message is in the current chunk.
   bool is_at_hand() const { return bytes_left() == 0 || (in_chunk_ && end_ - offset_ == bytes_left()); }
 
   const ChunkHeader& header() const { return header_; }
-  // The current chunk's unread bytes, until `read` has passed them.
   const char* here() const { return slot(read_ + 1) + sizeof(ChunkHeader) + offset_; }
   std::uint64_t bytes_left() const { return left_ + lent_left_; }
 
@@ -210,7 +206,7 @@ class QueueReader : public RingEnd {
   std::uint64_t offset_ = 0;
   std::uint64_t end_ = 0;
   bool in_chunk_ = false;
-  std::uint64_t read_ = 0;  // last chunk given back
+  std::uint64_t read_ = 0;
   std::uint64_t messages_ = 0;
 };
 

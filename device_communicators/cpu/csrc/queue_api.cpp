@@ -1,5 +1,4 @@
-// The C interface of message queues, for ctypes. Each call on an end fills in its `QueueReport`, which is cheaper to
-// read than out-parameters.
+// The C interface of message queues, for ctypes. A `QueueReport` is cheaper to read than out-parameters.
 
 #include <algorithm>
 #include <atomic>
@@ -165,11 +164,11 @@ void ps_queue_writer_leave(void* writer) { static_cast<OpenWriter*>(writer)->end
 
 void ps_queue_reader_leave(void* reader) { static_cast<OpenReader*>(reader)->end.leave(); }
 
-// Returns 0 while a thread uses the end: keep its memory and call again.
+// 0: a thread uses the end; keep its memory and call again.
 int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>(writer)) ? 1 : 0; }
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
-// For calls that bypass Python. `dst` -1: all other ranks. `broadcasts` counts broadcast messages.
+// For calls that bypass Python. `dst` -1: all other ranks.
 void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, broadcasts, [=](Handle& handle) {
@@ -191,8 +190,7 @@ void ps_queue_reserve(QueueReport* report, int calls) {
   report->reserved.fetch_add(calls, std::memory_order_release);
 }
 
-// The first `more_heads` pieces belong to the head. Without a timeout it writes what fits, and returns kTimedOut if
-// that isn't all.
+// The first `more_heads` pieces belong to the head. Without a timeout returns kTimedOut unless all fits.
 int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, const Piece* pieces, int count,
                   int more_heads, std::uint64_t fingerprint, double timeout_s) {
   auto* opened = static_cast<OpenWriter*>(writer);
@@ -216,9 +214,8 @@ int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, st
   return 1;
 }
 
-// Returns the number of pieces that this thread packed last, and fills them in: `counts[0]` of the head, then the
-// tensors. `objects` gets the `counts[1]` objects kept alive, which the caller releases. Null `pieces` frees the memory
-// for the next message.
+// Returns the number of pieces that this thread packed last: `counts[0]` of the head, then the tensors. `objects` gets
+// the `counts[1]` objects kept alive, which the caller releases. Null `pieces` frees the memory for the next message.
 int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
   Packer& packed = packer();
   if (pieces == nullptr) {
@@ -241,7 +238,7 @@ int ps_queue_resume(void* writer, double timeout_s) {
   return told(opened, opened->end.resume(timeout_s));
 }
 
-// Waits for the next message, reports its sizes, and copies a head of at most `capacity` bytes.
+// Copies a head of at most `capacity` bytes.
 int ps_queue_take(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
   auto* opened = static_cast<OpenReader*>(reader);
   QueueReader& end = opened->end;

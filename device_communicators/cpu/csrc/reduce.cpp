@@ -66,7 +66,7 @@ Isa detect() {
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return Isa::kAvx2;
 #endif
-  return Isa::kPlain;  // on ARM the plain loops are NEON: every 64-bit ARM has it
+  return Isa::kPlain;  // NEON on ARM: every 64-bit ARM has it
 }
 
 Isa best() {

@@ -1,7 +1,6 @@
-// Element-wise reduction of several sources, in their order, into one output. 16-bit floats are accumulated in float32
-// and rounded once. Integers wrap; their averages are divided toward zero. Results have equal bits with every
-// instruction set and floating-point state, except that a NaN may be any NaN. The max of zeros is +0 unless all are -0;
-// the min is -0 unless all are +0.
+// Element-wise reduction of several sources, in their order. 16-bit floats are accumulated in float32 and rounded once.
+// Integers wrap; their averages are divided toward zero. Bits are equal with every instruction set and floating-point
+// state, but a NaN may be any NaN. The max of zeros is +0 unless all are -0; the min is -0 unless all are +0.
 #pragma once
 
 #include <cstddef>
@@ -14,19 +13,17 @@ enum class ReduceOp : int { kSum, kMax, kMin, kProduct, kAverage };
 
 std::size_t size_of(Dtype dtype);
 
-// Writes the result to each of `outs`. An out may be one of the sources; nothing else may overlap. Pointers are aligned
-// to the element.
+// An out may be one of the sources; nothing else may overlap. Pointers are aligned to the element.
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
-// Reduces in parts. A source is an input or, if its bit of `wide` is set, the result of an earlier part, in the
-// accumulator's type. `out` gets that type, or the finished result if `total`, the number of inputs in all parts, isn't
-// 0. Bits equal those of one reduction if each part begins with the result of the earlier ones. At most 64 sources.
+// Reduces in parts. A source whose bit of `wide` is set is the result of an earlier part, in the accumulator's type.
+// `out` gets that type, or the finished result if `total`, the number of inputs in all parts, isn't 0. Bits equal those
+// of one reduction if each part begins with the result of the earlier ones. At most 64 sources.
 using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
 PartFunction part_function(Dtype dtype, ReduceOp op);
 
-// Bytes per element of a part's result.
 std::size_t wide_size_of(Dtype dtype);
 
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
@@ -34,7 +31,7 @@ ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 // For tests; null if this processor lacks the instruction set.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set);
 
-// Finishes one row of `AddRmsNorm`, given its sum. Null for dtypes other than floats of 16 or 32 bits.
+// Finishes one row, given its sum. Null for dtypes other than floats of 16 or 32 bits.
 using AddRmsNormFunction = void (*)(void* out, void* residual_out, const void* sum, const void* residual,
                                     const void* weight, std::size_t hidden, float eps);
 AddRmsNormFunction add_rms_norm_function(Dtype dtype);

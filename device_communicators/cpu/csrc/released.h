@@ -1,5 +1,5 @@
-// Frees Python objects whose memory no transfer uses any more. A thread without the GIL leaves them to its caller, or
-// asks the interpreter to free them.
+// Python objects whose memory no transfer uses any more. A thread without the GIL leaves them to its caller, or to
+// Py_AddPendingCall.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ class Released {
  public:
   using AddPending = int (*)(int (*)(void*), void*);  // Py_AddPendingCall, which needs no lock
 
-  // While this exists, objects that this thread releases are kept for its caller, which calls `let_go`.
+  // Objects that this thread releases meanwhile are kept for its caller, which calls `let_go`.
   class Visit {
    public:
     Visit() { ++visits(); }
@@ -64,7 +64,7 @@ class Released {
 };
 
 inline Released& released() {
-  static auto* const all = new Released;  // never deleted: the progress thread may outlive static objects
+  static auto* const all = new Released;  // the progress thread may outlive static objects
   return *all;
 }
 

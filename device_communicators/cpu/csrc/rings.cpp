@@ -8,7 +8,7 @@
 namespace parallel_state {
 namespace {
 
-// How long a waiter stays in one ring before it moves its other transfers; without and with some.
+// A waiter stays in one ring so long before it moves its other transfers; without and with some.
 constexpr double kSliceS = 0.02;
 constexpr double kShortSliceS = 0.001;
 constexpr double kCloseGraceS = 1.0;
@@ -57,7 +57,7 @@ bool Rings::is_inside(int peer, bool sends) const {
   return pthread_equal(end.holder.load(std::memory_order_relaxed), pthread_self());
 }
 
-// A writer allocates the ring's memory. Null if there is none.
+// Null without memory, which a writer allocates.
 char* Rings::open(int src, int dst, bool writes, char** control) {
   const std::uint64_t index = (static_cast<std::uint64_t>(src) * size_ + dst) * places_.kinds;
   const RingShape shape{places_.chunk_bytes, places_.chunks, 1};
@@ -179,7 +179,6 @@ Rings::Moved Rings::push_in_turn(Outgoing& out, int peer, double timeout_s, Tran
   return moved ? Moved::kSome : Moved::kIdle;
 }
 
-// If no receive matches the message, keeps it.
 bool Rings::begin_message(Incoming& in, int peer, Done* done) {
   const ChunkHeader& header = in.reader->header();
   in.form = {static_cast<std::int32_t>(header.fingerprint), static_cast<std::int32_t>(header.fingerprint >> 32),
@@ -318,7 +317,7 @@ Rings::Outcome Rings::receive_now(int src, int dtype, std::uint64_t bytes, doubl
     void* const to = data();  // if it throws, no message has begun
     begins();
     QueueStatus status = in.reader->next(timeout_s);
-    if (status == QueueStatus::kInterrupted) return Outcome::kLeft;  // nothing is lost: the next call receives it
+    if (status == QueueStatus::kInterrupted) return Outcome::kLeft;  // the next call receives the message
     if (status == QueueStatus::kDone) {
       const ChunkHeader& header = in.reader->header();
       const bool is_expected =

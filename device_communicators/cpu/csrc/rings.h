@@ -1,6 +1,6 @@
 // Transfers within a host: a ring of chunks from each rank to each other. A send is done once its ring holds the whole
-// message. An unwanted message is copied out of the ring when a later one is wanted. Without receives, the ring bounds
-// how far a sender is ahead.
+// message. An unwanted message is copied out of the ring when a later one is wanted; without receives the ring bounds
+// the sender.
 #pragma once
 
 #include <pthread.h>
@@ -47,9 +47,9 @@ class Rings final : public Transfers {
  private:
   struct End {
     Turn turn;
-    std::atomic<pthread_t> holder{};      // 0: free
-    std::atomic<RingEnd*> ring{nullptr};  // null: not open
-    std::atomic<bool> is_broken{false};   // a transfer failed; announced after the turn
+    std::atomic<pthread_t> holder{};  // 0: free
+    std::atomic<RingEnd*> ring{nullptr};
+    std::atomic<bool> is_broken{false};  // announced after the turn
   };
   struct Outgoing : End {
     std::unique_ptr<QueueWriter> writer;  // this and the next: used in the turn
@@ -59,7 +59,7 @@ class Rings final : public Transfers {
     std::unique_ptr<QueueReader> reader;  // from here on used in the turn
     std::atomic<bool> is_reading{false};  // a message is partly read
     Form form;
-    Held current;  // the receive of the current message; null: it is `early`
+    Held current;  // null: the message is `early`
     Early early;
   };
   class Inside;

@@ -7,7 +7,7 @@
 
 namespace parallel_state {
 
-// Copies to bytes [start, start + length) of rows of `row_bytes` that are `stride_bytes` apart.
+// `start`: of bytes in rows of `row_bytes` that are `stride_bytes` apart.
 inline void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes, const char* in, std::size_t start,
                       std::size_t length) {
   while (length != 0) {

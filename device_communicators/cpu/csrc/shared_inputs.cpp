@@ -1,6 +1,6 @@
-// Inputs in the ranks' arenas aren't copied to slots. With its first tick of a call a rank publishes whether its input
-// is in its arena (a flag in the note), and where. The others read it in place. If any input is shared, a closing tick
-// ends the call, so that no rank writes to its tensor before all have read it.
+// Inputs in the ranks' arenas aren't copied to slots. With its first tick of a call a rank publishes whether (a flag in
+// the note) and where its input is in its arena. If any input is shared, a closing tick ends the call, so that no rank
+// writes to its tensor before all have read it.
 #include <algorithm>
 #include <memory>
 
@@ -39,7 +39,7 @@ Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_fla
   return Status::kDone;
 }
 
-// If the offset is invalid, that rank is the suspect; if this process has no addresses left, this rank is.
+// The suspect is that rank if the offset is invalid, this one if no addresses are left.
 Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found) {
   const std::uint64_t offset = at.load(std::memory_order_relaxed);
   if (!arenas_[rank]->holds(offset, bytes)) {
@@ -54,7 +54,6 @@ Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::s
 
 Status HostGroup::close(std::uint64_t call) { return wait_all(publish(call), call); }
 
-// Each rank reduces its slice; if all outputs are shared, too, it writes the slice to each.
 Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
                                 std::uint64_t call) {
   const std::size_t width = size_of(dtype), bytes = count * width;
@@ -77,7 +76,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
   for (int rank = 0; rank < size_; ++rank) {
     const char* place;
     RETURN_IF_FAILED(look_up(rank, lines_[rank].out_at, bytes, &place));
-    outs[rank] = const_cast<char*>(place);  // its owner allows the write
+    outs[rank] = const_cast<char*>(place);
   }
   const Slices slices(count, width, size_, bytes + 64 * width * size_);
   const std::size_t start = slices.start(0, rank_) * width;

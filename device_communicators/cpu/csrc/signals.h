@@ -10,15 +10,15 @@ namespace parallel_state {
 
 // Readable once Python's signal handler has run.
 struct SignalPipe {
-  std::atomic<int> reader{-1};          // -1: unknown
-  std::atomic<std::uint64_t> inode{0};  // 0: not checked
+  std::atomic<int> reader{-1};
+  std::atomic<std::uint64_t> inode{0};
 };
 
 // Main thread only.
 inline bool has_signal(const SignalPipe& pipe) {
   const int reader = pipe.reader.load(std::memory_order_relaxed);
   if (reader < 0) return true;
-  // A program that closes all descriptors, such as a daemon, may reuse the number.
+  // A program that closes all descriptors may reuse the number.
   struct stat info;
   const std::uint64_t inode = pipe.inode.load(std::memory_order_relaxed);
   if (inode != 0 && (fstat(reader, &info) != 0 || info.st_ino != inode)) return true;

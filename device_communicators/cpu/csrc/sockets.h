@@ -20,8 +20,7 @@ inline std::string in_words(int error) {
 
 inline bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// Calls `use(index, begin, end)` with the stripe of each other connection, unless it is empty. Returns the bytes of the
-// first connection.
+// `use(index, begin, end)` gets the stripes of the other connections. Returns the bytes of the first connection.
 template <typename Use>
 std::uint64_t divide(std::uint64_t bytes, std::size_t others, Use use) {
   const std::uint64_t stripe = (bytes + others) / (others + 1);
@@ -40,7 +39,7 @@ class StripeSends {
   bool is_idle() const { return parts_.empty(); }
   const Owner& owner() const { return parts_.front().owner; }
 
-  // Calls `ended(owner)` after each part. Returns the error that ended the connection, or 0.
+  // Returns the error that ended the connection, or 0.
   template <typename Ended>
   int write(int descriptor, bool* moved, Ended ended) {
     while (!parts_.empty()) {

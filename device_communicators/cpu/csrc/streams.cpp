@@ -47,11 +47,11 @@ class Streams::Stream {
   void poll_for(std::vector<pollfd>* polled) const;
   void stop(const char* why);
   void close();
-  Held unfinished() const;  // interrupted by the end of the connection; null if none
+  Held unfinished() const;  // null: none
   void facts(std::uint64_t* out) const;
 
   const int rank;
-  Done* done = nullptr;  // of the thread that moves
+  Done* done = nullptr;
 
  private:
   struct Outgoing {
@@ -115,8 +115,8 @@ class Streams::Stream {
   Streams& all_;
   int descriptor_;  // -1 once closed
   std::vector<Stripe> stripes_;
-  int striped_ = 0;       // number of pieces in their `sends`
-  int stripes_left_ = 0;  // number of stripes with missing bytes of the current body
+  int striped_ = 0;       // pieces in their `sends`
+  int stripes_left_ = 0;  // with missing bytes of the current body
   std::string error_;
   const char* stopped_ = nullptr;  // the reason, if this rank ended the connection
   std::string broken_;             // the reason that nothing can be written; data may still be readable
@@ -124,17 +124,17 @@ class Streams::Stream {
   ByTag<Awaited> answers_;
   ByTag<Asked> asked_;  // receives that wait for announced bodies
   const std::uint64_t early_limit_;
-  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // bytes sent at once; how many of these the peer has received
-  std::uint64_t taken_bytes_ = 0;                      // bytes that this rank received of those sent at once
-  std::uint64_t kept_bytes_ = 0;                       // bytes of bodies that wait for their receives
-  std::uint64_t announced_ = 0;                        // announced messages that no receive has matched
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once; how many of these the peer has received
+  std::uint64_t taken_bytes_ = 0;                      // received of those sent at once
+  std::uint64_t kept_bytes_ = 0;                       // of bodies that wait for their receives
+  std::uint64_t announced_ = 0;                        // that no receive has matched
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
-  bool in_head_ = false;  // the body's part is the head of an object or dict
-  bool asks_ = false;     // the taker of `reading_` looks at it, and nothing is read
-  Pieces missing_;        // of a body, on this connection
-  Held reading_;          // whose body is being read, or
+  bool in_head_ = false;
+  bool asks_ = false;  // the taker of `reading_` looks at it, and nothing is read
+  Pieces missing_;
+  Held reading_;
   Early early_;
   struct Put {
     std::shared_ptr<char> memory;
@@ -270,7 +270,6 @@ bool Streams::Stream::write_messages() {
   return moved;
 }
 
-// Passes a message that arrived early, or was announced, to its receive.
 void Streams::Stream::deliver(const Held& receive, const Early& message) {
   if (message->bytes == nullptr) return --announced_, ask(receive, message->form);
   kept_bytes_ -= message->form.bytes + kMessageBytes;
@@ -518,7 +517,6 @@ bool Streams::Stream::match(const Held& receive, const Form& form) {
   return all_.check_form(receive, rank, form, done);
 }
 
-// A message of another form than expected isn't moved.
 void Streams::Stream::ask(const Held& receive, const Form& form) {
   answer(receive->call.incoming == nullptr ? form_of(receive->call) : form);
   if (!all_.check_form(receive, rank, form, done)) return;
@@ -712,7 +710,7 @@ int Streams::take_signal(int src, std::uint32_t window, double timeout_s) {
   return wait(static_cast<Number>(number), 0, false);
 }
 
-// Sends each rank an empty message, which arrives after earlier puts.
+// An empty message to each rank arrives after earlier puts.
 int Streams::await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s) {
   const std::int64_t until_ns = after(timeout_s);
   std::vector<Number> started;
@@ -782,7 +780,6 @@ void Streams::begin(const Held& transfer, const Early& early) {
   announce(done);
 }
 
-// Transfers from any source fail when all connections ended.
 void Streams::note_broken(Done* done) {
   if (done->failure.status != 0) return;
   bool all_ended = true;
@@ -881,7 +878,7 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
     announce(done);
     if (transfer->asks) return Moved::kSome;
     if (!transfer->is_open()) {
-      if (left_ == 0 && has_unsent()) keep_moving(shared_from_this());  // an answer has no room yet
+      if (left_ == 0 && has_unsent()) keep_moving(shared_from_this());
       return Moved::kSome;
     }
     const std::int64_t now = now_ns();
@@ -932,7 +929,6 @@ void Streams::wake() {
   if (sleeps_.load(std::memory_order_relaxed)) static_cast<void>(::write(wake_, &one, sizeof one) > 0);
 }
 
-// Data of a dead rank may still arrive.
 bool Streams::read_last(const Transfer&, int, int) {
   const std::int64_t now = now_ns();
   std::int64_t noticed = 0;

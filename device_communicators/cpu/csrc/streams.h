@@ -1,22 +1,19 @@
-// Transfers between hosts over TCP connections: a frame of fixed size and a body each. Each direction keeps the send
-// order.
+// Transfers between hosts over TCP connections: a frame and a body each, in the order of the sends.
 //
-// The body of an object or dict is its head and its tensors. The receiver reads the head, and nothing more from this
-// rank until the receive's `Taker` has returned the addresses for the tensors.
+// The receiver of an object or dict reads its head, and nothing more from this rank until the receive's `Taker` has
+// returned the addresses for the tensors.
 //
-// A body that arrives before its receive is stored; the receiver limits these bytes per sender. A message over this
-// limit is *announced*: its frame is sent at once, its body after the receiver asked for it (a rendezvous, in MPI's
-// terms). Announcements are always read, so no limit causes a deadlock. Each frame also has the number of bytes that
-// its sender has received so far.
+// The receiver limits the bytes per sender that arrive before their receives. A message over this limit is *announced*:
+// its frame is sent at once, its body after the receiver asked for it. Announcements are always read, so no limit
+// causes a deadlock.
 //
 // The receiver of an announced message, or of a tensor of more than kAnsweredBytes, answers with the form of its
-// receive. The sender is done when it has the answer, so it fails too if the forms differ. The sender of a smaller
-// message is done when the kernel has the bytes.
+// receive, and the sender waits for that, so it fails too if the forms differ. The sender of a smaller message is done
+// when the kernel has the bytes.
 //
-// Windows are memory of this rank that ranks of other hosts write to. A put is a frame, with the number of signals that
-// follow its body. The thread that reads the connection writes the body to its place, then counts the signals. So a
-// rank that has taken a signal sees its sender's earlier puts to this rank. While a window is open, the progress thread
-// reads all connections. A put outside of an open window fails the group.
+// Windows are memory of this rank that ranks of other hosts write to. The thread that reads a put writes its body to
+// its place, then counts its signals: a rank that has taken a signal sees its sender's earlier puts. While a window is
+// open, the progress thread reads all connections. A put outside of an open window fails the group.
 //
 // The caller owns the descriptors, and closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
@@ -60,17 +57,15 @@ class Streams final : public Transfers {
   bool carries_messages() const override { return true; }
   bool is_polled() const override { return true; }
 
-  // Keeps the memory until `close_window`. Returns the window's number, which the other ranks need.
+  // Keeps the memory until `close_window`. The other ranks need the number.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
-  // This and the following wait, and return how the wait ended. `put` ends once the kernel has the bytes. `signals`: a
-  // signal follows them.
+  // This and the following return how their wait ended. `put` ends once the kernel has the bytes.
   int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, bool signals,
           double timeout_s);
   // At its timeout nothing fails; at 0 it only polls.
   int take_signal(int src, std::uint32_t window, double timeout_s);
-  // Waits until all ranks have called it and their earlier puts have arrived. `windows`: by rank; 0 without a
-  // connection.
+  // Until all ranks have called it and their earlier puts have arrived. `windows`: by rank; 0 without a connection.
   int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
 
   // For tests: bytes kept for later receives, bytes sent at once, received of these, and taken.
@@ -89,7 +84,7 @@ class Streams final : public Transfers {
 
  private:
   class Stream;
-  struct Signals {  // of one rank
+  struct Signals {
     std::uint64_t come = 0;
     std::deque<Held> awaited;
   };
@@ -103,9 +98,9 @@ class Streams final : public Transfers {
     std::uint32_t tag;
     std::int32_t dtype;
     std::uint32_t signals;     // of a put: they follow its body
-    std::uint64_t received;    // bytes that the sender of this frame has received so far
+    std::uint64_t received;    // so far, by the sender of this frame
     std::uint64_t bytes;       // of the body; in an answer: of the receive
-    std::uint64_t head_bytes;  // part of `bytes`: the head of an object or dict; in a put: its offset
+    std::uint64_t head_bytes;  // of `bytes`; in a put: its offset
   };
   static_assert(sizeof(Frame) == 40);
 
@@ -113,7 +108,7 @@ class Streams final : public Transfers {
   struct Stripe {
     int descriptor;
     StripeSends<Held> sends = {};
-    Pieces missing = {};  // of the body that is read
+    Pieces missing = {};
   };
 
   Outcome run(const TransferCall& call, double timeout_s);
@@ -128,15 +123,15 @@ class Streams final : public Transfers {
   const std::uint64_t granted_bytes_;
   const std::int64_t spin_ns_;
   const std::uint64_t striped_bytes_;
-  const int wake_;                                  // an eventfd for the thread that polls; -1 without a descriptor
+  const int wake_;                                  // an eventfd for the thread that polls; -1: none
   std::atomic<bool> polls_{false}, sleeps_{false};  // a thread moves all connections; it is in `poll`
   std::vector<pollfd> polled_;                      // of the polling thread
-  std::atomic<std::int64_t> noticed_ns_{0};         // time when a loss was first detected
+  std::atomic<std::int64_t> noticed_ns_{0};         // when a loss was first detected
   std::atomic<bool> has_unsent_{false};             // answers without room in the kernel's buffer
   std::mutex streams_mutex_;                        // taken before mutex_
-  bool fails_ = false;  // a failure was recorded: no stream may be read. Guarded by streams_mutex_
-  std::vector<std::unique_ptr<Stream>> streams_;  // by rank; null without a connection. Guarded by streams_mutex_
-  std::map<std::uint32_t, Window> windows_;       // this and the next: guarded by streams_mutex_
+  bool fails_ = false;                              // no stream may be read. Guarded by streams_mutex_
+  std::vector<std::unique_ptr<Stream>> streams_;    // by rank; guarded by streams_mutex_
+  std::map<std::uint32_t, Window> windows_;         // this and the next: guarded by streams_mutex_
   std::uint32_t last_window_ = 0;
   std::atomic<bool> has_windows_{false};
 };

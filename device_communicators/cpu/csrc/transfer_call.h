@@ -11,7 +11,7 @@ struct TransferFailure {
   std::int64_t sends = 0;
   std::int64_t peer = -1;
   std::int64_t suspect = -1;
-  std::int64_t reporter = -1;  // after kGivenUp: the rank that failed first, with the status `reason`
+  std::int64_t reporter = -1;  // after kGivenUp: failed first, with the status `reason`
   std::int64_t reason = 0;
   std::int64_t elapsed_us = 0;
   std::int64_t sent_dtype = -1, sent_bytes = 0;  // of a message that doesn't fit its receive; else -1
@@ -20,11 +20,11 @@ struct TransferFailure {
 
 // Each may be null. None is called with a lock held.
 struct TransferUser {
-  // `failure` is null after success. If this returns not 0, `announce` is called once waits for the transfer have
-  // returned: it may take long, and start other transfers.
+  // `failure` is null after success. Unless it returns 0, `announce`, which may start transfers, follows once waits
+  // have returned.
   int (*settle)(void* self, int source, const TransferFailure* failure);
   void (*announce)(void* self);
-  // The transfer's memory isn't used any more. Called once, even if the transfer was refused.
+  // The memory isn't used any more. Called once, even if the transfer was refused.
   void (*release)(void* self);
 };
 
@@ -38,25 +38,25 @@ struct TransferCall {
   int dtype;  // c10::ScalarType, or kMessageDtype
   void* address;
   std::uint64_t bytes;
-  double timeout_s;  // from now on; 0: only waits for it have deadlines
+  double timeout_s;  // 0: only waits have deadlines
   const TransferUser* user;
   void* self;
-  // Of a message, in place of `address`. `bytes` is the whole message of a send, unknown for a receive.
+  // Of a message, in place of `address`. A receive's `bytes` are unknown.
   const OutgoingMessage* outgoing = nullptr;
   IncomingMessage* incoming = nullptr;
-  // In place of `tag`, over connections. A send writes to a window of the peer, from `offset` on, and then adds
-  // `signals` there. A receive takes a signal of the peer from a window of this rank.
+  // In place of `tag`, over connections. A send writes to a window of the peer, and then adds `signals` there. A
+  // receive takes a signal of the peer from a window of this rank.
   std::uint32_t window = 0;  // 0: none
   std::uint32_t signals = 0;
   std::uint64_t offset = 0;
 };
 constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;  // no dtype has these numbers
 
-// Results of starting, besides a transfer's number. kInsideTransfer: refused because this thread, in a signal handler,
-// would wait for what the handler interrupted.
+// Results of starting, besides a transfer's number. kInsideTransfer: this thread, in a signal handler, would wait for
+// what the handler interrupted.
 constexpr std::int64_t kDoneTransfer = 0, kRefusedTransfer = -1, kInsideTransfer = -2;
 
-// kLateTransfer: timeout. kInterruptedTransfer: a signal handler raised.
+// kInterruptedTransfer: a signal handler raised.
 constexpr int kEndedTransfer = 0, kFailedTransfer = 1, kLateTransfer = 2, kInterruptedTransfer = 3, kInsideWait = 4;
 constexpr int kLeftMessage = 5;  // the taker left it to the next receive
 

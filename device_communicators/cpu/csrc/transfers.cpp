@@ -67,7 +67,7 @@ void Transfers::wake_up() {
 
 namespace {
 
-// While this exists, calls of this thread come from a signal handler, or a taker, during a transfer.
+// Calls of this thread meanwhile come from a signal handler, or a taker.
 class Interrupted {
  public:
   explicit Interrupted(const Transfers* by) : outer_(std::exchange(interrupted_transfers, by)) {}
@@ -292,7 +292,7 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
   for (const Held& each : ended) {
     const TransferUser& user = *each->call.user;
     if (user.settle == nullptr) {
-      // Set before a waiter returns and releases memory. After a failure a thread may still move bytes.
+      // Before a waiter returns and releases memory. After a failure a thread may still move bytes.
       if (failure == nullptr) each->release();
       continue;
     }
@@ -332,7 +332,7 @@ void Transfers::end_open(TransferFailure* given, const Held& first, std::string_
     if (has_failed()) {
       failure = failure_;
     } else {
-      Held oldest = first;  // between two messages: the oldest transfer of the peer
+      Held oldest = first;
       for (auto at = open_.begin(); at != open_.end() && oldest == nullptr; ++at) {
         if (at->second->call.peer == failure.peer) oldest = at->second;
       }
@@ -534,7 +534,7 @@ void Transfers::find_losses() {
 }
 
 void Transfers::find_loss(const Held& first) {
-  // Any rank may be the source: a rank that left on purpose counts as lost only when all have.
+  // A rank that left on purpose counts as lost only when all have.
   const bool is_any = first->call.peer == kAnySource;
   int awaited = is_any ? 0 : first->call.peer;
   const int end = is_any ? size_ : awaited + 1;

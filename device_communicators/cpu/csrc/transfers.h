@@ -1,8 +1,6 @@
-// Sends and receives between the ranks of a group: the base of rings.h and streams.h.
-//
-// A message that doesn't fit its receive is written nowhere. If one transfer fails, all open ones fail, and none can be
-// started. A waiting caller moves the group's transfers itself; otherwise the process's progress thread does.
-// Thread-safe. The memory of a transfer is borrowed until `release`.
+// Sends and receives between the ranks of a group: the base of rings.h and streams.h. If one transfer fails, all open
+// ones fail, and none can be started. A waiting caller moves the group's transfers itself; otherwise the process's
+// progress thread does. Thread-safe. The memory of a transfer is borrowed until `release`.
 #pragma once
 
 #include <algorithm>
@@ -32,19 +30,19 @@ namespace parallel_state {
 // Its memory must stay until the transfer is released.
 struct OutgoingMessage {
   std::vector<Piece> head, tensors;
-  std::uint64_t head_bytes = 0;  // of `head`
+  std::uint64_t head_bytes = 0;
 };
 
 // Its taker runs in the thread that waits; meanwhile nothing else is read from the source.
 struct IncomingMessage {
   Taker* taker = nullptr;  // null between two calls; used only by the waiting thread
-  // Of the taker. This and the next fields are guarded by the medium's lock until `asks` is set.
+  // This and the next fields are guarded by the medium's lock until `asks` is set.
   std::uint64_t most_head_bytes = 0;
   std::vector<char> head;  // or its beginning
   std::uint64_t head_bytes = 0, tensor_bytes = 0;
   bool is_at_hand = false;
   std::shared_ptr<const char> early;  // a message that arrived before its receive, in one piece
-  bool is_refused = false;            // the taker refused it
+  bool is_refused = false;
 };
 
 class Transfers : public Movable, public std::enable_shared_from_this<Transfers> {
@@ -61,34 +59,34 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // nothing has failed yet.
   int wait(Number number, double timeout_s, bool expires);
   bool is_done(Number number);
-  // Like `interrupt`, for a transfer whose caller drops the message: later messages can't be received then.
+  // Like `interrupt`, for a dropped message: later messages can't be received then.
   void break_off(Number number);
   // Ends a transfer whose wait was abandoned. All others fail too if it has moved bytes, or if `ends_all`.
   void interrupt(Number number, bool ends_all);
   // Returns true if an abandoned wait ends all transfers: a message may have several.
   virtual bool end_together() const { return false; }
 
-  // Sends or receives in one step with the tag of `serve`, for callers without Python. kNoRoom: the message exceeds the
-  // ring's free space. kLeft: the caller continues with `start`, which reports any failure.
+  // In one step with the tag of `serve`, for callers without Python. kLeft: the caller continues with `start`, which
+  // reports any failure.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
   virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
                            const std::function<void*()>& data) = 0;
   // Calls `data` and `begins` before it waits.
   virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
                               const std::function<void()>& begins, const std::function<void*()>& data) = 0;
-  // Sets the tag of `send_now` and `receive_now`. Call it once, before them.
+  // Once, before `send_now` and `receive_now`.
   void serve(int tag) { served_tag_ = tag; }
 
   virtual bool carries_messages() const { return false; }
-  int message_tag() const { return served_tag_ + 1; }  // the tag of calls without Python
-  // `is_refused`: the taker refused the message, and it has arrived.
+  int message_tag() const { return served_tag_ + 1; }
+  // `is_refused`: the message has arrived.
   struct Received {
     int how = kFailedTransfer;
     bool is_refused = false;
     std::uint64_t head_bytes = 0, tensor_bytes = 0;
   };
   Received receive_message(int src, int tag, double timeout_s, Taker& taker);
-  // Counts receives that were started and that calls without Python must not overtake.
+  // Started receives, which calls without Python must not overtake.
   void reserve(int src, int receives) { reserved_[static_cast<std::size_t>(src)] += receives; }
   bool has_reserved() const {
     return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& each) { return each != 0; });
@@ -98,17 +96,15 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool is_foreign() const;  // true in a process forked from the owner
   // Returns false if nothing has failed.
   bool failure(TransferFailure* found);
-  std::string failure_text();  // text of a connection's end, after kBroken
-  // Returns true if this thread is moving bytes to or from `peer`, or is in a signal handler that interrupted that.
+  std::string failure_text();
+  // This thread is moving bytes to or from `peer`, or is in a signal handler that interrupted that.
   virtual bool is_inside(int peer, bool sends) const = 0;
   int waiting_sends(int dst);
 
   // Fails open transfers because a call of this rank failed.
   void abandon();
-  // Returns true when no transfer is open, false at the deadline.
   bool drain(double timeout_s);
-  // Fails open transfers with kClosed; none can be started afterwards. Returns false if a thread is still in a queue:
-  // the memory must stay then.
+  // Fails open transfers with kClosed. Returns false if a thread is still in a queue: the memory must stay then.
   bool close();
 
   bool move() override;
@@ -133,10 +129,10 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::int64_t deadline_ns = INT64_MAX;  // this and the next: guarded by mutex_
     int source = -1;
     Number number = 0;
-    int parts = 1;           // parts still to write or read; over connections
+    int parts = 1;           // over connections: parts still to write or read
     bool has_begun = false;  // over connections: earlier messages were checked
     std::atomic<int> state{kOpen};
-    std::atomic<bool> asks{false};  // the head of its message has arrived, and waits for the taker
+    std::atomic<bool> asks{false};  // the head of its message waits for the taker
     std::atomic<bool> is_released{false};
   };
   using Held = std::shared_ptr<Transfer>;
@@ -145,7 +141,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::int32_t tag = 0;
     std::int32_t dtype = 0;
     std::uint64_t bytes = 0;
-    std::uint64_t head_bytes = 0;  // part of `bytes`: the head of a message
+    std::uint64_t head_bytes = 0;
   };
   // A message that arrived before its receive.
   struct Body {
@@ -162,7 +158,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::vector<Held> transfers;
     TransferFailure failure;  // valid if its status isn't 0
     std::string text;
-    Held first;         // the first transfer to fail; may be null
+    Held first;         // may be null
     bool asks = false;  // a waiter must show a message's head to its taker
   };
   enum class Moved { kBusy, kIdle, kSome, kInterrupted, kSignal };
@@ -183,56 +179,54 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   struct Sends {
     std::deque<Held> waiting;   // guarded by mutex_
-    std::atomic<int> count{0};  // of waiting sends and the one being written
+    std::atomic<int> count{0};  // also the one being written
   };
 
   // The medium. `begin` moves as much as it can. `early`: the whole message if it arrived before; else null.
   virtual void begin(const Held& transfer, const Early& early) = 0;
-  // Moves without waiting. Returns true if anything moved.
+  // Without waiting. Returns true if anything moved.
   virtual bool move_all() = 0;
-  // Moves until the transfer has ended or `until_ns`. kBusy: another thread moves it. kSignal: a signal arrived; the
-  // caller runs its handler, and other threads can move meanwhile.
+  // Until the transfer has ended or `until_ns`. kBusy: another thread moves it. kSignal: the caller runs its handler;
+  // other threads can move meanwhile.
   virtual Moved move_for(Transfer* transfer, std::int64_t until_ns) = 0;
   // Returns true if everything that a lost rank sent was read.
   virtual bool read_last(const Transfer& transfer, int from, int end) = 0;
-  // Adds the words and descriptors that report when something can move.
   virtual void sleep_on(Sleep* sleep) = 0;
   virtual void end_sleep() {}
   // Returns true if data without an open transfer must be sent.
   virtual bool has_unsent() { return false; }
-  // Returns true if the progress thread doesn't use the medium's memory.
+  // The progress thread doesn't use the medium's memory.
   bool is_asleep() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return asleep_.load(std::memory_order_acquire);
   }
-  virtual void stop() {}  // after a failure
-  // Continues a message after its taker chose addresses or refused it. The transfer is open.
+  virtual void stop() {}
+  // After the taker chose addresses or refused the message. The transfer is open.
   virtual void go_on(const Held&, const std::vector<Piece>&, Done*) {}
   virtual bool leave() { return true; }
 
-  // Copies a whole message that arrived before its receive.
   void take(const Held& receive, const Early& body, Done* done);
   void ask_taker(const Held& receive, int source, Done* done);
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
-  Held first_with(int peer);  // the oldest open transfer with `peer` that has begun
-  // Removes a transfer of which no bytes have moved. Returns false if it has ended.
+  Held first_with(int peer);  // the oldest that has begun
+  // Returns false if the transfer has ended or moved bytes.
   bool take_back(Number number);
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
   void fail(TransferFailure failure, const Held& first, std::string_view text = {});
   void end_open(TransferFailure* failure, const Held& first, std::string_view text, std::vector<Held>* failed);
   bool handles_signals(bool surely);
-  // Returns true if this thread is in a signal handler that interrupted a wait in these transfers.
+  // This thread is in a signal handler that interrupted a wait in these transfers.
   bool in_handler() const;
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
   std::shared_ptr<const Losses> losses_;  // null after close; guarded by mutex_, or by the turn of an end
   const int rank_, size_;
   std::vector<std::unique_ptr<Sends>> sends_;
-  std::vector<std::atomic<int>> reserved_;   // by source
-  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and callers that move all transfers
-  std::atomic<int> left_{0};                 // open transfers
+  std::vector<std::atomic<int>> reserved_;
+  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
+  std::atomic<int> left_{0};
   int served_tag_ = 0;
 
   std::mutex mutex_;
@@ -253,19 +247,19 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   std::shared_ptr<const Losses> watched_;      // during a sleep
   std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
   Number numbers_ = 0;                         // this and the following fields are guarded by mutex_
-  std::map<Number, Held> open_;                // all unsettled transfers
+  std::map<Number, Held> open_;                // unsettled
   std::set<Number> failed_;
   struct Found {
     Number number;
     std::shared_ptr<IncomingMessage> message;
   };
-  std::map<int, Found> found_;  // messages that their receives left, by source
+  std::map<int, Found> found_;  // left by their receives; by source
   TransferFailure failure_;
   std::string failure_text_;
   bool closed_ = false;
 };
 
-// INT64_MAX if that is more than 1e9 s from now.
+// INT64_MAX beyond 1e9 s.
 std::int64_t after(double seconds);
 
 }  // namespace parallel_state

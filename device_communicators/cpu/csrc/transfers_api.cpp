@@ -41,7 +41,7 @@ std::shared_ptr<Transfers> shared(void* integer) {
 
 double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
 
-// Of all hosts. A rank that left on purpose isn't lost: its data may still arrive, and then its connection ends.
+// A rank that left on purpose isn't lost: its data may still arrive, and then its connection ends.
 class GroupLosses final : public Losses {
  public:
   explicit GroupLosses(std::shared_ptr<Handle> handle) : handle_(std::move(handle)) {}
@@ -63,7 +63,7 @@ void* opened(Made made) {
   return new std::shared_ptr<Transfers>(std::move(made));
 }
 
-// Arguments: transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
+// transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
 TransferCall call_of(void* const* given, void* owner) {
   const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
   calling.hold(owner);
@@ -88,8 +88,8 @@ void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* p
   }
 }
 
-// `count` connections to `ranks`. This rank may send `early_bytes` before their receive, and allows each peer
-// `granted_bytes`. `losses`: of ps_liveness_new or ps_group_losses. Returns null without memory.
+// This rank may send `early_bytes` before their receive, and allows each peer `granted_bytes`. `losses`: of
+// ps_liveness_new or ps_group_losses. Returns null without memory.
 void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
                      const std::uint64_t* early_bytes, int count, std::uint64_t granted_bytes, std::int64_t spin_ns,
                      std::uint64_t striped_bytes) {
@@ -107,7 +107,7 @@ void ps_streams_facts(void* transfers, int rank, std::uint64_t* out) {
   static_cast<Streams&>(transfers_of(transfers)).facts(rank, out);
 }
 
-// To be deleted like the losses of ps_liveness_of; null for an unknown group.
+// To be deleted like the losses of ps_liveness_of.
 void* ps_group_losses(std::uint64_t group) {
   std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;
@@ -138,7 +138,7 @@ void ps_transfers_interrupt(void* transfers, std::uint64_t number, int ends_all)
   transfers_of(transfers).interrupt(number, ends_all != 0);
 }
 
-// Fills in the words of TransferFailure. Returns 0 if nothing has failed.
+// Returns 0 if nothing has failed.
 int ps_transfers_failure(void* transfers, std::int64_t* words) {
   TransferFailure failure;
   const bool has_failed = transfers_of(transfers).failure(&failure);
@@ -146,7 +146,6 @@ int ps_transfers_failure(void* transfers, std::int64_t* words) {
   return has_failed ? 1 : 0;
 }
 
-// Zero-terminated.
 void ps_transfers_failure_text(void* transfers, char* text, std::size_t capacity) {
   const std::string said = transfers_of(transfers).failure_text();
   text[said.copy(text, capacity - 1)] = '\0';
@@ -169,7 +168,7 @@ int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(
 // Returns 0 if a thread is still in a queue: its memory must stay then.
 int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
 
-// Arguments: transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
+// transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
 void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 8) return nullptr;
   const TransferCall call = call_of(given, given[7]);
@@ -177,7 +176,7 @@ void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return transfers->start(call, false); });
 }
 
-// The same, then a timeout in us. Waits, and returns how the wait ended.
+// The same, then a timeout in us. Returns how the wait ended.
 void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const TransferCall call = call_of(given, given[7]);
@@ -194,8 +193,8 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// Arguments: transfers, number, timeout in us. If a signal handler ends the wait, the transfer continues and can be
-// awaited again, unless all transfers end together.
+// transfers, number, timeout in us. If a signal handler ends the wait, the transfer continues, unless all transfers end
+// together.
 void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<Transfers> transfers = shared(given[0]);

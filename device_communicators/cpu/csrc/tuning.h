@@ -9,14 +9,13 @@ constexpr int kMaxRanks = 64;
 constexpr int kSmallSlots = 16;  // with 2, the slot stays in the other core's cache: writing costs twice as much
 constexpr int kLargeSlots = 4;
 
-// Measured, except `chain_bytes`. Chunks of 128 and 256 KiB were equally fast. Many ranks have smaller slots, or
-// segments would fill /dev/shm. Symmetric tensors need two exchanges but no copy.
+// Measured, except `chain_bytes`. With larger slots many ranks would fill /dev/shm.
 struct Tuning {
   std::size_t small_slot_bytes;
   std::size_t large_slot_bytes;       // a chunk of a large tensor
-  std::size_t one_shot_bytes;         // up to here, all_reduce is one exchange
-  std::size_t symmetric_slots_bytes;  // up to here, symmetric tensors go through slots, too
-  std::size_t chain_bytes;            // from here on, all_reduce goes from area to area
+  std::size_t one_shot_bytes;         // all_reduce is one exchange up to here
+  std::size_t symmetric_slots_bytes;  // symmetric tensors use slots up to here
+  std::size_t chain_bytes;            // all_reduce goes from area to area from here on
 };
 
 inline Tuning tuning_of(int ranks) {
@@ -27,8 +26,7 @@ inline Tuning tuning_of(int ranks) {
   return {16 * kKiB, 128 * kKiB, 4 * kKiB, 4 * kKiB, 64 * kKiB};
 }
 
-// Chunks that fit `chunk_bytes`, cut into a slice per rank. Slices are whole cache lines; the last ones are shorter, or
-// empty.
+// Slices are whole cache lines; the last ones are shorter, or empty.
 struct Slices {
   Slices(std::size_t count, std::size_t width, int ranks, std::size_t chunk_bytes) : count(count), ranks(ranks) {
     const std::size_t line = std::max<std::size_t>(1, 64 / width);

@@ -1,6 +1,5 @@
-// Builds the Python object and the tensors of a message from its head: the reverse of pack.h. The head comes from a
-// peer, so all of it is checked. What `Packer` doesn't write is left to Python's codec. The caller holds the GIL; no
-// Python code runs.
+// Builds the Python object and the tensors of a message from its head. The head comes from a peer, so all of it is
+// checked. What `Packer` doesn't write is left to Python's codec. The caller holds the GIL; no Python code runs.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +20,8 @@ class Tensors {
 
 class Unpacker {
  public:
-  // The head must outlive this. Returns false if it is left to Python: another kind of head, tensors of devices or of
-  // other than `tensor_bytes`, or slices for another number of ranks than `slices`.
+  // The head must outlive this. Returns false if it is left to Python: tensors of devices or of other than
+  // `tensor_bytes`, or slices for another number of ranks.
   bool read(const Python& python, const char* head, std::uint64_t bytes, std::uint64_t tensor_bytes,
             std::uint64_t slices);
 
@@ -30,7 +29,7 @@ class Unpacker {
   // As sent: flat, and a part if sliced. This object owns the sizes.
   TensorForm form(std::size_t index) const;
   bool is_cut(std::size_t index) const { return tensors_[index].cut; }
-  const std::vector<std::int64_t>& sizes(std::size_t index) const { return tensors_[index].sizes; }  // of the whole
+  const std::vector<std::int64_t>& sizes(std::size_t index) const { return tensors_[index].sizes; }
 
   // A new reference. Null, without a Python error, if it is left to Python.
   void* build(Tensors& tensors);

@@ -16,8 +16,8 @@ namespace parallel_state {
 namespace {
 
 constexpr std::int64_t kSliceNs = 20'000'000;       // how often a sleeper polls liveness
-constexpr std::int64_t kBusySliceNs = 1'000'000;    // the same, with side work to continue
-constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // the same, if a wake-up may be lost
+constexpr std::int64_t kBusySliceNs = 1'000'000;    // with side work to continue
+constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // if a wake-up may be lost
 constexpr int kProbes = 8;                          // a rank about to publish does so within 100 ns
 constexpr int kSpinsPerLook = 32;                   // reading the clock costs as much as a pause or two
 constexpr int kYieldsToNeighbour = 100;
@@ -25,7 +25,7 @@ constexpr std::int64_t kStrangerNs = 1'000'000;  // a longer yield gave another 
 constexpr int kLeastWaryWaits = 8;
 constexpr int kMostWaryWaits = 512;
 
-// The kernel compares 32 bits: the lower half of the counter.
+// The kernel compares the lower 32 bits of the counter.
 std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
   auto* word = reinterpret_cast<std::uint32_t*>(&value);
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
@@ -44,12 +44,11 @@ bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
 
 bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 0; }
 
-// 1 + the current core; 0 if unknown.
+// 0: unknown.
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
-// Number of this thread's next waits that sleep without yielding. If a foreign process shares the core, a yielding rank
-// waits for that process's time slice: 1.9 ms a call against 0.2 (4 ranks on 2 cores, 8 KiB). Yielding is tried again,
-// each time after twice as many waits.
+// This thread's next waits that sleep without yielding: beside a foreign process on the core, a yielding rank waits for
+// its time slice (1.9 ms a call against 0.2). Yielding is tried again after twice as many waits.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
@@ -77,8 +76,8 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count, SideWo
 WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadline_ns, const Liveness& liveness,
                      int owner, SideWork* side_work) {
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  // The barrier runs on the owner's core. If it runs before the owner checks for sleepers, the check sees this one. If
-  // after, the value stored before the check is seen below.
+  // If the barrier runs before the owner checks for sleepers, the check sees this one; if after, the value stored
+  // before the check is seen below.
   const bool sure = membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) || counter.fences.load(std::memory_order_relaxed) != 0;
   WaitResult result = WaitResult::kReached;
   for (bool signal = false;;) {
@@ -122,8 +121,8 @@ void Counter::own() {
   fences.store(barriers ? 0 : 1, std::memory_order_relaxed);
 }
 
-// The store of the value and the check for sleepers must not be reordered. A fence here would stall the owner until its
-// slot's lines arrive from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier.
+// The store of the value and the check for sleepers must not be reordered. A fence here would wait for the slot's lines
+// from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier.
 void Counter::publish(std::uint64_t next, std::uint64_t note) {
   // Release: a rank that sees this note also sees the value before it.
   notes[next % kNotes].store(note, std::memory_order_release);

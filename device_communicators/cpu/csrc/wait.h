@@ -45,18 +45,17 @@ class Deadline {
   std::int64_t at_ns_ = 0;
 };
 
-// In shared memory; only grows. It is alone on two cache lines (adjacent lines are prefetched in pairs). Notes are on
-// the line that waiters read anyway.
+// In shared memory, alone on two cache lines (adjacent lines are prefetched in pairs). Only grows.
 struct alignas(128) Counter {
   static constexpr std::uint64_t kNotes = 4;
   static constexpr std::uint64_t kFlag = 1ULL << 47;  // a bit of a note in which ranks may differ
 
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
-  std::atomic<std::uint16_t> core{0};        // 1 + core of the last publish
-  std::atomic<std::uint8_t> fences{0};       // 1: publishes with a fence
+  std::atomic<std::uint16_t> core{0};  // 1 + core of the last publish
+  std::atomic<std::uint8_t> fences{0};
   std::atomic<std::uint64_t> notes[kNotes];  // by value % kNotes
-  // Offsets of the owner's tensors in symmetric memory. Written before a value, read after it.
+  // Of the owner's symmetric tensors. Written before a value, read after it.
   std::atomic<std::uint64_t> in_at{0};
   std::atomic<std::uint64_t> out_at{0};
 
@@ -82,7 +81,7 @@ struct alignas(128) Counter {
   void end_sleep() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
   std::uint32_t* word();  // the futex of its sleepers
 
-  // Returns whether the owner last published on this core, and so needs it to continue.
+  // The owner last published on this core, and so needs it to continue.
   bool shares_core() const;
 };
 static_assert(sizeof(Counter) == 128, "one counter, two cache lines");

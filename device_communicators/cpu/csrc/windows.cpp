@@ -92,7 +92,7 @@ bool has_populate() {
 }
 
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset) {
-  // Faults now, not in the first collective; later if the kernel can't populate.
+  // Faults now, not in the first collective.
   if (descriptor >= 0) {
     if (posix_fallocate(descriptor, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) return false;
     populate(at, bytes);

@@ -1,5 +1,5 @@
-// Maps a range of a shared file on demand, in windows that each double in size and never move. It keeps no descriptor:
-// from size 0, mremap maps the file of a shared mapping again. Thread-safe: look-ups take no lock, mapping does.
+// Maps a range of a shared file on demand, in windows that double in size and never move. It keeps no descriptor: from
+// size 0, mremap maps the file again. Thread-safe: look-ups take no lock.
 #pragma once
 
 #include <atomic>
@@ -12,15 +12,15 @@ namespace parallel_state {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = 2 << 20;
 
-// Allocates the memory of `bytes` at `at`, a mapping of a file from `offset` on. Returns false if there is none,
-// instead of a SIGBUS at the first write. Without a descriptor (-1) it needs MADV_POPULATE_WRITE (Linux 5.14).
+// Returns false without memory, instead of a SIGBUS at the first write. Without a descriptor (-1) it needs
+// MADV_POPULATE_WRITE (Linux 5.14).
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset);
 bool has_populate();
 
 // Returns 0, or the errno if the kernel has none (before Linux 6.1, or denied).
 int want_huge_pages();
 
-// Returns the start of a block after `used` bytes; on a huge page if the block fills one.
+// On a huge page if the block fills one.
 std::size_t block_offset(std::size_t used, std::size_t bytes);
 
 class Windows {
@@ -39,10 +39,10 @@ class Windows {
     return bytes <= capacity_ && offset <= capacity_ - bytes;
   }
 
-  // Returns where the bytes are mapped; null if the kernel can't, or there is no address space left.
+  // Null if the kernel can't map them, or there is no address space left.
   char* at(std::uint64_t offset, std::size_t bytes);
 
-  // Returns kOutside if the bytes aren't in one window.
+  // kOutside if the bytes aren't in one window.
   std::uint64_t offset_of(const void* address, std::size_t bytes) const;
 
  private:

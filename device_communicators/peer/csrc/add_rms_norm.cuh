@@ -2,17 +2,14 @@
 // weight), optionally quantized to float8. The numerics are those of calls/reductions.py.
 //
 // A *team* of neighboring blocks shares a row: each thread has one pair of it and each epoch handles a whole row. Every
-// rank computes all rows; the teams of a rank alternate.
-//
-// A team needs the sum of squares of the whole row and, with a scale per token, the largest magnitude. Its blocks
-// exchange these as *parts*, packets through their own rank's region. Each member writes its part into every other
-// member's slot, at the unused place of packets from its own rank. Threads' values and members' parts are combined in a
-// fixed order, and teams are equal on all ranks, so all ranks get the same bits.
+// rank computes all rows. A team's blocks exchange the sum of squares and, with a scale per token, the largest
+// magnitude as *parts*: packets through their own rank's region, at the unused place of packets from that rank. Values
+// are combined in a fixed order, and teams are equal on all ranks, so all ranks get the same bits.
 //
 // Parts carry the *receiver's* epoch and use its slot: blocks have different epoch numbers. Each member reads the other
-// members' numbers before it sends its first part; they need this part to advance, and all take one epoch per row. A
-// block ends an epoch only after it has received all parts of that epoch, and writes for the next epoch only after
-// that. So a slot that a member is about to clear or reuse has no part that is still needed.
+// members' numbers before it sends its first part, which they need to advance. A block ends an epoch only after it has
+// received all parts of that epoch, and writes for the next epoch only after that. So a slot that a member is about to
+// clear or reuse has no part that is still needed.
 //
 // Each thread reads and writes the same indices, so output may be input, and residual_out may be residual.
 #pragma once
@@ -26,7 +23,7 @@ enum class Norm { PLAIN, STATIC_FLOAT8, TOKEN_FLOAT8 };
 
 static_assert(2 * MAX_BLOCKS <= PART_PACKETS, "two parts of each member have a place");
 
-// Methods take the block as an argument, because a stored reference would keep both out of registers.
+// A stored reference to the block would keep both out of registers.
 class Team {
  public:
   __device__ __forceinline__ Team(const Block& block, u32 size)
@@ -91,13 +88,12 @@ struct Sum {
   }
 };
 
-// For magnitudes of floats: as integers they have the same order, and NaN is the largest.
+// Floats' magnitudes have the same order as integers, and NaN is the largest.
 struct Largest {
   static __device__ __forceinline__ u32 of(u32 one, u32 other) { return one < other ? other : one; }
 };
 
-// Returns the same value on all threads, for any number of them. The next call must have another TAG, or follow a
-// barrier.
+// The same value on all threads, for any number of them. The next call must have another TAG, or follow a barrier.
 template <class Operation, u32 TAG>
 __device__ __forceinline__ u32 over_block(u32 value) {
   constexpr u32 LANES = 32;
@@ -126,7 +122,6 @@ __device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& va
   return true;
 }
 
-// From `index` on in a row of `length` at `address`.
 template <class T>
 __device__ __forceinline__ void store_float8(u64 address, u32 index, u32 length, const u32 (&values)[8 / T::BYTES]) {
   constexpr u32 COUNT = 8 / T::BYTES;
@@ -274,7 +269,7 @@ __device__ __forceinline__ void add_rms_norm(const Call& call) {
   const u32 pairs = static_cast<u32>(pieces_of(u64{call.hidden} * T::BYTES, PAIR_BYTES));
   const u32 members = static_cast<u32>(pieces_of(pairs, PART_PACKETS));
   const u32 teams = gridDim.x / members, team = blockIdx.x / members;
-  if (teams == 0) trap();  // never with a grid of kernels.py; without the trap there would be no result
+  if (teams == 0) trap();  // never with a grid of kernels.py
   if (team < teams && team < call.rows) {
     with_ranks(call.size, [&](auto ranks) { norm_rows<T, NORM>(call, ranks, pairs, members, team, teams); });
   }

@@ -1,4 +1,4 @@
-// The argument of a launch and the layout of a region. Mirrored in kernels.py; a test compares the two.
+// Mirrored in kernels.py; a test compares the two.
 #pragma once
 
 namespace parallel_state {
@@ -10,34 +10,34 @@ using u64 = unsigned long long;
 constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 128;
 constexpr u32 MAX_THREADS = 512;  // of a block
-constexpr u32 SLOTS = 2;          // see epochs.cuh for why two are enough
+constexpr u32 SLOTS = 2;          // see epochs.cuh
 constexpr u32 PHASES = 2;         // barriers within one epoch
 
 // Addresses are integers, so that the layout is the same for all compilers. CUDA graphs keep a copy, so the deadline is
-// a duration, which starts at the first poll.
+// a duration.
 struct Call {
-  u64 regions[MAX_RANKS];  // the ranks' regions, as mapped in this process; 256-byte aligned, zeroed once
-  u64 input;               // the caller aligns this and the other tensors to 16 bytes
+  u64 regions[MAX_RANKS];  // as mapped in this process; 256-byte aligned, zeroed once
+  u64 input;               // this and the other tensors are aligned to 16 bytes
   u64 output;              // may be `input` in an all_reduce
   u64 residual;            // this and the next five: only for the fused kernels
   u64 residual_out;
   u64 weight;
   u64 scale;
   u64 scale_out;
-  u64 report;       // 8 bytes of host memory that the device has mapped; a failing kernel writes a `Report`
-  u64 abort;        // 8 bytes of such memory; the host sets them to a non-zero value to end all waits
+  u64 report;       // 8 bytes of host memory that the device has mapped, for a `Report`
+  u64 abort;        // 8 bytes of such memory; a non-zero value ends all waits
   u64 numel;        // elements of the tensor; all_gather: bytes of the input; reduce_scatter: elements of the output
-  u64 deadline_ns;  // the timeout of each single wait
+  u64 deadline_ns;  // of each single wait
   u32 rank;
   u32 size;
-  u32 operation;  // the host's number of this kernel, copied into a report
+  u32 operation;  // the host's number of this kernel, for reports
   u32 rows;
   u32 hidden;
   float eps;
 };
 
-// A report is a 64-bit word: reason (8 bits) | peer (8) | operation (8) | block (8) | epoch (32). Each thread whose
-// wait ended early writes one, and the last one stays. A report about OWN_BLOCK doesn't replace another report.
+// A 64-bit word: reason (8 bits) | peer (8) | operation (8) | block (8) | epoch (32). The last report stays, but one
+// about OWN_BLOCK replaces none.
 enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
 // The peer of a thread that waited for another block of its own rank.
@@ -45,14 +45,14 @@ constexpr u32 OWN_BLOCK = 0xff;
 
 // A region is [control][packets][stages].
 struct Control {
-  u32 epoch[MAX_BLOCKS];                           // used only by this rank's own blocks
+  u32 epoch[MAX_BLOCKS];                           // of this rank's own blocks
   u32 flag[SLOTS][PHASES][MAX_BLOCKS][MAX_RANKS];  // rank r writes [..][r], the region's owner reads it
 };
 
 constexpr u64 CONTROL_BYTES = 64 << 10;
 constexpr u32 PACKET_BYTES = 16;       // 8 bytes are data
-constexpr u32 PART_PACKETS = 256;      // packets of one rank's block in its part of another rank's slot
-constexpr u32 STAGE_BYTES = 32 << 10;  // bytes that a block stages in a slot
+constexpr u32 PART_PACKETS = 256;      // of one rank's block in its part of another rank's slot
+constexpr u32 STAGE_BYTES = 32 << 10;  // of a block in a slot
 constexpr u64 PACKETS_OFFSET = CONTROL_BYTES;
 constexpr u64 STAGES_OFFSET = PACKETS_OFFSET + u64{SLOTS} * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * PACKET_BYTES;
 constexpr u64 REGION_BYTES = STAGES_OFFSET + u64{SLOTS} * MAX_BLOCKS * STAGE_BYTES;

@@ -1,5 +1,4 @@
-// Dtypes and their sums, which are computed in fp32, in rank order, and rounded once, so that all algorithms give the
-// same bits on all ranks.
+// Sums are computed in fp32, in rank order, and rounded once, so that all algorithms give the same bits on all ranks.
 
 #pragma once
 
@@ -62,12 +61,12 @@ __device__ __noinline__ void store_bytes(u64 address, u64 bytes, Words<COUNT> wo
   }
 }
 
-// The address needn't be aligned (a row of an odd length isn't).
+// The address needn't be aligned.
 struct Tensor {
   u64 address;
   u64 bytes;
 
-  // Returns true if words up to the offset `end` can be moved by whole instructions.
+  // Words up to the offset `end` can be moved by whole instructions.
   template <u32 COUNT>
   __device__ __forceinline__ bool is_whole(u64 end) const {
     return end <= bytes && address % (4 * COUNT) == 0;
@@ -120,7 +119,7 @@ struct Floats {
     for (u32 i = 0; i < LENGTH; ++i) at[i] += other.at[i];
   }
 
-  // Rounds to nearest, ties to even.
+  // To nearest, ties to even.
   __device__ __forceinline__ Words<COUNT> rounded() const {
     Words<COUNT> words;
 #pragma unroll
@@ -137,7 +136,7 @@ struct Ranks {
   __device__ __forceinline__ bool has(u32) const { return true; }
 };
 
-// For rarer numbers of ranks. To avoid a branch, loads from a rank that doesn't exist use another address.
+// To avoid a branch, loads from a rank that doesn't exist use another address.
 template <>
 struct Ranks<0> {
   static constexpr u32 MOST = MAX_RANKS;

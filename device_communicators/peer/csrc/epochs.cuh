@@ -1,13 +1,11 @@
 // Epochs keep the exchanges of blocks apart, within a call and between calls.
 //
-// Block b of a rank exchanges data only with block b of each other rank. It has its own flags, parts of the regions and
-// epoch number. In one *epoch* each block writes into its slot of the regions (slot = epoch % 2), waits for the others,
-// and reads. The grid depends only on values that are equal on all ranks, so block b takes the same epochs on all
-// ranks, as many as its share of the data needs.
+// Block b of a rank exchanges data only with block b of each other rank. In one *epoch* each block writes into its slot
+// of the regions (slot = epoch % 2), waits for the others, and reads. The grid depends only on values that are equal on
+// all ranks, so block b takes the same epochs on all ranks.
 //
-// The epoch number is in device memory. So a graph may be replayed, and calls of different kernels and sizes may follow
-// each other. All ranks must make the same calls, one after the other. The host must prevent two simultaneous calls of
-// one rank on two streams: they would use the same epoch.
+// The epoch number is in device memory, so a graph may be replayed. All ranks must make the same calls, one after the
+// other; simultaneous calls of one rank on two streams would use the same epoch.
 //
 // Each kernel obeys two rules:
 //
@@ -21,13 +19,13 @@
 // performed before a store that follows it after a barrier, and no GPU makes a store visible early.
 //
 // Why flags are compared for equality. Each place of a slot is written once per epoch, and no block is in e+2 before
-// this block has ended e. So a flag has the number of e or of an older epoch. 32 bits wrap around after 2^32 epochs,
-// which is days of decoding, so old numbers are cleared before that (clear_next_slot), twice every 2^30 epochs.
+// this block has ended e. So a flag has the number of e or of an older epoch. 32 bits wrap around after days of
+// decoding, so old numbers are cleared before that (clear_next_slot).
 //
-// Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit (kernels.py).
+// Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit.
 //
-// Every wait ends: when the flag arrives; at the deadline (a report, then a trap, which destroys the CUDA context); or
-// when the host sets the abort word (a report, then the kernel returns with undefined output). A block that has stopped
+// A wait ends when the flag arrives; at the deadline (a report, then a trap, which destroys the CUDA context); or when
+// the host sets the abort word (a report, then the kernel returns with undefined output). A block that has stopped
 // never sends or sets a flag again, so that no peer takes invalid data for a result. The regions of a failed group
 // can't be used again.
 #pragma once
@@ -47,7 +45,6 @@ __device__ __noinline__ void give_report(const Call& call, Report reason, u32 pe
   fence_system();  // the trap that may follow doesn't wait for stores
 }
 
-// The deadline of one wait.
 class Patience {
  public:
   // Called after each unsuccessful poll. Returns true if the wait must end.
@@ -101,7 +98,6 @@ class Block {
 
   __device__ __forceinline__ u32 epoch() const { return epoch_; }
 
-  // Those that rank `from` sends to this block in this epoch.
   __device__ __forceinline__ u64 packets(u32 owner, u32 from) const {
     const u64 part = (u64{slot()} * MAX_BLOCKS + blockIdx.x) * MAX_RANKS + from;
     return call.regions[owner] + PACKETS_OFFSET + part * (PART_PACKETS * PACKET_BYTES);
@@ -117,7 +113,7 @@ class Block {
     if (epoch_ % CLEAR_EVERY == 2 || epoch_ % CLEAR_EVERY == 3) clear_next_slot(call, epoch_);
   }
 
-  // Waits for all threads of the block. Returns false, on all threads, if one has stopped: then the kernel must return.
+  // Returns false, on all threads, if one has stopped: then the kernel must return.
   __device__ __forceinline__ bool end_epoch(bool stopped = false) { return __syncthreads_or(stopped) == 0; }
 
   // Waits for this block of every rank. What they wrote before is readable then. Returns false as end_epoch does.

@@ -1,6 +1,5 @@
-// all_gather and reduce_scatter, by push for small messages and by pull for larger ones. `output` of all_gather and
-// `input` of reduce_scatter are [size, numel]. Unaligned rows are moved bytewise. The input of all_gather may be this
-// rank's row of `output`; the output of reduce_scatter may be this rank's row of `input`.
+// all_gather and reduce_scatter. `output` of all_gather and `input` of reduce_scatter are [size, numel]; the other
+// tensor may be this rank's row of it. Unaligned rows are moved bytewise.
 #pragma once
 
 #include "push.cuh"

@@ -1,10 +1,10 @@
-// The host looks kernels up by these names (kernels.py).
+// kernels.py looks these names up.
 #include "add_rms_norm.cuh"
 #include "gather_scatter.cuh"
 #include "push.cuh"
 #include "staged.cuh"
 
-// For low latency the compiler may use all registers: a multiprocessor needs to hold only one block.
+// The compiler may use all registers: a multiprocessor needs to hold only one block.
 #define KERNEL(NAME, BODY)                                                     \
   extern "C" __global__ void __launch_bounds__(parallel_state::MAX_THREADS, 1) \
       NAME(const __grid_constant__ parallel_state::Call call) {                \

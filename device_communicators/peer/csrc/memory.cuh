@@ -1,7 +1,6 @@
 // Every access whose order or atomicity matters, and all other PTX. Accesses to a region have .sys scope, because the
 // peer is another GPU or process. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model.
-// With PARALLEL_STATE_ON_CPU these functions are atomics of the host's compiler, for tests
-// (tests/native/cuda_on_cpu.h).
+// With PARALLEL_STATE_ON_CPU these functions are atomics of the host's compiler.
 #pragma once
 
 #include "call.cuh"
@@ -13,7 +12,7 @@ struct Packet {
   u64 halves[2];
 };
 
-// 8 or 16 bytes, moved by one instruction.
+// Moved by one instruction.
 template <u32 COUNT>
 struct alignas(4 * COUNT) Words {
   u32 at[COUNT];
@@ -21,7 +20,7 @@ struct alignas(4 * COUNT) Words {
 
 #ifndef PARALLEL_STATE_ON_CPU
 
-// Each 64-bit half is a single access. The two halves may arrive separately.
+// The two halves may arrive separately.
 __device__ __forceinline__ void store_packet(u64 address, Packet packet) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};"
                :
@@ -54,7 +53,7 @@ __device__ __forceinline__ Words<4> load_shared(u64 address) {
   return words;
 }
 
-// For tensors that only this rank's kernels access, one after the other: no order is needed.
+// For tensors that only this rank's kernels access, one after the other.
 __device__ __forceinline__ void load_own(u64 address, Words<2>& words) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.at[0]), "=r"(words.at[1]) : "l"(address) : "memory");
 }
@@ -136,7 +135,7 @@ __device__ __forceinline__ u16 bfloat_of_float(float value) {
   return bits;
 }
 
-// In the block's shared memory. Each TAG is a separate array.
+// Each TAG is a separate array.
 template <class T, u32 COUNT, u32 TAG = 0>
 __device__ __forceinline__ T* shared_array() {
   __shared__ T values[COUNT];

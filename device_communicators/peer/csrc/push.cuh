@@ -1,8 +1,6 @@
-// Push: every rank writes its data into every other rank's region and then waits only for the peers' data.
-//
-// A packet has 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access. So a thread that
-// reads the expected epoch in a half also has its data, without a fence or barrier. Twice the bytes are sent, so push
-// is for small messages. (NCCL calls such a protocol LL.)
+// Push: every rank writes its data into every other rank's region and then waits only for the peers' data. A packet has
+// 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, so the expected epoch in a half
+// proves its data, without a fence or barrier.
 //
 // In an epoch, block b of each rank sends `count` packets (equal on all ranks, at least 1) to its part of each other
 // rank's slot. Then it waits for `count` packets from each rank. This satisfies the rules Heard and Drained. Each
@@ -44,7 +42,7 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   while (true) {
     Packet packets[MOST];
 #pragma unroll
-    for (u32 r = 0; r < MOST; ++r) {  // all loads are issued before the first is used; this rank's own part is unused
+    for (u32 r = 0; r < MOST; ++r) {  // all loads are issued before the first is used
       packets[r] = load_packet(first + (ranks.has(r) ? u64{r} * PART_PACKETS * PACKET_BYTES : 0));
     }
     u32 missing = MAX_RANKS;
@@ -60,7 +58,7 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   }
 }
 
-// In fp32. Returns false if the wait was stopped.
+// Returns false if the wait was stopped.
 template <class T, u32 SIZE>
 __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                             Floats<T, 2>& sum) {
@@ -70,8 +68,8 @@ __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> rank
   return true;
 }
 
-// PART_PACKETS pairs per epoch. Each epoch calls `send(block, i, pair)` and then `receive(block, i, pair) -> bool`; i
-// is the index within the epoch, pair that within the tensor.
+// PART_PACKETS pairs per epoch. Calls `send(block, i, pair)` and `receive(block, i, pair) -> bool`; i is the index
+// within the epoch, pair that within the tensor.
 template <class Send, class Receive>
 __device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send, Receive receive) {
   const Share share = share_of(pairs);

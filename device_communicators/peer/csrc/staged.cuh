@@ -1,14 +1,13 @@
-// Pull and two-shot: each rank stages data in its own region; peers read it after a barrier.
+// Each rank stages data in its own region; peers read it after a barrier.
 //
-// Pull (one shot): every rank reads the data of all ranks and sums it. One barrier; (size - 1) times the data over each
-// rank's links.
+// Pull: every rank reads the data of all ranks and sums it. (size - 1) times the data over each rank's links.
 //
 // Two-shot: rank r sums shard r and writes the result over that shard in every rank's stage, where no other rank reads
-// it; barrier; every rank reads all shards from its own region. Two barriers; 2 (size - 1) / size times the data over
-// each rank's links.
+// it; barrier; every rank reads all shards from its own region. 2 (size - 1) / size times the data over each rank's
+// links.
 //
-// Both kernels end each epoch after a barrier, which satisfies the rules Heard and Drained: peers write into this
-// region before they set their last flag. Output may be input: it is written only after its old value was staged.
+// Both end each epoch after a barrier, which satisfies the rules Heard and Drained: peers write into this region before
+// they set their last flag. Output may be input: it is written only after its old value was staged.
 #pragma once
 
 #include "elements.cuh"
@@ -43,7 +42,7 @@ __device__ __forceinline__ Floats<T, 4> sum_staged(const Block& block, Ranks<SIZ
   return sum_in_rank_order<T>(ranks, quads);
 }
 
-// Calls `store(i, load(i))` with several loads in flight. Returns where this thread must continue.
+// Several loads in flight. Returns where this thread must continue.
 template <class Load, class Store>
 __device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
   constexpr u32 AT_ONCE = 4;
