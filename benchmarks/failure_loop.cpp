@@ -19,7 +19,7 @@ using namespace parallel_state;
 namespace {
 
 constexpr double kTimeoutS = 10;
-constexpr int kDtype = 6;  // float32
+constexpr int kDtype = 6;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kLinesBytes = kPage;  // the counters of two exchanges, of up to 16 ranks
 const WaitPolicy kSpins{20'000'000, 0};     // a wake-up costs a thousand times what is measured
@@ -84,7 +84,7 @@ class Ranks {
     own_.own();
   }
 
-  // Negative if a call failed. All ranks must call it for exchanges.
+  // All ranks must call it for exchanges.
   double run(What what, int calls) {
     switch (what) {
       case kNothing: return seconds_of(calls, [] { return true; });
@@ -228,7 +228,6 @@ extern "C" {
 
 std::size_t failure_loop_bytes(int size) { return 2 * pages(Handle::segment_bytes(size)) + kLinesBytes; }
 
-// `descriptor`: a zeroed file of `failure_loop_bytes`, shared by all ranks.
 void* failure_loop_new(int descriptor, int rank, int size, std::size_t count) {
   return new Ranks(descriptor, rank, size, count);
 }

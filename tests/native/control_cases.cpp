@@ -62,7 +62,6 @@ struct World {
     for (; asked > 0; --asked) core.step(now, event_of(Event::kBeats), &actions);
   }
 
-  // The boards of `beats` keep beating.
   void pass(Nanos time, const std::vector<Proc>& beats = {}) {
     std::vector<Action> all;
     for (const Nanos end = now + time; now < end;) {
@@ -234,7 +233,7 @@ void a_state_is_not_starved_by_other_frames() {
   board.bytes = Writer().number(1U).number(proc_of(1)).number(std::uint8_t{kLeft}).number(proc_of(1)).text("").take();
   world.step(board);
   bool told = false;
-  for (int i = 0; i < 30 && !told; ++i) {  // a question is answered every 100 ms
+  for (int i = 0; i < 30 && !told; ++i) {
     world.bytes(3, world.frame(FrameKind::kQuestion, 2, Writer().number(std::uint64_t{1}).text("q").take()));
     Event reply = event_of(Event::kReply, -1, proc_of(2));
     reply.id = 1;
@@ -292,7 +291,7 @@ void a_leaver_that_its_leads_farewell_reports_dials_nobody() {
     World world({2, 1}, 1);
     Event leave = event_of(Event::kLeave);
     leave.deadline = world.now + kSecond;
-    world.core.step(world.now, leave, &world.actions);  // its last look at the boards is under way
+    world.core.step(world.now, leave, &world.actions);
     Event board = event_of(Event::kBoard, -1, proc_of(0));
     Writer writer;
     writer.number(is_reported ? 2U : 1U);
@@ -390,7 +389,7 @@ void an_agreement_that_was_only_asked_about_is_forgotten() {
   world.accept(3, 1);
   world.bytes(3, world.value(1, {0, 1, 2, 3}, "p", "", 1, FrameKind::kAsk));
   CHECK(world.find(Action::kSend, 3) != nullptr);
-  for (const int rank : {0, 1}) world.step(event_of(Event::kEnded, -1, proc_of(rank)));  // rank 2 never calls
+  for (const int rank : {0, 1}) world.step(event_of(Event::kEnded, -1, proc_of(rank)));
   world.pass(700 * kSecond, {proc_of(2)});
   world.accept(4, 2);
   world.bytes(4, world.value(2, {2, 3}, "q", "x", 0));
@@ -496,7 +495,7 @@ void a_stopped_process_whose_kernel_answers_is_stopped() {
     acked.age = 50 * kMillisecond;
     world.step(acked);
   }
-  CHECK(stopped && dialed_in_time);  // kept while the kernel acknowledges
+  CHECK(stopped && dialed_in_time);
 }
 
 void a_full_window_is_replaced_by_a_dial() {
@@ -612,7 +611,7 @@ void a_leaver_whose_farewell_comes_over_another() {
 
 void dials_that_are_refused_once_the_connection_broke_are_exits() {
   World world = with_stopped_peer();
-  world.pass(15 * kSecond);  // this process closes a silent connection
+  world.pass(15 * kSecond);
   CHECK(world.core.ends().empty());
   world.answer(4, 1);
   world.step(event_of(Event::kClosed, 4));
@@ -840,12 +839,12 @@ void the_oldest_stranger_makes_room() {
     world.now += kMillisecond;
     world.step(event_of(Event::kAccepted, 1000 - i));
     logs += world.find(Action::kLog) != nullptr ? 1 : 0;
-    const bool is_full = i >= 258;  // 256 and two members
+    const bool is_full = i >= 258;
     CHECK((world.find(Action::kClose) != nullptr) == is_full);
     if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
   }
   CHECK(logs == 2);
-  World early({1, 1}, 0, false);  // all ranks may dial a process before it knows them
+  World early({1, 1}, 0, false);
   for (int i = 0; i < 1025; ++i) {
     early.now += kMillisecond;
     early.step(event_of(Event::kAccepted, i));

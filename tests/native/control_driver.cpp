@@ -1,4 +1,3 @@
-// The driver without Python, for sanitizers.
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
@@ -101,7 +100,6 @@ void meet(const std::vector<Opened>& all) {
   std::vector<Member> members;
   std::vector<int> boards;
   for (const Opened& one : all) {
-    // The last two can watch each other.
     const std::uint64_t domain = std::min(members.size(), all.size() - 2);
     members.push_back({static_cast<int>(members.size()),
                        one.stay->proc,
@@ -257,7 +255,7 @@ void run_neighbours() {
   meet_process(one, reused, 1);
   await(one, Inbox::kDied);
   kill(reused, SIGKILL);
-  usleep(1'500'000);  // the beats after a death are over
+  usleep(1'500'000);
   const clock_t before = clock();
   usleep(500'000);
   check(clock() - before < CLOCKS_PER_SEC / 5, "the thread spins on a process that exited");

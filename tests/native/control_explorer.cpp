@@ -75,7 +75,7 @@ class Explorer {
     }
     settle(&state);
     for (int rank = 0; rank < ranks_; ++rank) {
-      for (int other = rank + 1; other < ranks_; ++other) {  // as after an earlier call
+      for (int other = rank + 1; other < ranks_; ++other) {
         Event event;
         event.kind = Event::kAsk;
         event.proc = proc_of(other);
@@ -107,7 +107,7 @@ class Explorer {
     std::vector<Action> actions;
     state->cores[rank].step(state->now, event, &actions);
     bool beats = false;
-    std::vector<std::pair<int, int>> joined;  // a step's bytes on a connection arrive together
+    std::vector<std::pair<int, int>> joined;
     for (const Action& action : actions) {
       const int id = action.connection;
       if (action.kind == Action::kDial) state->dials.emplace_back(rank, rank_of(action.proc));
@@ -349,7 +349,6 @@ class Explorer {
     return true;
   }
 
-  // Only while a call runs or an exit isn't known everywhere.
   bool wait(const State& state, std::vector<State>* next) {
     if (is_settled(state)) return false;
     Nanos wake = kNever;
@@ -382,7 +381,6 @@ class Explorer {
     return std::any_of(ends.begin(), ends.end(), [&](const auto& entry) { return entry.first == proc_of(dead); });
   }
 
-  // A state with nothing in flight.
   bool check(const State& state) {
     const Verdict* first = nullptr;
     for (int rank = 0; rank < ranks_; ++rank) {

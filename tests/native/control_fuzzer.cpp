@@ -22,7 +22,7 @@ constexpr int kRanks = 4;
 
 struct Random {
   std::uint64_t state;
-  std::uint64_t next() {  // splitmix64
+  std::uint64_t next() {
     std::uint64_t z = state += 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
@@ -50,7 +50,7 @@ Bytes mutated(Bytes bytes, Random* random) {
       case 1: bytes.erase(at, size); break;
       case 2: bytes.insert(at, bytes.substr(random->below(bytes.size() + 1), size)); break;
       case 3: bytes.resize(at); break;
-      default: {  // a number near a bound
+      default: {
         static constexpr char kNumbers[] = "\x00\x01\x02\x03\x7f\x80\xff";
         if (at < bytes.size()) bytes[at] = random->chance(50) ? kNumbers[random->below(7)] : random->next() & 0xff;
       }
@@ -59,7 +59,7 @@ Bytes mutated(Bytes bytes, Random* random) {
   return bytes;
 }
 
-struct Pipe {  // empty bytes are the end
+struct Pipe {
   std::size_t rank[2];
   std::deque<Bytes> to[2];
   bool open[2] = {true, true};

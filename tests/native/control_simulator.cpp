@@ -34,7 +34,7 @@ constexpr Nanos kResent = 200 * kMillisecond, kRecovers = 250 * kMillisecond;
 
 struct Random {
   std::uint64_t state;
-  std::uint64_t next() {  // splitmix64
+  std::uint64_t next() {
     std::uint64_t z = state += 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
@@ -49,23 +49,23 @@ struct Process {
 
   Core core;
   int host = 0;
-  bool alive = true;  // its kernel answers
+  bool alive = true;
   bool runs = true;
-  bool exiting = false;  // killed, its descriptors still open
-  bool large = false;    // was exiting for some time
+  bool exiting = false;
+  bool large = false;
   bool joined = false;
   bool left = false;
-  bool left_early = false;  // all had received its farewell
+  bool left_early = false;
   Nanos leaves_by = -1;
-  bool calls = false;     // is a member of an agreement
+  bool calls = false;
   bool declared = false;  // some core took it for dead
-  Nanos ran_since = 0;    // without a stop
+  Nanos ran_since = 0;
   Nanos died = -1;
   Nanos woken_at = kNever;
-  Nanos local_at = 0;  // its host's events arrive in order
+  Nanos local_at = 0;
   std::deque<Event> backlog;
   std::unique_ptr<Record> record;
-  std::vector<std::uint64_t> seen;  // last read board beats
+  std::vector<std::uint64_t> seen;
   long frames = 0, dials = 0, connections = 0;
 };
 
@@ -75,20 +75,20 @@ struct Connection {
   bool broken = false;
   Nanos arrival[2] = {0, 0};
   Nanos closes[2] = {-1, -1};
-  Nanos acknowledged[2] = {0, 0};  // by the peer's kernel
+  Nanos acknowledged[2] = {0, 0};
 };
 
 struct Agreement {
   std::vector<int> members;
   std::map<int, Nanos> called;
-  std::map<int, Nanos> deadline;  // by the process's clock
+  std::map<int, Nanos> deadline;
   struct Given {
     std::shared_ptr<const Verdict> verdict;
     std::vector<int> ranks;
   };
-  std::vector<Given> given;  // the different verdicts
+  std::vector<Given> given;
   std::set<int> ended;
-  Nanos decided = -1;  // the first verdict
+  Nanos decided = -1;
 };
 
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
@@ -154,7 +154,7 @@ class Simulator {
   struct Item {
     Nanos time;
     std::uint64_t order;
-    int process;  // -1: an operation
+    int process;
     std::size_t payload;
     bool operator<(const Item& other) const { return time != other.time ? time > other.time : order > other.order; }
   };
@@ -298,7 +298,7 @@ class Simulator {
       Nanos step = random_.below(60 * kSecond) - 30 * kSecond;
       at(when, [=] {
         clock_[host] += step;
-        for (const int each : on_host_[host]) deliver(each, Event());  // a driver reads its clock each second
+        for (const int each : on_host_[host]) deliver(each, Event());
       });
       text += " by " + std::to_string(step / 1e9) + " s";
     }

@@ -1,4 +1,4 @@
-// Ranks over the C++ of the CPU path, for sanitizers.
+// For sanitizers.
 //
 //   cpu_ranks processes   each rank is a process: for AddressSanitizer and UndefinedBehaviorSanitizer
 //   cpu_ranks threads     each rank is a thread over one mapping: ThreadSanitizer sees all accesses
@@ -286,7 +286,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   const std::string key = "group@" + std::to_string(world.rank);
   ps_serve(key.c_str(), group);
   std::atomic<bool> done{false};
-  std::thread looks([&] {  // another thread's error or watchdog inspects a busy group
+  std::thread looks([&] {
     std::vector<std::int64_t> records(2 * 14 * Served::kRecords);
     while (!done.load()) {
       handle->failure();
@@ -511,7 +511,6 @@ void messages(const World& world, const File& segment, const File& queues, const
     }
     CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
   }
-  // Receivers borrow lists on another thread, or copy them; senders copy if most loans are held.
   const auto meet = [&] {
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
   };
@@ -576,7 +575,7 @@ void messages(const World& world, const File& segment, const File& queues, const
       CHECK(ps_queue_take(pair, nullptr, 0, kTimeoutS) == 2);
       CHECK(ps_queue_reader_delete(pair) == 1);
     } else {
-      std::thread waits([&] { CHECK(!receive_list(rank, unsent)); });  // or finds it closed
+      std::thread waits([&] { CHECK(!receive_list(rank, unsent)); });
       ps_queue_reader_leave(pair);
       while (ps_queue_reader_delete(pair) == 0) usleep(100);
       waits.join();
@@ -675,7 +674,6 @@ void hostile_bytes() {
   }
 }
 
-// Takes or refuses any message, in its own allocation.
 struct Copy : Taker {
   explicit Copy(bool refuses, std::uint64_t most_head_bytes = 70) : refuses(refuses), most_bytes(most_head_bytes) {}
   const bool refuses;
@@ -780,14 +778,14 @@ void hostile_messages() {
 
 struct Fake {
   const void* type;
-  std::vector<Fake*> items;  // of a dict: alternating keys and values
+  std::vector<Fake*> items;
   std::string bytes;
   long long number = 0;
   void* tensor = nullptr;
 };
 
-std::multiset<void*> held;  // of the packer or unpacker
-std::set<void*> owned;      // made by the unpacker
+std::multiset<void*> held;
+std::set<void*> owned;
 
 const char kTypes[9] = {};  // list, dict, str, int, float, None, bool, bytes, Tensor
 enum { kList, kDict, kStr, kInt, kFloat, kNone, kBool, kBytes, kTensor };
@@ -803,7 +801,7 @@ void* made(int kind, std::string bytes = "") {
 
 void let_go(void* object) {
   const auto found = held.find(object);
-  if (found == held.end()) return;  // a type, which has no references
+  if (found == held.end()) return;
   held.erase(found);
   if (held.count(object) != 0 || owned.erase(object) == 0) return;
   for (Fake* const item : fake(object)->items) let_go(item);
@@ -974,7 +972,7 @@ void unpack(const Python& python, Draw& draw, std::vector<char> head, std::size_
     std::vector<void*> all;
   };
   for (int change = 0; change < 4; ++change) {
-    const std::vector<char> exact(head);  // its own allocation
+    const std::vector<char> exact(head);
     {
       Unpacker unpacker;
       const bool read = unpacker.read(python, exact.data(), exact.size(), tensor_bytes, slices);

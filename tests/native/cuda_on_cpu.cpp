@@ -53,7 +53,6 @@ EXPORTED int on_cpu_launch(const char* name, unsigned blocks, unsigned threads, 
   return int(trapped ? End::TRAPPED : End::GOOD);
 }
 
-// Delays about `per_mille` of 1,000 accesses, some by up to `longest_us`.
 EXPORTED void on_cpu_disturb(unsigned per_mille, unsigned longest_us, std::uint64_t seed) {
   on_cpu::pauses_per_mille = per_mille;
   on_cpu::pause_us = longest_us;

@@ -1,5 +1,4 @@
-// Enough of CUDA to run the kernels of peer/csrc on a CPU, a thread for each CUDA thread. Ranks are threads of one
-// process, each with its own launch, or processes over shared memory.
+// Enough of CUDA to run the kernels of peer/csrc on a CPU, a thread for each CUDA thread.
 #pragma once
 
 #include <atomic>
@@ -87,7 +86,7 @@ struct ThreadBlock {
 
   Meeting everyone;
   std::vector<std::unique_ptr<Meeting>> warps;
-  std::vector<std::uint64_t> lanes;  // each thread's value in a shuffle
+  std::vector<std::uint64_t> lanes;
   std::mutex mutex;
   std::map<const void*, std::vector<std::max_align_t>> arrays;
 };
@@ -102,7 +101,6 @@ inline thread_local Thread self;
 inline std::atomic<unsigned> pauses_per_mille{0}, pause_us{0};
 inline std::atomic<std::uint64_t> seed{1};
 
-// Sometimes yields or sleeps. Returns a random number.
 inline unsigned pause() {
   self.dice = self.dice * 6364136223846793005u + 1442695040888963407u;
   const unsigned number = self.dice >> 33;

@@ -111,7 +111,7 @@ struct Team {
       if (!as_threads || memory == nullptr) {
         delete handle;
       } else {
-        handle->hosts()->connections().close();  // the other threads use the mapping, too
+        handle->hosts()->connections().close();
       }
     };
     if (as_threads) {
@@ -272,7 +272,6 @@ Status receive_message(Handle& handle, int root, Taker& taker, HostsGroup::Taken
              [&](Group&, double limit) { return handle.hosts()->receive_message(root, taker, taken, limit); });
 }
 
-// Tensors, one of no bytes. A receiver leaves the message once.
 void message(Handle& handle, int root, std::size_t head_bytes, std::size_t bytes, std::size_t small = 0) {
   const std::vector<char> head = bytes_of(root + 1, head_bytes);
   std::vector<std::vector<char>> tensors{bytes_of(root, bytes), {}, bytes_of(root + 2, bytes / 3)};
@@ -325,7 +324,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
   for (const std::size_t tensor_bytes : {bytes, bytes * 3, std::size_t{90'000}}) {
     message(handle, root, 1 + draw(tensor_bytes > 80'000 ? 90'000 : 5000), tensor_bytes);
   }
-  message(handle, root, 100, bytes, draw(3) == 0 ? 500 : 7);  // 10 MB of small tensors: several rounds
+  message(handle, root, 100, bytes, draw(3) == 0 ? 500 : 7);
   CHECK(run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); }) ==
         Status::kDone);
   if (!meshed) {  // refused before sending; the group stays usable
@@ -368,7 +367,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
           return group.scatter(data.data(), rank == root ? blocks.data() : nullptr, bytes, root, limit);
         }) == Status::kDone);
   CHECK(data == bytes_of(root + 3 * rank, bytes));
-  for (int kind = 0; kind < 3; ++kind) {  // even, ragged, even on some ranks
+  for (int kind = 0; kind < 3; ++kind) {
     const auto sent = [&](int from, int to) -> std::size_t {
       if (kind == 1) return bytes / (1 + static_cast<std::size_t>(from + 2 * to) % 4);
       const bool differs = kind == 2 && from == 0 && to == size - 1;
@@ -421,7 +420,7 @@ void programs(std::uint64_t seed) {
   team.send_buffer = draw(3) == 0 ? 4096 : 0;
   const std::uint64_t inner_seed = draw(1 << 30);
   team.run([&](Handle& handle) {
-    Draw same(inner_seed);  // all ranks draw alike
+    Draw same(inner_seed);
     for (int round = 0; round < 3; ++round) {
       static constexpr std::size_t kCounts[] = {0, 1, 5, 64, 1000, 2048, 20'000, 70'001, 300'000, 700'003};
       const std::size_t most = as_threads ? 8 : 10;
@@ -607,7 +606,7 @@ void absences() {
       if (kind == 2) CHECK(handle.has_left(0));
     });
   }
-  // A rank of another host left: a rank that waits for its lead, which stays, also gets that. Rank 2 gets it at home.
+  // A rank that waits for its lead also gets that a rank of another host left. Rank 2 gets it at home.
   {
     Team team;
     team.host_of_rank = {0, 0, 1, 1};
@@ -638,7 +637,7 @@ void absences() {
     CHECK(failure.misfit.from == 0 && failure.misfit.to == 1 && failure.misfit.sent_bytes == 70'016);
     CHECK(failure.reporter == (handle.rank() == 0 ? 1 : -1));
   });
-  // So does that of a rank that refused a message whose tensors hadn't arrived.
+  // So does that of a refused message whose tensors hadn't arrived.
   team.host_of_rank = {0, 0, 1, 1};
   team.run([&](Handle& handle) {
     for (const std::size_t bytes : {std::size_t{100}, std::size_t{200'000}}) {
@@ -662,7 +661,7 @@ void absences() {
 Status against(const std::function<std::string(CallRecord)>& forge, bool blocks, std::vector<char>* received) {
   CallRecord own;
   Status status = Status::kDone;
-  for (const bool is_forged : {false, true}) {  // the first call returns its head
+  for (const bool is_forged : {false, true}) {
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
     const int size = 4 << 20, peer = 1;
@@ -691,7 +690,6 @@ std::string as_bytes(const CallRecord& head, const std::string& body) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof head) + body;
 }
 
-// Bytes of other programs cause no write outside the output.
 void hostile() {
   std::vector<char> out;
   for (const bool blocks : {false, true}) {
@@ -761,7 +759,7 @@ void leaves_early() {
   char received[2][8];
   connections[1].send(own, large.data(), large.size());
   for (const int rank : peers) connections[rank].in.expect(received[rank - 1], 8);
-  while (connections[1].is_sending()) {  // incomplete at first, so this side reads failure notes
+  while (connections[1].is_sending()) {
     char drain[8192];
     connections.move();
     while (read(ends[0][1], drain, sizeof drain) > 0) continue;
@@ -776,7 +774,6 @@ void leaves_early() {
   for (const auto& each : ends) close(each[1]);
 }
 
-// Both are root of a large broadcast, and detect it while they send.
 void two_roots() {
   Team team;
   team.host_of_rank = {0, 1};

@@ -2,7 +2,6 @@
 //
 //   matcher_explorer --messages M --receives R
 //
-// Two sources send up to M messages each, with two tags. The receiver posts up to R receives and may cancel one.
 // Checked after each step:
 //
 //   - a match has one source and tag, and uses each message and each receive once;
@@ -24,9 +23,9 @@ namespace {
 
 constexpr int kSources = 2, kTags = 2, kAny = -1;
 
-struct Step {  // of the receiver
+struct Step {
   int source, tag;
-  int cancels = -1;  // instead of posting, this receive
+  int cancels = -1;
 };
 
 struct Message {
@@ -35,7 +34,7 @@ struct Message {
 
 struct State {
   State() : matcher(kSources) {}
-  Matcher<int, int> matcher;  // receives and messages by number
+  Matcher<int, int> matcher;
   std::vector<Message> messages;
   std::vector<bool> message_matched;
   std::vector<Step> receives;

@@ -1,4 +1,3 @@
-// A fingerprint of the result for each instruction set, dtype, reduction and number of sources.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -45,7 +44,7 @@ void fill(std::vector<unsigned char>& bytes, Dtype dtype) {
 }  // namespace
 
 int main() {
-  constexpr std::size_t kCount = 1031;  // whole vectors, and a rest
+  constexpr std::size_t kCount = 1031;
   for (const char* set : {"plain", "avx2", "avx512"}) {
     for (int dtype = 0; dtype <= static_cast<int>(Dtype::kUint8); ++dtype) {
       for (int op = 0; op <= static_cast<int>(ReduceOp::kAverage); ++op) {

@@ -6,11 +6,11 @@
 
 namespace {
 
-struct Attribute {  // CUlaunchAttribute
+struct Attribute {
   int id, padding, value[16];
 };
 
-struct Config {  // CUlaunchConfig
+struct Config {
   unsigned grid[3], block[3], shared_bytes;
   void* stream;
   const Attribute* attributes;

@@ -96,12 +96,11 @@ bool has_ended(Transfers& own, std::int64_t number) {
          (number > 0 && own.wait(static_cast<Transfers::Number>(number), kTimeoutS, true) == kEndedTransfer);
 }
 
-// Receives the second tag's messages first where it draws so.
 void exchange(Transfers& own, int rank, std::uint64_t seed, int tags) {
   constexpr int kEach = 4;
   std::deque<std::vector<char>> sent, received;
   std::vector<std::int64_t> sends;
-  const auto plan = [&](int src, int dst) {  // by tag and number
+  const auto plan = [&](int src, int dst) {
     Draw draw(seed * 100 + static_cast<std::uint64_t>(src * kRanks + dst));
     std::vector<std::size_t> sizes(2 * kEach);
     std::generate(sizes.begin(), sizes.end(), [&] { return draw_size(draw); });
@@ -237,7 +236,6 @@ void messages(Transfers& own, int rank, std::uint64_t seed) {
   for (const std::int64_t number : sends) CHECK(has_ended(own, number));
 }
 
-// With a signal in the same message or after it.
 void windows(Streams& own, int rank, std::vector<std::uint32_t>& numbers, Meeting& meeting) {
   constexpr std::size_t kBytes = 150'000;
   constexpr int kRounds = 40;

@@ -76,7 +76,6 @@ int number_of(RedOp op) {
 
 bool is_narrow_float(at::ScalarType dtype) { return at::isFloatingType(dtype) && c10::elementSize(dtype) == 1; }
 
-// As METHODS in user_call.py.
 constexpr auto kReduceMethod = static_cast<Method>(152), kGatherMethod = static_cast<Method>(96),
                kScatterMethod = static_cast<Method>(104), kAllGathervMethod = static_cast<Method>(40);
 
@@ -108,7 +107,7 @@ void divide_(const Tensor& x, std::int64_t divisor) {
   const at::ScalarType dtype = x.scalar_type();
   if (!at::isIntegralType(dtype, /*includeBool=*/true)) {
     x.div_(divisor);
-  } else if (dtype == at::kUInt64) {  // torch can't divide these
+  } else if (dtype == at::kUInt64) {
     const Tensor flat = x.contiguous();
     auto* const numbers = static_cast<std::uint64_t*>(flat.mutable_data_ptr());
     for (std::int64_t i = 0; i < flat.numel(); ++i) numbers[i] /= static_cast<std::uint64_t>(divisor);
@@ -149,7 +148,7 @@ class Borrowed final : public c10d::Work {
     }
     averaged_ = summed->then(
         [averaged = std::move(averaged), size](c10::ivalue::Future& done) {
-          c10::IValue value = done.value();  // throws the failure
+          c10::IValue value = done.value();
           const Below below;
           for (const Tensor& x : averaged) divide_(x, size);
           return value;
@@ -209,7 +208,7 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
   return true;
 }
 
-// A tensor of one element is contiguous with any stride, but torch views it as bytes only with stride 1.
+// torch views only stride 1 as bytes, but a tensor of one element is contiguous with any.
 Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
 
 struct Extent {
@@ -256,7 +255,7 @@ std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   return found;
 }
 
-// Contiguous; copied if an output overlaps `input`, except `outputs[own]` at its address.
+// Copied if an output overlaps `input`, except `outputs[own]` at its address.
 Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   const Tensor in = input.contiguous();
   if (!in.is_same(input)) return in;
@@ -268,13 +267,12 @@ Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   return in;
 }
 
-// Copied if `part` overlaps `whole`, of equal parts, except at the place of rank `own`.
+// Copied if `part` overlaps `whole`, except at the place of rank `own`.
 Tensor apart_from_whole(const Tensor& part, const Tensor& whole, int own) {
   const auto* const place = static_cast<const char*>(whole.const_data_ptr()) + own * part.nbytes();
   return place != part.const_data_ptr() && overlap(part, whole) ? part.clone() : part;
 }
 
-// Copies an input that an earlier call's outputs overlap.
 std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
                                   const std::function<std::vector<Tensor>(std::size_t call)>& outputs_of) {
   std::vector<Extent> written;
@@ -287,7 +285,6 @@ std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
   return inputs;
 }
 
-// In order. Integers wrap.
 Tensor reduce_rows(const Tensor& rows, RedOp op) {
   const at::ScalarType dtype = rows.scalar_type();
   if (rows.size(1) > kOneThreadElements) {  // torch's threads have their own floating-point state
@@ -298,8 +295,7 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
     }
     return total;
   }
-  // torch has few operators for unsigned numbers over 8 bits, so they are reduced as int64. Flipping the highest bit
-  // keeps uint64's order.
+  // torch has few operators for these, so they are reduced as int64. Flipping the highest bit keeps uint64's order.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
   const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
@@ -334,7 +330,6 @@ Options summed(Options options) {
   return options;
 }
 
-// Null unless the tensors' bytes are consecutive, as those of `x.chunk(n)`.
 void* begin_of_joined(const std::vector<Tensor>& tensors) {
   if (!all_contiguous(tensors)) return nullptr;
   char* begin = nullptr;
@@ -349,7 +344,6 @@ void* begin_of_joined(const std::vector<Tensor>& tensors) {
   return begin;
 }
 
-// A view if the tensors are consecutive and none is in `outputs`.
 Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& outputs) {
   bool is_apart = true;
   for (const Tensor& tensor : tensors) {
@@ -402,7 +396,6 @@ void Backend::release_resources() {
   if (is_forked_child()) static_cast<void>(last.release());  // the references are the parent's
 }
 
-// Wrong arguments raise what torch's own backends raise.
 template <typename... Parts>
 void Backend::check(bool holds, const Parts&... parts) const {
   TORCH_CHECK_VALUE(holds, parts...);
@@ -474,7 +467,7 @@ const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);  // null: the group was destroyed
+  if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);
 }
 
 void Backend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
@@ -522,7 +515,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
       std::chrono::duration<double>((timeout == c10d::kUnsetTimeout ? options_->timeout : timeout) + extra).count();
   auto ephemeral = extra.count() == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
   const std::size_t bytes = bytes_of(inputs);
-  const Tensors& alike = kind.type == OpType::SCATTER ? outputs : inputs;  // those that all ranks have
+  const Tensors& alike = kind.type == OpType::SCATTER ? outputs : inputs;
   Tensor x = alike.empty() ? Tensor() : alike[0];
   auto call = c10::make_intrusive<Lane::Call>(rank_, kind.type, kind.title, std::move(inputs), std::move(outputs),
                                               sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
@@ -557,7 +550,6 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   return kept(std::move(call));
 }
 
-// `peer`: of a transfer, or -1.
 template <typename Start>
 Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start, Tensors averaged) {
   check_usable(method);
@@ -599,7 +591,6 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int roo
        root < 0 ? "all_reduce" : "reduce", started);
 }
 
-// Every rank gathers all tensors and reduces them in rank order.
 void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = x.scalar_type();
   if (at::isComplexType(dtype) && op != RedOp::PRODUCT) return all_reduce_flat(at::view_as_real(x), op);
@@ -612,7 +603,6 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   x.view({-1}).copy_(reduce_rows(gather_rows({x}), op));
 }
 
-// In rank order: [size · tensors.size(), numel].
 Tensor Backend::gather_rows(const Tensors& tensors) {
   const auto count = static_cast<std::int64_t>(tensors.size());
   const Tensor mine = at::empty({count, tensors[0].numel()}, tensors[0].options());
@@ -684,7 +674,7 @@ Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allr
                     for (const Tensor& tensor : tensors) all_reduce(tensor, op);
                     return;
                   }
-                  // In place, one tensor's result would be reduced again as part of the next.
+                  // In place, one tensor's result would be reduced again.
                   Tensors totals;
                   for (const Tensor& tensor : tensors) totals.push_back(tensor.clone(at::MemoryFormat::Contiguous));
                   for (const Tensor& total : totals) all_reduce_flat(total, op);
@@ -1346,7 +1336,6 @@ c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::
                           options ? options->group_name : "");
 }
 
-// The group stays, for torch to destroy.
 c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t>& excluded, int flags,
                                                   const c10::intrusive_ptr<c10d::Backend::Options>& options) {
   constexpr int kAbort = 1;
@@ -1371,7 +1360,7 @@ void Backend::end(bool in_order) {
   if (end_calls(in_order) || stays_.exchange(false)) callbacks_.leave();
 }
 
-// Returns false if they were ended before. A forked child leaves its parent's memory, locks and connections unchanged.
+// A forked child leaves its parent's memory, locks and connections unchanged.
 bool Backend::end_calls(bool in_order) {
   if (closed_.exchange(true)) return false;
   if (is_forked_child()) {

@@ -10,7 +10,6 @@ namespace parallel_state {
 struct Callbacks {
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
       collective_error;
-  // In the thread of the window's call.
   std::function<std::exception_ptr(int status, const char* method, int rank, double elapsed_s, double timeout_s)>
       window_error;
   Pairs::Raise pair_error;
@@ -23,7 +22,7 @@ struct Callbacks {
   std::function<void()> leave;
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
   std::function<void(const std::function<void()>&)> without_interpreter;
-  // Null if the transport didn't fail. `peer`: of a transfer, or -1.
+  // Null if the transport didn't fail.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
   std::function<void(std::chrono::milliseconds timeout)> set_timeout;
   using Group = c10::intrusive_ptr<c10d::Backend>;
@@ -46,7 +45,7 @@ class Backend : public HookedBackend {
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
-  // `group`: the library's number, or 0; `library` may be null then. `transfers`: null over gloo.
+  // `group`: 0 without `library`. `transfers`: null over gloo.
   Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, void* transfers,
           std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
@@ -57,7 +56,7 @@ class Backend : public HookedBackend {
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   const std::shared_ptr<CallLog>& calls() const { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // Until the first of the calls is done, as in ProcessGroupNCCL. From torch 2.15 on.
+  // As in ProcessGroupNCCL. From torch 2.15 on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   bool supportsSplitting() const override { return true; }
   // Only batch_isend_irecv asks; its coalescing manager stays open after an exception.
@@ -107,14 +106,13 @@ class Backend : public HookedBackend {
                                                   const c10::intrusive_ptr<c10d::Backend::Options>& options,
                                                   const int& rank, const int& size);
   c10d::ErrorType getError() override;
-  // After the hooks on failures.
   void abort() override;
   void shutdown() override;
 #ifdef C10D_BACKEND_HAS_WINDOW
   bool supportsWindow() const override { return is_native(); }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
-  // Called without users: Python's object, which the callbacks hold, has only a weak pointer to this.
+  // Python's object, which the callbacks hold, has only a weak pointer to this.
   void release_resources() override;
 
  private:
@@ -132,7 +130,6 @@ class Backend : public HookedBackend {
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
 
-  // gloo sums `averaged`; the returned work divides them.
   template <typename Start>
   Started by_gloo(c10d::OpType type, const char* method, int peer, Start start, Tensors averaged = {});
 
@@ -164,7 +161,6 @@ class Backend : public HookedBackend {
     std::int64_t owned_ms = 0;
   };
 
-  // In the thread that runs the calls.
   void all_reduce(const at::Tensor& x, const c10d::ReduceOp& op);
   void all_reduce_flat(const at::Tensor& x, const c10d::ReduceOp& op, int root = -1);
   void reduce_by_gathering(const at::Tensor& x, const c10d::ReduceOp& op);
@@ -185,9 +181,9 @@ class Backend : public HookedBackend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
-  std::atomic<bool> stays_{false};             // `end` must report that this rank leaves
+  std::atomic<bool> stays_{false};
   std::atomic<std::int64_t> ephemeral_ms_{0};  // guarded by ephemeral_mutex_ when written
-  std::int64_t owned_ephemeral_ms_ = 0;        // ends with calls that have begun
+  std::int64_t owned_ephemeral_ms_ = 0;
   std::mutex ephemeral_mutex_;
   double timeout_s_ = 0;
   bool coalescing_ = false;

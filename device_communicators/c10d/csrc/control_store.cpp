@@ -1,5 +1,5 @@
-// torch's Store as a client of a control plane's store. torch's threads call it also while Python exits or another
-// thread holds the interpreter lock, so only the main thread takes it, after a signal.
+// torch's threads call this client also while Python exits or another thread holds the interpreter lock, so only the
+// main thread takes it, after a signal.
 
 #include "control_store.h"
 
@@ -58,7 +58,6 @@ struct Client {
 
 class Store : public c10d::Store {
  public:
-  // Set and read by Python.
   struct Facts {
     std::string name;
     std::pair<std::string, int> address;
@@ -66,7 +65,6 @@ class Store : public c10d::Store {
     std::string access;
   };
 
-  // `client`: of ps_store_client.
   Store(const std::string& library, std::int64_t client, Facts facts, unsigned long main_thread, Milliseconds timeout)
       : c10d::Store(timeout),
         facts(std::move(facts)),
@@ -131,7 +129,7 @@ class Store : public c10d::Store {
     const double timeout_s = static_cast<double>(timeout.count()) / 1000;
     const std::int64_t request = library_.ask(client_, content.data(), content.size(), timeout_s, kConnectSeconds);
     if (request < 0) C10_THROW_ERROR(DistNetworkError, name_ + ": " + std::strerror(static_cast<int>(-request)));
-    struct End {  // closes the connection if no reply arrived
+    struct End {
       const Client& library;
       std::int64_t request;
       ~End() { library.end(request); }

@@ -1,5 +1,4 @@
-// torch's hooks on completed calls and on failures of a group; its flight recorder registers one of each. A hook on a
-// completed call runs under the lock of that call: it must not call the work or the backend.
+// A hook on a completed call runs under the lock of that call: it must not call the work or the backend.
 #pragma once
 
 #include <torch/headeronly/version.h>
@@ -70,12 +69,12 @@ class HookTable {
 struct Hooks {
   HookTable<std::uint64_t, std::optional<float>> completed;  // the work's key; duration in ms
   HookTable<> failed;
-  std::atomic<bool> times_calls{false};  // also without hooks
+  std::atomic<bool> times_calls{false};
   std::atomic<bool> has_failed{false};
 
   // In a thread of their own, once. Waits at most 0.25 s: torch's recorder first imports torch's compiler, for seconds.
   static void call_failed(const std::shared_ptr<Hooks>& hooks);
-  // For all groups of this process. Without the interpreter lock.
+  // Of all groups. Without the interpreter lock.
   static void wait_for_failed(std::chrono::milliseconds limit);
 
   bool needs_durations() const { return times_calls.load(std::memory_order_relaxed) || !completed.is_empty(); }

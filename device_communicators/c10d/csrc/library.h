@@ -1,5 +1,4 @@
-// The C interface of cpu/csrc in the library that the process has loaded. They share groups by number, and no C++
-// types.
+// They share groups by number, and no C++ types.
 #pragma once
 
 #include <cstddef>

@@ -40,7 +40,6 @@ bool is_finalizing() {
 #endif
 }
 
-// The exception that `make` returns or raises in Python; null for None.
 template <typename Make>
 std::exception_ptr python_error(const char* otherwise, Make make) {
   if (Py_IsInitialized() == 0 || is_finalizing()) {

@@ -20,7 +20,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
     using Operation::Operation;
     std::shared_ptr<Pairs> pairs;
     at::Tensor tensor;  // contiguous; used until the transfer is released
-    at::Tensor target;  // the caller's tensor, if another
+    at::Tensor target;
     int peer = kAnySource;
     int tag = 0;
     bool is_send = false;
@@ -35,15 +35,13 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   };
   using Held = c10::intrusive_ptr<Transfer>;
 
-  // Owns `transfers`, an object of the library.
+  // Owns `transfers`.
   Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise, std::shared_ptr<const Hooks> hooks,
         std::shared_ptr<CallLog> calls);
   ~Pairs();
 
   void start(const Held& transfer, std::chrono::milliseconds timeout);
-  // Fails running transfers. Nothing may be started afterwards.
   void close(const std::exception_ptr& error);
-  // False at the deadline.
   bool drain(Clock::time_point deadline);
 
  private:

@@ -20,7 +20,7 @@ class ReconfigurableBackend final : public HookedBackend {
     std::function<std::string()> handle;
     // Calls `end_group` after it checked the arguments.
     std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
-    std::function<std::exception_ptr(const char* method)> no_group;  // the error for a call without a group
+    std::function<std::exception_ptr(const char* method)> no_group;
     std::function<void()> revoke;
     std::function<void()> close;
   };
@@ -43,9 +43,7 @@ class ReconfigurableBackend final : public HookedBackend {
     return group("new_window")->new_window(tensor);
   }
 #endif
-  // Running calls raise at once on this rank.
   void end_group();
-  // Revokes the group on all of its ranks.
   void abort() override;
   void shutdown() override;
   void release_resources() override;

@@ -34,7 +34,6 @@ std::vector<Each> with_values(const std::vector<Each>& list) {
   return found;
 }
 
-// `x`, or a copy to write, which `targets` records.
 Tensor staged(const Tensor& x, ResolvingBackend::Targets* targets) {
   if (!is_deferred(x)) return x;
   TORCH_CHECK_VALUE(!x._is_zerotensor(),
@@ -50,7 +49,7 @@ std::vector<Each> staged(const std::vector<Each>& list, ResolvingBackend::Target
   return found;
 }
 
-// The first thread that detects the end of the work copies its results to their targets.
+// The first thread that detects the end of the work copies its results.
 class Filled final : public c10d::Work {
  public:
   Filled(int rank, Backend::Started work, ResolvingBackend::Targets targets)
@@ -102,7 +101,6 @@ class Filled final : public c10d::Work {
     return x;
   }
 
-  // `value`: a tensor, or lists of tensors.
   c10::IValue with_targets(const c10::IValue& value) const {
     if (value.isTensor()) return target_of(value.toTensor());
     if (!value.isList()) return value;
@@ -281,7 +279,7 @@ bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given)
   if (!group || !device.has_value()) return false;
   try {
     return dynamic_cast<ResolvingBackend*>(group->getBackend(*device).get()) != nullptr;
-  } catch (const std::exception&) {  // no backend for the device: the call raises
+  } catch (const std::exception&) {
     return false;
   }
 }

@@ -1,5 +1,5 @@
-// torch defers conjugations, negations and zeros: a tensor has a mark, and its memory holds other numbers or none. A
-// call reads a copy with the values; its results are copied to the caller's tensors.
+// torch defers conjugations, negations and zeros: a tensor's memory holds other numbers or none. A call reads a copy
+// with the values; its results are copied to the caller's tensors.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,6 @@ class ResolvingBackend final : public Backend {
  public:
   using Backend::Backend;
 
-  // A caller's tensor, and the copy that a call writes instead.
   using Targets = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;

@@ -1,4 +1,3 @@
-// torch's windows (since 2.15).
 #pragma once
 
 #include "backend.h"
@@ -33,7 +32,7 @@ class Window final : public c10d::Window {
   void done(int status, const char* method, std::int64_t rank, Clock::time_point started, double timeout_s = 0);
 
   const c10::intrusive_ptr<Backend> backend_;
-  std::shared_ptr<void> opened_;  // null: no tensor is registered
+  std::shared_ptr<void> opened_;
   std::vector<std::int64_t> parts_;
   at::Tensor tensor_;
 };

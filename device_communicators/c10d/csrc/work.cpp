@@ -10,10 +10,8 @@
 namespace parallel_state {
 namespace {
 
-// Delay before the thread takes a small call that its caller may run. Python takes some hundred microseconds from the
-// start of a functional collective to its wait.
+// Python takes some hundred microseconds from the start of a functional collective to its wait.
 constexpr auto kLeft = std::chrono::microseconds(1000);
-// Number of such waits before the thread sleeps.
 constexpr int kLooks = 20;
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
@@ -200,15 +198,14 @@ void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
   if (looking_ == 0 || prompt_) posted_.notify_one();
 }
 
-// A callback of the thread may wait for a call posted during it. Earlier calls are left to the thread, because
-// callbacks begin in the order of their calls.
+// A callback may wait for a call posted during it. Earlier calls are left to the thread, because callbacks begin in the
+// order of their calls.
 void Lane::ensure_server() {
   if (servers_ != 0 || closed_) return;
   ++servers_;
   threads_.emplace_back([self = shared_from_this()] { self->serve(); });
 }
 
-// Nothing else may be running.
 void Lane::run_front(std::unique_lock<std::mutex>& lock, bool is_server) {
   const c10::intrusive_ptr<Call> call = std::move(queue_.front());
   queue_.pop_front();

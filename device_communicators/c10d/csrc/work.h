@@ -1,6 +1,6 @@
-// A group has one *lane*: its collectives run in the order of the calls. A call runs in the caller, if it waits and
-// nothing is queued; in a thread in `wait`, which first runs earlier calls; or in the lane's thread. During callbacks
-// of a future, which may wait for further calls, another thread replaces the lane's.
+// A group has one *lane*, in which its collectives run in order: in the caller, if it waits and nothing is queued; in a
+// thread in `wait`, which first runs earlier calls; or in the lane's thread. During callbacks of a future, which may
+// wait for further calls, another thread replaces the lane's.
 #pragma once
 
 #include <condition_variable>
@@ -22,22 +22,20 @@ using Clock = std::chrono::steady_clock;
 // What a signal handler raised, in the thread that runs handlers; else null.
 using Interruption = std::function<std::exception_ptr()>;
 
-// Unique in this process: torch names completed works by it.
 std::uint64_t new_key();
 
-// The calls that run now, and the last one that ended. Any thread.
+// Any thread.
 class CallLog {
  public:
   struct Entry {
     std::uint64_t sequence = 0;
     const char* method = nullptr;
-    int peer = -1;   // of a transfer; -1: any, or none
-    int dtype = -1;  // -1: no tensor
+    int peer = -1;
+    int dtype = -1;
     c10::DimVector sizes;
     double began_s = 0, ended_s = 0;  // monotonic clock, to some milliseconds; 0: not yet
   };
 
-  // `x`: undefined if the call has no tensor.
   class Scope {
    public:
     Scope(CallLog& log, std::uint64_t sequence, const char* method, const at::Tensor& x, int peer = -1);
@@ -58,8 +56,7 @@ class CallLog {
   Entry last_;
 };
 
-// The thread that ran the call calls `settle` once, and then `announce` without locks: callbacks of the future may
-// begin calls.
+// The thread that ran the call calls `settle` once, and then `announce` without locks: callbacks may begin calls.
 class Operation : public c10d::Work {
  public:
   Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
@@ -82,28 +79,25 @@ class Operation : public c10d::Work {
   // If the wait times out, it raises DistBackendError, and the call continues.
   bool wait(std::chrono::milliseconds timeout) override;
 
-  // Call it before the call runs.
   void begin(const Hooks& hooks) {
     if (hooks.needs_durations()) began_ = Clock::now();
   }
-  // `hooks` are called if the call succeeded. A wait for the call returns after them.
+  // A wait for the call returns after its `hooks`, which run if it succeeded.
   void settle(std::exception_ptr error, const Hooks* hooks = nullptr);
   void announce() { announce(take_future()); }
   void finish(std::exception_ptr error) {
     settle(std::move(error));
     announce();
   }
-  // In two steps: takes the future, null if it wasn't requested, then announces it.
+  // The future, null if it wasn't requested, is announced in two steps.
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-  // Call it after `settle`.
   bool has_announcement() const;
   void set_source_rank(int rank) { source_rank_ = rank; }
-  // The future's value is lists of `length` outputs instead of one list. Call it before the call starts.
+  // Lists of `length` outputs instead of one list. Call it before the call starts.
   void set_list_length(std::size_t length) { list_length_ = length; }
 
  protected:
-  // False at the deadline.
   virtual bool await(std::optional<Clock::time_point> deadline) = 0;
 
  private:
@@ -147,10 +141,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   bool await(Call& call, std::optional<Clock::time_point> deadline);
 
-  // Fails queued calls and ends the thread after its current call. Nothing may be posted afterwards.
+  // Fails queued calls and ends the thread after its current call.
   void close(const std::exception_ptr& error);
 
-  // False at the deadline.
   bool drain(Clock::time_point deadline);
 
  private:
@@ -170,9 +163,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool running_ = false;
   std::thread::id runner_;  // while running_
   bool closed_ = false;
-  bool prompt_ = false;  // don't leave queued calls to their callers
-  int servers_ = 0;      // threads outside callbacks
-  int looking_ = 0;      // threads that poll; others sleep
+  bool prompt_ = false;
+  int servers_ = 0;  // threads outside callbacks
+  int looking_ = 0;  // threads that poll; others sleep
   int waiters_ = 0;
   std::vector<std::thread> threads_;
 };

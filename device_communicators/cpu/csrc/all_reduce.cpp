@@ -55,10 +55,8 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
 // Per chunk c: (A) copy the others' slices to the own slot; (B) reduce the own slice from all slots into the own slot
 // and the output; (C) copy the others' reduced slices. Step i does B of chunk i-1, A of chunk i, C of chunk i-2. Before
 // A of chunk c + 4, all others have published A of c + 3, because this rank's B waits for it. So they have done C of
-// chunk c: four slots are enough.
-//
-// A shared input is read in place by one rank per slice, in B. It is overwritten in B by that rank, or in C, which
-// waits for that B.
+// chunk c: four slots are enough. A shared input is read in place by one rank per slice, in B, and overwritten by that
+// rank or after its B.
 Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                    std::uint64_t call) {
   const std::size_t width = size_of(dtype);
@@ -107,7 +105,6 @@ Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count,
       }
     }
   }
-  // The others have read chunk c when they publish A of c + 3; the last three, when they publish anything later.
   for (std::size_t back = 0; back < std::min<std::size_t>(slices.chunks, kLargeSlots); ++back) {
     *large_slot(large_count_ + slices.chunks - 1 - back).used = back < 3 ? tick_ : tick_ - 2;
   }

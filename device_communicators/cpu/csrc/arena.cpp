@@ -70,7 +70,6 @@ void Arena::release(void* block) {
   live_.erase(found);
 }
 
-// The largest blocks first; among those, the longest free.
 void Arena::shrink() {
   for (auto found = free_.rbegin(); found != free_.rend() && idle_ > most_idle_; ++found) {
     for (Block& block : found->second) {

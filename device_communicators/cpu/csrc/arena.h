@@ -1,5 +1,5 @@
-// Allocates tensors from this rank's range of the sparse file that all ranks map. A full file system gives null instead
-// of SIGBUS. Thread-safe.
+// This rank's range of the sparse file that all ranks map. A full file system gives null instead of SIGBUS.
+// Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ class Arena {
  public:
   static constexpr std::size_t kIdleBytes = 256 << 20;
 
-  // `windows` outlives this. The descriptor is duplicated; -1: back_with_memory needs none.
+  // `windows` outlives this. -1: back_with_memory needs no descriptor.
   Arena(Windows& windows, int descriptor, std::size_t file_offset);
   ~Arena();
   Arena(const Arena&) = delete;
@@ -47,10 +47,10 @@ class Arena {
   const int generation_;
   std::mutex mutex_;
   std::size_t used_ = 0;
-  std::size_t idle_ = 0;  // free bytes that have memory
+  std::size_t idle_ = 0;
   std::size_t most_idle_ = kIdleBytes;
   bool retired_ = false;
-  std::map<std::size_t, std::deque<Block>> free_;  // by class size
+  std::map<std::size_t, std::deque<Block>> free_;
   std::unordered_map<void*, std::size_t> live_;
 };
 

@@ -1,6 +1,3 @@
-// The CPU kernels of the registered ops. Groups that aren't served, unusual dtypes and failures are left to the Python
-// kernel.
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/COW.h>

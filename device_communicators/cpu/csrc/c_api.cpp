@@ -1,4 +1,4 @@
-// The C interface of the library, for ctypes. A closed group returns kClosed.
+// A closed group returns kClosed.
 
 #include <sys/mman.h>
 
@@ -96,7 +96,6 @@ void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
 }
 void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
 
-// Returns the group's number, or 0.
 std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, std::int64_t spin_ns, int yields,
                            double timeout_s) {
   WaitPolicy policy;
@@ -105,9 +104,9 @@ std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, 
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
-// The group owns `descriptors`, which connect to the ranks `peers`; several to one rank are in the order of the other
-// side. If `meshed`, all ranks of different hosts are connected, else only leads. Call it once, before ps_group_listen
-// and any call. Returns 0, or EBADF for an unknown group.
+// Owns `descriptors`, which connect to `peers`; several to one rank are in the order of the other side. If not
+// `meshed`, only leads are connected. Call it once, before ps_group_listen and any call. Returns 0, or EBADF for an
+// unknown group.
 int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
                   const int* descriptors, int connections, int meshed, int rounded) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -145,7 +144,6 @@ void ps_group_timeout(std::uint64_t group, double timeout_s) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
 }
 
-// Returns the suspect whose loss ends a wait for `rank`, or -1.
 int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::int64_t* status) {
   const std::shared_ptr<Handle> handle = find(group);
   const Loss found = handle == nullptr ? Loss{} : handle->loss(rank);
@@ -161,7 +159,6 @@ int ps_group_has_left(std::uint64_t group, int rank) {
   return handle != nullptr && handle->has_left(rank);
 }
 
-// Returns 0 for an unknown group or stay.
 int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, int count, const int* domain,
                     int domain_count) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -213,8 +210,8 @@ void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// The first failure: suspect, microseconds, reporter, the misfit; then this rank's call and the other's, each as word,
-// shape, number of parts, and 64 sizes of parts.
+// Suspect, microseconds, reporter, the misfit; then this rank's call and the other's, each as word, shape, number of
+// parts, and 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -234,7 +231,6 @@ void ps_group_failure_text(std::uint64_t group, char* out, int capacity) {
   if (capacity > 0) out[text.copy(out, static_cast<std::size_t>(capacity) - 1)] = '\0';
 }
 
-// For this thread's next collectives, if they are of the method's class; 0: their own.
 void ps_call_as(int method) { call_as(method); }
 
 double ps_repeated_since_s() { return repeated_since_s(); }
@@ -294,7 +290,7 @@ void ps_served_traffic(const char* key, std::uint64_t* out) {
   }
 }
 
-// For an operation of the Python route; 0 if the group isn't served.
+// 0 if the group isn't served.
 std::uint64_t ps_served_next(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
   return served == nullptr ? 0 : served->next();

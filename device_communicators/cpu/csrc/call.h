@@ -50,7 +50,7 @@ struct Told {
   std::uint64_t shape = 0;
 };
 
-// Ranks whose sizes differ. -1: none.
+// -1: none.
 struct Misfit {
   int from = -1;
   int to = -1;
@@ -58,7 +58,7 @@ struct Misfit {
   std::uint64_t expected_bytes = 0;
 };
 
-// As in user_call.py. 15 and the number of elements if the shape doesn't fit.
+// As in user_call.py; a shape that doesn't fit becomes 15 and its number of elements.
 template <typename Sizes>
 std::uint64_t packed_shape(const Sizes& sizes) {
   constexpr unsigned kBits = 60;
@@ -91,7 +91,6 @@ Told told_of(Method method, const Sizes& shape, int dtype, int reduction = -1, i
           packed_shape(shape)};
 }
 
-// Finalizer of MurmurHash3.
 inline std::uint64_t mixed(std::uint64_t bits) {
   bits = (bits ^ (bits >> 33)) * 0xff51afd7ed558ccdULL;
   bits = (bits ^ (bits >> 33)) * 0xc4ceb9fe1a85ec53ULL;
@@ -110,7 +109,7 @@ inline std::uint64_t note_of_call(Kind kind, Told told, std::uint64_t digest, in
   return mixed(facts * 0x9e3779b97f4a7c15ULL + (told.word & ~kVariants) + digest);
 }
 
-constexpr std::uint64_t kNoCall = 0;  // turns the comparison off
+constexpr std::uint64_t kNoCall = 0;
 
 #define RETURN_IF_FAILED(expression)              \
   do {                                            \

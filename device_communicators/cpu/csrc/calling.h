@@ -1,4 +1,4 @@
-// The library isn't linked with Python: it receives these functions for its METH_FASTCALL functions.
+// Functions of Python, with which the library isn't linked.
 #pragma once
 
 #include <cstddef>

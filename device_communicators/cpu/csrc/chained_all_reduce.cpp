@@ -1,7 +1,7 @@
-// All-reduce on a host whose memory has areas, such as NUMA nodes, each with consecutive ranks. In the first area each
-// rank adds up one slice of its area's inputs. The rank of the same index in the next area begins with that sum, and so
-// on. The ranks of other areas fetch a slice each of the last area's result and share it within their area. The bits
-// are those of other algorithms.
+// For hosts whose memory has areas, such as NUMA nodes, each with consecutive ranks. In the first area each rank adds
+// up one slice of its area's inputs. The rank of the same index in the next area begins with that sum, and so on. The
+// ranks of other areas fetch a slice each of the last area's result and share it. The bits are those of other
+// algorithms.
 #include <algorithm>
 
 #include "copy.h"
@@ -35,7 +35,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
   };
   const auto sums = [&](int owner, std::size_t chunk) { return slice(owner, chunk, ranks); };
   RETURN_IF_FAILED(reuse(0));
-  publish(call);  // all ranks have left the previous call
+  publish(call);
   for (int slot = 0; slot < kLargeSlots; ++slot) RETURN_IF_FAILED(reuse(large_used_[slot]));
   for (std::size_t step = 0; step < slices.chunks + kShare; ++step) {
     RETURN_IF_FAILED(reuse(0));
@@ -43,7 +43,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       const std::size_t chunk = step - 1, start = slices.start(chunk, index) * width;
       const std::size_t length = slices.length(chunk, index);
       RETURN_IF_FAILED(wait_ranks(first, first + ranks, written[chunk % kSlots], call));
-      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));  // this B's tick
+      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));
       const void* sources[kMaxRanks];
       int sources_count = 0;
       if (!begins) {

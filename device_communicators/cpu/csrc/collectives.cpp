@@ -17,7 +17,6 @@ constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
 
-// In each exchange, `write` may fill this rank's slot; then `read` reads those of the ranks that are `wanted`.
 template <typename Write, typename Wanted, typename Read>
 Status HostGroup::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
@@ -209,7 +208,6 @@ Status HostGroup::reduce(void* out, const void* in, std::size_t count, Dtype dty
   return Status::kDone;
 }
 
-// The size precedes the data in the first slot, so that a small message takes one tick.
 Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src,
                                   const std::function<char*(std::uint64_t)>& room, double timeout_s) {
   constexpr std::size_t kSizeBytes = 64;
@@ -261,7 +259,6 @@ Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_b
     std::copy(in_bytes, in_bytes + size_, rows_.data() + rank_ * row);
     std::copy(out_bytes, out_bytes + size_, rows_.data() + rank_ * row + size_);
   }
-  // A rank's blocks arrive with its tick if all of them fit a slot.
   const auto begin_of = [&](int from, int to) {
     if (same) return to * each;
     const std::uint64_t* const sent = rows_.data() + from * row;

@@ -300,7 +300,6 @@ void Link::leave() {
   if (is_sending() || broken_) return;
   CallRecord head;
   head.kind = CallRecord::kLeave;
-  // Else the peer reads the end of the connection.
   static_cast<void>(::send(descriptors_[0], &head, sizeof head, MSG_NOSIGNAL | MSG_DONTWAIT));
   broken_ = true;
   broken_by_ = kEnded;

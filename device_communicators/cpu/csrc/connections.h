@@ -1,8 +1,6 @@
-// The connections of one rank to ranks of other hosts, for the collectives of one group.
-//
-// A message is a call record and a body. Both ranks post and expect messages in the same order. A body is read only if
-// the record equals this rank's call. Nothing unexpected is read: the kernel's buffers bound how far a rank gets ahead.
-// Not thread-safe, except Connections::close.
+// The connections of one rank to ranks of other hosts, for the collectives of one group. Both ranks post and expect
+// messages in the same order. A body is read only if its record equals this rank's call. Nothing unexpected is read:
+// the kernel's buffers bound how far a rank gets ahead. Not thread-safe, except Connections::close.
 #pragma once
 
 #include <poll.h>
@@ -22,7 +20,7 @@
 namespace parallel_state {
 
 struct CallRecord {
-  static constexpr std::uint16_t kMagic = 0x3150;  // "P1"
+  static constexpr std::uint16_t kMagic = 0x3150;
   static constexpr std::uint16_t kBody = 1, kFailure = 2, kLeave = 3;
 
   std::uint16_t magic = kMagic;
@@ -31,8 +29,8 @@ struct CallRecord {
   std::uint64_t bytes = 0;
   std::uint64_t word = 0, shape = 0;
   std::uint64_t history = 0;
-  std::uint64_t sizes = 0;                       // all_to_all with even blocks: 1 + the bytes of each; else 0
-  std::uint64_t earlier = 0, earlier_shape = 0;  // of the previous call
+  std::uint64_t sizes = 0;  // all_to_all with even blocks: 1 + the bytes of each; else 0
+  std::uint64_t earlier = 0, earlier_shape = 0;
 };
 static_assert(sizeof(CallRecord) == 64, "the head of every message");
 
@@ -153,7 +151,7 @@ class Link {
   void send(const CallRecord& head, const void* body, std::uint64_t bytes);
   bool write();
   bool read();
-  // For failure notes after a call's messages that arrived before it began.
+  // A failure note may follow messages that arrived before the call began.
   void read_behind();
   bool is_sending() const { return !out_.is_idle() || striped_ != 0; }
   bool has_sent(std::uint32_t count) const;
@@ -171,7 +169,7 @@ class Link {
 
   const int rank;
   Inbox in;
-  std::atomic<std::uint64_t> sends{0}, receives{0};  // system calls; read by any thread
+  std::atomic<std::uint64_t> sends{0}, receives{0};
 
  private:
   void break_off(int error);
@@ -188,7 +186,7 @@ class Link {
 
 class Connections final : public SideWork {
  public:
-  // Owns `descriptors`, which connect to `ranks`; several to one rank are in the order of the other side.
+  // Owns `descriptors`; several to one rank are in the order of the other side.
   Connections(int size, const int* ranks, const int* descriptors, int count);
 
   void begin(const CallRecord* own);
@@ -202,7 +200,7 @@ class Connections final : public SideWork {
   int late() const;
   Link* trouble();
   Link* failed();
-  // Returns true if a signal ended the sleep.
+  // True if a signal ended the sleep.
   bool sleep(std::int64_t limit_ns);
   void leave();
   void end(const FailureNote* why);

@@ -1,9 +1,6 @@
-// The collectives and transfers of plain CPU tensors, called by Python directly: torch's dispatcher and `torch.ops`
-// take two of three microseconds.
-//
-// Each function has the arguments of its op; `twin` is the op's Python kernel, which repeats failed calls. It returns
-// NotImplemented, before anything has begun, if the registered op could behave differently; the caller then calls the
-// op.
+// Collectives and transfers called by Python directly: torch's dispatcher and `torch.ops` take two of three
+// microseconds. Arguments are those of the op; `twin` is its Python kernel, which repeats failed calls. Before anything
+// has begun, returns NotImplemented if the op could behave differently; the caller then calls the op.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -28,7 +25,7 @@ using c10::DispatchKeySet;
 
 // Set by direct.py before any other function is called.
 struct Facts {
-  std::ptrdiff_t type_at, tensor_at;  // offsets
+  std::ptrdiff_t type_at, tensor_at;
   const void* tensor_type;
   const void* parameter_type;
   const void* int_type;
@@ -43,8 +40,8 @@ struct Facts {
   std::ptrdiff_t dtype_count;
   void* (*wrap)(const Tensor&);
   void* (*call)(void*, void* const*, std::size_t, void*);
-  long long (*integer)(void*, int*);            // PyLong_AsLongLongAndOverflow
-  const char* (*utf8)(void*, std::ptrdiff_t*);  // PyUnicode_AsUTF8AndSize
+  long long (*integer)(void*, int*);
+  const char* (*utf8)(void*, std::ptrdiff_t*);
   std::ptrdiff_t (*list_size)(void*);
   void* (*list_item)(void*, std::ptrdiff_t);  // borrowed
   std::ptrdiff_t (*tuple_size)(void*);
@@ -73,7 +70,6 @@ c10::TensorImpl* impl_of(void* object) {
   return *reinterpret_cast<c10::TensorImpl**>(static_cast<char*>(object) + facts->tensor_at);
 }
 
-// False for lone surrogates, too.
 bool text_of(void* object, string_view* found) {
   if (type_of(object) != facts->str_type) return false;
   std::ptrdiff_t bytes = 0;
@@ -287,7 +283,6 @@ void* made(const Given& given, Body body) {
   return carried == Carried::kYes ? facts->wrap(out) : given.in_python();
 }
 
-// `body` fills `x`, the argument at `at`.
 template <typename Body>
 void* filled(const Given& given, int at, const Tensor& x, Body body) {
   const Carried carried = unlocked(body);
@@ -297,7 +292,6 @@ void* filled(const Given& given, int at, const Tensor& x, Body body) {
   return same(given.object(at));
 }
 
-// x, token, op, group.
 template <typename Call>
 void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
   return guarded([&]() -> void* {
@@ -310,7 +304,6 @@ void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call
   });
 }
 
-// x, token, src, group.
 template <typename Call>
 void* broadcasting(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
   return guarded([&]() -> void* {
@@ -344,7 +337,7 @@ void* ps_direct_all_reduce_(void* twin, void* const* objects, std::ptrdiff_t cou
   });
 }
 
-void* ps_direct_all_gather(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dim, group
+void* ps_direct_all_gather(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x;
@@ -357,7 +350,7 @@ void* ps_direct_all_gather(void* twin, void* const* objects, std::ptrdiff_t coun
   });
 }
 
-void* ps_direct_all_gather_into(void* twin, void* const* objects, std::ptrdiff_t count) {  // …, token, out, dim, …
+void* ps_direct_all_gather_into(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x, out;
@@ -370,7 +363,7 @@ void* ps_direct_all_gather_into(void* twin, void* const* objects, std::ptrdiff_t
   });
 }
 
-void* ps_direct_reduce_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dim, op, group
+void* ps_direct_reduce_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x;
@@ -384,7 +377,7 @@ void* ps_direct_reduce_scatter(void* twin, void* const* objects, std::ptrdiff_t 
   });
 }
 
-void* ps_direct_reduce_scatter_into(void* twin, void* const* objects, std::ptrdiff_t count) {  // …, out, dim, op, …
+void* ps_direct_reduce_scatter_into(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x, out;
@@ -398,7 +391,7 @@ void* ps_direct_reduce_scatter_into(void* twin, void* const* objects, std::ptrdi
   });
 }
 
-void* ps_direct_all_to_all(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, none, none, group
+void* ps_direct_all_to_all(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x;
@@ -408,7 +401,7 @@ void* ps_direct_all_to_all(void* twin, void* const* objects, std::ptrdiff_t coun
   });
 }
 
-void* ps_direct_all_to_all_into(void* twin, void* const* objects, std::ptrdiff_t count) {  // …, out, none, none, …
+void* ps_direct_all_to_all_into(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x, out;
@@ -431,7 +424,7 @@ void* ps_direct_broadcast_(void* twin, void* const* objects, std::ptrdiff_t coun
   });
 }
 
-void* ps_direct_gather(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dim, dst, group
+void* ps_direct_gather(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x, out;
@@ -471,7 +464,7 @@ void* ps_direct_scatter(void* twin, void* const* objects, std::ptrdiff_t count) 
   });
 }
 
-void* ps_direct_barrier(void* twin, void* const* objects, std::ptrdiff_t count) {  // token, group
+void* ps_direct_barrier(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     const auto served = given.are(2) ? given.served() : nullptr;
@@ -481,7 +474,7 @@ void* ps_direct_barrier(void* twin, void* const* objects, std::ptrdiff_t count) 
   });
 }
 
-void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dst or none, group
+void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x;
@@ -511,7 +504,6 @@ void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
     if (!is_mine) return not_mine();
     Tensor out;
     const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
-    // The method calls the op next, whose Python kernel finds the cause.
     if (carried == Carried::kFailed) given.leave_to_op();
     return carried == Carried::kYes ? facts->wrap(out) : not_mine();
   });

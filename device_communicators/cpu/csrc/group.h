@@ -22,8 +22,8 @@ enum class Status : int {
   kFailed = 7,  // this rank could not take a message
   kBusy = 8,
   kUnmapped = 9,
-  kBroken = 10,    // a connection failed: see Group::text
-  kTooLarge = 11,  // of a message's head
+  kBroken = 10,
+  kTooLarge = 11,
   kWrongArgument = 12,
   kUnreachable = 13  // the suspect receives nothing from this host
 };
@@ -43,7 +43,7 @@ struct AddRmsNorm {
   Dtype dtype;
 };
 
-// Expects the sums of these rows in `out`.
+// The sums are in `out`.
 void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t rows);
 
 struct Shown {
@@ -62,7 +62,7 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // For the next call; the default is derived from its kind and size.
+  // The default is derived from the next call's kind and size.
   void tell(Told told) { told_ = told; }
 
   // All ranks make each call, in the same order. Calls of size zero are compared, too.
@@ -84,13 +84,13 @@ class Group {
                             double timeout_s) = 0;
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
-  // Consumes one tick, to order a broadcast message of a queue among collectives. `src` doesn't wait; others spin for
+  // Consumes one tick, to order a queue's broadcast message among collectives. `src` doesn't wait; others spin for
   // `spin_ns` until it has entered.
   virtual Status announce(int, double, std::int64_t) { return Status::kUnsupported; }
 
   virtual Status compare(double timeout_s) = 0;
 
-  // Reports a call's failure to other hosts, which receive nothing more from this rank.
+  // Other hosts receive nothing more from this rank.
   virtual void give_up(Status) {}
 
   Status out_of_memory() {
@@ -109,13 +109,12 @@ class Group {
   int last() const { return last_; }
   std::uint64_t method() const { return told_.word & 255; }
 
-  // Of the last call that failed:
   int suspect() const { return suspect_; }    // kOutside: a rank outside the group
   int reporter() const { return reporter_; }  // -1: this rank detected the failure
   const Shown& expected() const { return expected_; }
   const Shown& found() const { return found_; }
   const Misfit& misfit() const { return misfit_; }
-  const std::string& text() const { return text_; }  // of kBroken
+  const std::string& text() const { return text_; }
 
  protected:
   void forget_failure() {

@@ -24,7 +24,7 @@ struct Tables {
 
 std::atomic<bool> measured{false};
 
-constexpr std::size_t kFirstWindowBytes = 8 << 20;  // small, to save addresses
+constexpr std::size_t kFirstWindowBytes = 8 << 20;
 
 std::atomic<Tables*>& current_tables();
 
@@ -139,7 +139,7 @@ void Handle::note(Status status, double elapsed_s) {
                 group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
     failed_ = true;
   }
-  // This host's ranks know its failures and deaths already, but not that a rank of another host left.
+  // This host's ranks don't know yet that a rank of another host left.
   const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
   const int suspect = failure_.suspect;
   const bool has_left = hosts_ != nullptr && suspect >= 0 && suspect < hosts_->size() && !hosts_->is_here(suspect) &&
@@ -171,7 +171,6 @@ void measure_calls(bool on) { measured.store(on, std::memory_order_relaxed); }
 
 bool calls_are_measured() { return measured.load(std::memory_order_relaxed); }
 
-// One writer at a time.
 void Meter::note(const Group& group, std::int64_t took_ns) {
   const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t what) {
     to.store(to.load(std::memory_order_relaxed) + what, std::memory_order_relaxed);
@@ -325,7 +324,6 @@ void stop_serving(const std::string& key) {
 }
 
 std::shared_ptr<Served> find_served(std::string_view key) {
-  // A layer looks up one group repeatedly.
   thread_local std::string last_key;
   thread_local std::weak_ptr<Served> last;
   thread_local std::uint64_t last_version = 0;

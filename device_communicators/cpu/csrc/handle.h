@@ -1,6 +1,5 @@
-// The groups of this process, found by number (C interface) or name (registered ops). Running calls keep a group alive,
-// so any thread may close it. A call that begins during another fails with kBusy: ranks can't agree on an order of
-// threads.
+// The groups of this process. Running calls keep a group alive, so any thread may close it. A call that begins during
+// another fails with kBusy: ranks can't agree on an order of threads.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +23,6 @@ namespace parallel_state {
 
 class Transfers;
 
-// Later calls fail with it at once.
 struct Failure {
   Status status = Status::kDone;
   int suspect = -1;
@@ -125,12 +123,11 @@ class Handle {
     }
     in_call_ = false;
     if (measured) meter_->note(*group_, now_ns() - started_ns);
-    // An unsupported call has done nothing; another transport may carry it.
+    // Another transport may carry an unsupported call.
     if (status != Status::kDone && status != Status::kUnsupported) note(status, coarse_now_s() - started_s);
     return status;
   }
 
-  // Around several calls of this thread.
   bool hold();
   void release();
   bool is_held() const;
@@ -141,7 +138,7 @@ class Handle {
     return failure_;
   }
 
-  // Owns `first_pages`, mappings of the first page of every rank's arena. Call it once, before use.
+  // Owns `first_pages`, mappings of every rank's arena. Call it once, before use.
   void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
 
   Arena* arena() const { return arena_.get(); }
@@ -153,12 +150,11 @@ class Handle {
 
   GroupLiveness& liveness() { return liveness_; }
 
-  // Extends the group over several hosts; its ranks become those of `host_of_rank`. Call it once, before use.
+  // The ranks become those of `host_of_rank`. Call it once, before use.
   void span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
             bool rounded);
-  HostsGroup* hosts() const { return hosts_.get(); }  // null on one host
+  HostsGroup* hosts() const { return hosts_.get(); }
 
-  // From here on, ranks are those of the whole group.
   void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
   Loss loss(int rank) const;
   void leave_group();
@@ -167,7 +163,7 @@ class Handle {
 
   Queues& queues() { return queues_; }
 
-  // Transfers own the handle, so this pointer is weak.
+  // weak: transfers own the handle
   std::shared_ptr<Transfers> transfers() {
     const std::lock_guard<std::mutex> lock(transfers_mutex_);
     return transfers_.lock();
@@ -191,7 +187,7 @@ class Handle {
   int size() const { return group_->size(); }
 
  private:
-  static constexpr double kLongestS = 1e9;  // in ns it fits into 64 bits
+  static constexpr double kLongestS = 1e9;
   static std::size_t members_offset(int size) { return (HostGroup::segment_bytes(size) + 63) / 64 * 64; }
   static std::size_t ends_offset(int size) { return members_offset(size) + size * sizeof(Member); }
   struct Leave {
@@ -223,7 +219,7 @@ class Handle {
   std::weak_ptr<Transfers> transfers_;
 };
 
-// Other calls of the group fail meanwhile, also those of this thread's signal handlers.
+// Other calls fail meanwhile, also those of this thread's signal handlers.
 class Entered {
  public:
   explicit Entered(Handle& handle) : handle_(handle), has_it_(handle.enter()) {}
@@ -239,12 +235,12 @@ class Entered {
   const bool has_it_;
 };
 
-// Numbers begin at 1 and are never reused.
+// Numbers are never reused.
 std::uint64_t keep(std::shared_ptr<Handle> handle);
 std::shared_ptr<Handle> find(std::uint64_t number);
 void forget(std::uint64_t number);
 
-// One thread writes; any thread reads. A reader detects a half-overwritten record by its number.
+// One thread writes; any thread reads, and detects a half-overwritten record by its number.
 struct Record {
   static constexpr int kDims = 6;
 
@@ -273,12 +269,12 @@ class Served {
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
   Record& begin_broadcast(Counted operation, Told told);
-  // A transfer has the number of the operation before it. Any thread may call it.
+  // Any thread may call it. A transfer has the number of the operation before it.
   Record& begin_transfer(Counted operation, int peer, int method);
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
 
-  // For a transfer or broadcast that Python will begin again.
+  // Python will begin it again.
   void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
   void drop_broadcast(Record& record) {
     record.started_s.store(0, std::memory_order_relaxed);
@@ -309,7 +305,7 @@ class Served {
   }
 
   const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
-  // The first kRecords are operations of all ranks, the next kRecords are transfers.
+  // The first kRecords are operations of all ranks, the others transfers.
   const Record& record(std::uint64_t index) const {
     return index < kRecords ? records_[index] : transfers_[index - kRecords];
   }
@@ -323,7 +319,6 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// Drops an unended transfer on destruction.
 class RecordedTransfer {
  public:
   RecordedTransfer(Served& served, Counted operation, int peer, int method)
@@ -345,8 +340,7 @@ class RecordedTransfer {
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// While an op's Python kernel repeats the op's call; its errors count from `began_s` (monotonic clock). The op's notes
-// end with this.
+// While an op's Python kernel repeats the op's call of `began_s` (monotonic clock). The op's notes end with this.
 class Repetition {
  public:
   explicit Repetition(double began_s);
@@ -358,10 +352,9 @@ class Repetition {
   const double outer_s_;
 };
 
-// 0 outside of a Repetition.
 double repeated_since_s();
 
-// When the failed call began that this thread's next op repeats. The op takes it once; 0: none.
+// The time of the failed call that this thread's next op repeats. The op takes it once; 0: none.
 void leave_to_op(double began_s);
 double take_left_to_op();
 

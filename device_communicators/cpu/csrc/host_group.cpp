@@ -56,9 +56,8 @@ bool HostGroup::find_even_parts(int rank, std::uint64_t tick, std::uint64_t* byt
   return even != 0;
 }
 
-// The note may differ from the call's digest: see all_to_all.
 std::uint64_t HostGroup::publish(std::uint64_t call, std::uint64_t note) {
-  constexpr auto relaxed = std::memory_order_relaxed;  // readers have seen the tick
+  constexpr auto relaxed = std::memory_order_relaxed;
   Archive::Entry& entry = archives_[rank_].entries[(tick_ + 1) % kKept];
   entry.note.store(call & ~Counter::kFlag, relaxed);
   entry.word.store(told_.word, relaxed);
@@ -108,8 +107,7 @@ bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
 }
 
-// For a rank that waits for no other. Of two such ranks the later sees the earlier, because both publish before they
-// look.
+// Of two ranks that wait for no other, the later sees the earlier, because both publish before they look.
 Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   if (is_part_) return Status::kDone;
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -120,7 +118,6 @@ Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   return Status::kDone;
 }
 
-// Of all archived ticks that both ranks published.
 bool HostGroup::in_another_call() {
   const auto note = [&](int of, std::uint64_t tick) {
     return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);
@@ -182,7 +179,7 @@ Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64
   return Status::kDone;
 }
 
-// Waits until no rank reads the data of `tick`, or archive entries that the next ticks overwrite.
+// Nobody reads the data of `tick` then, or archive entries that the next ticks overwrite.
 Status HostGroup::reuse(std::uint64_t tick) {
   if (tick_ + 4 > kKept) tick = std::max(tick, tick_ + 4 - kKept);
   return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, 0);

@@ -31,13 +31,12 @@ class HostGroup final : public Group {
 
   static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
 
-  // Also the end of the previous rank's slots.
   static std::size_t slots_offset(int size, int rank) {
     return data_offset(size) + static_cast<std::size_t>(rank) * rank_bytes(tuning_of(size));
   }
 
-  // Makes this the local part of a group over several hosts. A rank that only sends then doesn't compare calls, as
-  // other hosts may wait for it.
+  // For the local part of a group over several hosts. A rank that only sends then doesn't compare calls, as other hosts
+  // may wait for it.
   void be_part() { is_part_ = true; }
 
   Status barrier(double timeout_s) override;
@@ -56,31 +55,29 @@ class HostGroup final : public Group {
   Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
   Status compare(double timeout_s) override;
 
-  // If `wide`, `out` gets a partial reduction: see PartFunction.
   Status scatter_reduced(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
                          bool wide, double timeout_s);
   // Into rank 0's `out`. Other ranks don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
 
-  // Only `src` knows the size. Others write to `room(bytes)`; null fails the call with kTooLarge.
+  // Only `src` knows the size. `room` may return null, which fails the call with kTooLarge.
   Status broadcast_sized(const void* in, std::uint64_t bytes, int src, const std::function<char*(std::uint64_t)>& room,
                          double timeout_s);
 
   // Consumes one tick. Waits only for ranks that are some 60 ticks behind.
   Status pass(double timeout_s);
 
-  // Lets ranks read inputs in place in their owners' arenas, for all_reduce, broadcast and, with one row, all_gather
-  // and reduce_scatter. Arenas have one capacity and outlive the group. A rank that can't map an input fails the call
-  // with kUnmapped.
+  // Lets ranks read inputs in place in their owners' arenas. Arenas have one capacity and outlive the group. A rank
+  // that can't map an input fails the call with kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
-  // Areas of `ranks` consecutive ranks (NUMA nodes, caches). Reductions of `from_bytes` and more (negative: the tuned
-  // size) go from area to area. Equal on all ranks, before the first call.
+  // Areas of `ranks` consecutive ranks (NUMA nodes). Reductions of `from_bytes` and more (negative: the tuned size) go
+  // from area to area. Equal on all ranks, before the first call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
-  // Continues while this rank waits; may be null.
+  // May be null.
   void set_side_work(SideWork* side_work) { policy_.side_work = side_work; }
 
  private:
@@ -124,7 +121,6 @@ class HostGroup final : public Group {
     return (end + kPage - 1) / kPage * kPage;
   }
 
-  // `used`: the tick with which this rank last used it.
   struct Slot {
     std::size_t offset;
     std::uint64_t* used;

@@ -9,7 +9,7 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::size_t kAtOnceBytes = 64 << 10;  // blocks go through the host's memory in one step up to here
+constexpr std::size_t kAtOnceBytes = 64 << 10;
 constexpr std::size_t kPieceBytes = 1 << 20;
 
 std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
@@ -225,7 +225,7 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   starts_[0] = starts_[size] = 0;
   auto* const to = static_cast<char*>(out);
   const auto* const from = static_cast<const char*>(in);
-  const auto table = [&] {  // per rank: the bytes it sends to and expects from each rank
+  const auto table = [&] {
     if (rows_.size() != row * size) rows_.resize(row * size);
     return rows_.data();
   };
@@ -233,7 +233,6 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
     std::copy(in_bytes, in_bytes + size, table() + index_of(rank_) * row);
     std::copy(out_bytes, out_bytes + size, table() + index_of(rank_) * row + size);
   }
-  // Nearest ranks first, so that not all send to the same one.
   for (int step = 1; step < size_; ++step) {
     const int rank = (rank_ + step) % size_;
     if (is_here(rank)) continue;
@@ -245,13 +244,11 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   pending_.clear();
   for_remote_ranks([&](int rank) { pending_.push_back(rank); });
   bool same = even;
-  // Accepts blocks at once while all have one size; else when all tables have arrived.
   const auto take_heads = [&] {
     for (std::size_t at = 0; at < pending_.size();) {
       const int rank = pending_[at];
       Inbox& inbox = link(rank).in;
       if (inbox.state() != Inbox::State::kChosen) {
-        // A table was read; its block's head is expected after the comparison.
         if (is_table_[index_of(rank)] && inbox.is_idle()) {
           pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(at));
           continue;

@@ -18,13 +18,13 @@ namespace {
 
 constexpr char kForeignText[] = "it sent bytes that are no message of this version";
 constexpr std::int64_t kSliceNs = 20'000'000;
-constexpr std::int64_t kNoticeNs = 200'000'000;   // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
-constexpr std::uint64_t kDirectBytes = 64 << 10;  // broadcasts up to this size go directly to every other host
-constexpr std::uint32_t kMovesAtOnce = 64;        // between two checks of the deadline
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
+constexpr std::uint64_t kDirectBytes = 64 << 10;
+constexpr std::uint32_t kMovesAtOnce = 64;
 constexpr std::size_t kCopiedBytes = 1 << 20;
 constexpr std::size_t kMostKept = 1 << 20;
 constexpr std::uint64_t kPieceBytes = 4 << 20;
-constexpr std::uint64_t kSmallBytes = 32 << 10;  // neighbouring tensors up to this size are copied into one chunk
+constexpr std::uint64_t kSmallBytes = 32 << 10;  // smaller neighbouring tensors are copied into one chunk
 
 // Of a rank that gave up after it had sent its part. Other messages are only polled.
 void read_failure(Link& link) {
@@ -52,7 +52,7 @@ class HostsGroup::Listener final : private control::EndListener {
  private:
   void on_end(int global_rank, bool died) noexcept override {
     const auto rank = static_cast<std::size_t>(std::find(ranks_.begin(), ranks_.end(), global_rank) - ranks_.begin());
-    if (rank >= ranks_.size() || static_cast<int>(rank) == group_.rank_) return;  // its own control plane ended
+    if (rank >= ranks_.size() || static_cast<int>(rank) == group_.rank_) return;
     // Release: a wait that reads any_died_ also reads which rank died.
     (*group_.ended_)[rank].store(died ? kDied : kLeft, std::memory_order_release);
     if (died) group_.any_died_.store(true, std::memory_order_release);
@@ -235,7 +235,7 @@ Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messag
 
 Status HostsGroup::finish() {
   RETURN_IF_FAILED(wait([&] { return connections_->is_idle(); }));
-  // A rank may have failed after it sent its part of this call.
+  // A rank may have failed after it sent its part.
   for (const auto& link : connections_->links()) link->read_behind();
   Link* const failed = connections_->failed();
   return failed == nullptr ? Status::kDone : blame(*failed);
@@ -324,7 +324,6 @@ Status HostsGroup::blame(Link& link) {
   return blame_broken(link);
 }
 
-// A rank of this group can have sent these values.
 bool HostsGroup::is_sound(const FailureNote& why) const {
   const auto is_rank = [this](std::int64_t rank) { return rank >= -1 && rank < size_; };
   const auto is_count = [](int count) { return count >= 0 && count <= kMaxRanks; };
@@ -360,7 +359,7 @@ void HostsGroup::learn_end(int rank) {
   }
 }
 
-// A rank that failed within a message can't report why: wait for another rank's note, or its exit.
+// A rank that failed within a message can't report why.
 Status HostsGroup::blame_broken(Link& link) {
   for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
     if (has_died(link.rank) || has_left(link.rank)) break;
@@ -376,7 +375,6 @@ Status HostsGroup::blame_broken(Link& link) {
   return has_died(link.rank) || has_left(link.rank) ? Status::kPeerDied : Status::kBroken;
 }
 
-// The calls at the first sequence number at which they differ.
 void HostsGroup::show_difference(const CallRecord& other) {
   const Told own{record_.word, record_.shape}, own_before{record_.earlier, record_.earlier_shape};
   const Told theirs{other.word, other.shape}, theirs_before{other.earlier, other.earlier_shape};
@@ -443,7 +441,7 @@ Status HostsGroup::barrier(double timeout_s) {
   return is_alone() ? Status::kDone : at_home(local_.broadcast(nullptr, 0, 0, left_s()));
 }
 
-// Publishes this rank's call within the host before it waits for another host, so that mismatches are found.
+// So that mismatches within the host are found before this rank waits for another host.
 Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
 
 // A binomial tree; the root's parent is -1.
@@ -486,7 +484,7 @@ Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   }
   const bool is_root = rank_ == root, receives = host_ != root_host && is_lead();
   peers_ = {parent == root_host ? root : parent < 0 ? rank_ : at(parent)};
-  std::uint32_t awaited = receives ? link(peers_[0]).in.expected() : 0;  // a message's head came before
+  std::uint32_t awaited = receives ? link(peers_[0]).in.expected() : 0;
   for (const Piece& chunk : chunks_) {
     if (receives) expect(peers_[0], chunk.address, chunk.bytes);
   }
@@ -507,7 +505,6 @@ Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   return finish();
 }
 
-// Copied tensors take at most kPieceBytes at a time.
 Status HostsGroup::send_tensors(const Piece* tensors, std::size_t count, std::uint64_t bytes, int src) {
   const auto* const end = tensors + count;
   const auto is_copied = [](const Piece& tensor) { return tensor.bytes <= kSmallBytes; };
@@ -545,7 +542,6 @@ Status HostsGroup::send_tensors(const Piece* tensors, std::size_t count, std::ui
 
 namespace {
 
-// Precedes the head of a message.
 struct MessageSizes {
   std::uint64_t head_bytes, tensor_bytes;
 };

@@ -1,13 +1,12 @@
 // The collectives of a group over several hosts: shared memory within a host, connections between hosts.
 //
-// The lowest rank of each host is its lead. Small data passes through the leads. If all hosts have equally many ranks,
-// large data uses *lanes*: rank i of each host exchanges its share with rank i of the others. Blocks from rank to rank,
-// as in all_to_all, are one message each. A large broadcast uses a tree of hosts.
+// The lowest rank of each host is its lead, through which small data passes. If all hosts have equally many ranks,
+// large data uses *lanes*: rank i of each host exchanges its share with rank i of the others. Blocks from rank to rank
+// are one message each. A large broadcast uses a tree of hosts.
 //
 // Reductions combine the ranks of a host in order, then the hosts in order, so all ranks have the same bits. Sums and
 // products of 16-bit floats are sent as float32 and rounded once; as bfloat16 if the group is `rounded`. Ranks that
-// only send wait for none: their mismatch is found at the next message. While a rank waits, all messages of its call
-// move.
+// only send find a mismatch at their next message. While a rank waits, all messages of its call move.
 #pragma once
 
 #include <atomic>
@@ -24,8 +23,8 @@ namespace parallel_state {
 
 class HostsGroup final : public Group {
  public:
-  // `local` and `liveness` must outlive this. If not `meshed`, only leads are connected, and calls that need more
-  // return kUnsupported.
+  // If not `meshed`, only leads are connected, and calls that need more return kUnsupported. `local` and `liveness`
+  // must outlive this.
   HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std::vector<int> host_of_rank,
              std::unique_ptr<Connections> connections, bool meshed, bool rounded, WaitPolicy policy);
   ~HostsGroup() override;
@@ -34,7 +33,7 @@ class HostsGroup final : public Group {
   void stop_listening();
   bool has_left(int rank) const;
   bool has_died(int rank) const { return end_of(rank) == kDied; }
-  Loss loss(int rank) const;  // for ranks of the whole group
+  Loss loss(int rank) const;
 
   int local_size() const { return static_cast<int>(ranks_[static_cast<std::size_t>(host_)].size()); }
   const std::vector<int>& local_ranks() const { return ranks_[static_cast<std::size_t>(host_)]; }
@@ -52,19 +51,18 @@ class HostsGroup final : public Group {
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s) override;
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) override;
-  // The first `heads` pieces are the head, the others the tensors.
-  static constexpr std::uint64_t kPackedBytes = 64 << 10;  // tensors of at most so many bytes are sent with the head
+  // The first `heads` pieces are the head.
+  static constexpr std::uint64_t kPackedBytes = 64 << 10;  // small tensors are sent with the head
   Status send_message(const std::vector<Piece>& pieces, int heads, double timeout_s);
   struct Taken {
     std::uint64_t head_bytes = 0, tensor_bytes = 0;
     bool is_refused = false;
   };
-  // If the taker refuses a message whose tensors haven't arrived, the call fails with kFailed.
+  // kFailed: the taker refused a message whose tensors haven't arrived.
   Status receive_message(int src, Taker& taker, Taken* taken, double timeout_s);
   Status compare(double timeout_s) override;
   void give_up(Status status) override;
   void fail(Status status, int suspect);
-  // Sets `suspect()` to a dead rank of the group, or kOutside.
   Status blame_dead();
 
  private:
@@ -75,7 +73,7 @@ class HostsGroup final : public Group {
   struct Reduction {
     Dtype dtype;
     ReduceOp op, part_op;
-    bool widens;      // a host of several ranks sends the accumulator's type
+    bool widens;
     bool is_rounded;  // in two rounds
     std::size_t width, wide_width;
   };
@@ -165,7 +163,7 @@ class HostsGroup final : public Group {
   GroupLiveness& liveness_;
   const std::vector<int> host_of_rank_;
   std::vector<std::vector<int>> ranks_;  // by host, sorted by leads
-  std::vector<int> order_;               // by host
+  std::vector<int> order_;
   int hosts_ = 0, host_ = 0, place_ = 0;
   bool is_in_order_ = false;  // ascending
   bool has_lanes_ = false;
@@ -185,7 +183,7 @@ class HostsGroup final : public Group {
 
   std::vector<Scratch> parts_, received_, rounded_parts_, padded_;
   Scratch blocks_, totals_;
-  std::vector<char> message_;  // the head, and small tensors
+  std::vector<char> message_;
   std::vector<Piece> chunks_;
   bool was_left_ = false;  // the taker left the message for the next call
   std::vector<const void*> sources_;
@@ -193,7 +191,7 @@ class HostsGroup final : public Group {
   std::vector<std::uint64_t> rows_;  // of all_to_all: bytes that each rank sends to and expects from each
   std::vector<std::size_t> starts_;  // of the blocks in `out`, then in `in`
   std::vector<int> pending_;         // ranks whose heads haven't arrived
-  std::vector<bool> is_table_;       // ranks that send such sizes
+  std::vector<bool> is_table_;
   bool is_strange_ = false;
   std::vector<std::uint32_t> part_numbers_, result_numbers_, sent_numbers_;
 };

@@ -8,10 +8,9 @@
 namespace parallel_state {
 namespace {
 
-// If a host would send at most this much to all others, hosts send everything in one round; above, each reduces a
-// slice, in two rounds. Measured with two and three hosts on one machine.
+// A host that would send at most this much to all others sends everything in one round; above, each reduces a slice, in
+// two rounds.
 constexpr std::size_t kOneRoundBytes = 64 << 10;
-// So that network and host work at the same time.
 constexpr std::size_t kLeastChunk = 1 << 18, kMostChunk = 1 << 20, kChunks = 16;
 constexpr std::size_t kAlignment = 64;  // elements: whole cache lines
 constexpr std::size_t kMostSources = 64;
@@ -109,12 +108,10 @@ Status HostsGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeou
 }
 
 // In step s this host reduces chunk s and sends its part; combines the hosts' parts of chunk s - 1 (in two rounds only
-// its own slice) and sends that result; shares the result of chunk s - 2 within the host. With lanes, each rank does it
-// for its share.
-//
-// Messages between two ranks are P0, P1 R0, P2 R1, ...: parts P, and results R of chunks in two rounds. If `out` is
-// `in`, another host's R overwrites it only after that host has received this one's part. Memory of step s is reused in
-// step s + 4: another host's P of chunk s + 4 arrives after this one has combined chunk s + 1.
+// its own slice) and sends that result; shares the result of chunk s - 2 within the host. Messages between two ranks
+// are P0, P1 R0, P2 R1, ...: parts P, and results R of chunks in two rounds. If `out` is `in`, another host's R
+// overwrites it only after that host has received this one's part. Memory of step s is reused in step s + 4: another
+// host's P of chunk s + 4 arrives after this one has combined chunk s + 1.
 Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, const Reduction& how) {
   const std::size_t length = chunk_of(count), chunks = std::max<std::size_t>(1, (count + length - 1) / length);
   const bool small = count <= length && in_one_round(how, count), lanes = has_lanes_ && !small;
@@ -127,12 +124,12 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
   result_numbers_.assign(chunks, 0);
   sent_numbers_.assign(chunks, 0);
   struct Chunk {
-    std::size_t turn, count, piece;  // of the chunk, and of this rank's share
+    std::size_t turn, count, piece;
     bool is_padded, one_round;
     const char* in;
     char* out;
-    char* result;  // of this rank's share
-    char* part;    // the host's, of that share
+    char* result;
+    char* part;
   };
   const auto chunk_at = [&](std::size_t index) {
     Chunk chunk{};
@@ -242,20 +239,19 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
   return finish();
 }
 
-// A host's lead sends the reduced blocks of other hosts' ranks to their leads, combines those of its own ranks and
-// scatters them. In chunks of columns, two at a time.
+// A lead sends the blocks of other hosts' ranks to their leads, combines those of its own ranks and scatters them.
 Status HostsGroup::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                   ReduceOp op, double timeout_s) {
   begin(Kind::kReduceScatter, outer * inner, Method::kReduceScatter, timeout_s, static_cast<std::uint64_t>(dtype),
         static_cast<int>(op));
   const Reduction how = reduction_of(dtype, op);
   const auto ranks = static_cast<std::size_t>(size_), ranks_here = static_cast<std::size_t>(local_size());
-  const std::size_t count = outer * inner;  // per rank
+  const std::size_t count = outer * inner;
   const std::size_t length = std::max<std::size_t>(1, chunk_of(count * ranks) / ranks);
   const std::size_t chunks = std::max<std::size_t>(1, (count + length - 1) / length);
   const bool as_it_is = chunks == 1 && outer == 1 && is_in_order_;
   const bool has_wide = how.widens && !is_alone();
-  std::vector<std::size_t> starts(1, 0);  // of each host, with ranks sorted by host
+  std::vector<std::size_t> starts(1, 0);
   for (const auto& each : ranks_) starts.push_back(starts.back() + each.size());
   peers_.clear();
   for_other_hosts([&](int host) { peers_.push_back(at(host)); });

@@ -28,7 +28,7 @@ void set_interpreter(const Interpreter& interpreter, unsigned long thread) {
 }
 
 SignalPipe& signal_pipe() {
-  static SignalPipe pipe;  // main thread only
+  static SignalPipe pipe;
   return pipe;
 }
 

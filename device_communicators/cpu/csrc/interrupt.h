@@ -6,19 +6,18 @@
 namespace parallel_state {
 
 struct Interpreter {
-  int (*take_lock)();                     // PyGILState_Ensure
-  int (*check_signals)();                 // PyErr_CheckSignals: -1 if a handler raised
-  void (*fetch)(void**, void**, void**);  // PyErr_Fetch
-  void (*let_lock)(int);                  // PyGILState_Release
+  int (*take_lock)();
+  int (*check_signals)();  // -1 if a handler raised
+  void (*fetch)(void**, void**, void**);
+  void (*let_lock)(int);
 };
 
-// A pthread_t, which runs signal handlers.
 void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 
 SignalPipe& signal_pipe();
 
-// Runs Python's signal handlers, under the interpreter lock, if a signal may have arrived (`surely`: did arrive).
-// Returns true if a handler raised.
+// Runs Python's signal handlers, under the interpreter lock, if a signal may have arrived (`surely`: did arrive). True
+// if one raised.
 bool interrupted(bool surely);
 
 // Three references that the caller owns. Null in other threads.

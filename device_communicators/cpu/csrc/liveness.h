@@ -1,6 +1,6 @@
 // A wait ends with the death or failure of any rank of the group: a living rank may wait for a dead one. A rank that
 // left on purpose ends only waits for that rank. The control plane's thread of any one rank writes exits to the group's
-// shared memory. Without a control plane a wait ends at its deadline.
+// shared memory.
 #pragma once
 
 #include <atomic>
@@ -30,19 +30,18 @@ struct alignas(64) Member {
 struct alignas(64) ReportedEnds {
   std::atomic<std::uint64_t> died{0};
   std::atomic<std::uint64_t> left{0};
-  std::atomic<std::uint32_t> doomed{0};  // 1: a rank of the failure domain died
+  std::atomic<std::uint32_t> doomed{0};
 };
 
-// Suspect outside the group.
 constexpr int kOutside = 1 << 15;
 
 struct Loss {
   explicit Loss(int rank = -1, int reporter = -1, int status = 0) : rank(rank), reporter(reporter), status(status) {}
 
-  int rank;      // suspect; -1: none
-  int reporter;  // -1: this rank detected it
+  int rank;
+  int reporter;  // -1: this rank
   int status;
-  Told expected, found;  // of a mismatch
+  Told expected, found;
   Misfit misfit;
 };
 
@@ -50,7 +49,7 @@ class Losses : public Liveness {
  public:
   // Empty unless a loss ends a wait for `awaited`.
   virtual Loss loss(int awaited) const = 0;
-  // Adds words whose change reports a loss; wake_progress reports others. Returns false if some losses have neither.
+  // Adds words whose change reports a loss; wake_progress reports others. False if some losses have neither.
   virtual bool watch(Sleep*) const { return false; }
   bool is_alive(int awaited) const override {
     const Loss found = loss(awaited);
@@ -60,14 +59,12 @@ class Losses : public Liveness {
 
 class GroupLiveness final : public Losses {
  public:
-  // Both must outlive this.
   GroupLiveness(Member* members, ReportedEnds* ends, int size, int me);
   ~GroupLiveness();
   GroupLiveness(const GroupLiveness&) = delete;
   GroupLiveness& operator=(const GroupLiveness&) = delete;
 
-  // `ranks`: the group's global ranks. `domain`: those whose death fails the group, ascending. Call it once, before
-  // waits.
+  // `ranks`: global ranks of the group; `domain`: those whose death fails it, ascending. Call it once, before waits.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, std::vector<int> domain);
 
   void stop_listening();

@@ -1,6 +1,6 @@
-// Loans: readers use tensors of a message in their sender's arena. Each loan has a word of shared memory with a bit per
-// reader, which the reader clears (release) when done. At its next loan the sender takes back blocks whose words are
-// zero (acquire). A killed reader's bits stay set until its group ends.
+// Readers use tensors of a message in their sender's arena. A loan's word has a bit per reader, which the reader clears
+// (release) when done. At its next loan the sender takes back blocks whose words are zero (acquire). A killed reader's
+// bits stay set until its group ends.
 #pragma once
 
 #include <atomic>
@@ -42,17 +42,13 @@ class Lender {
  public:
   // Below this size a loan costs more than it saves.
   static constexpr std::uint64_t kLeastBytes = 128 << 10;
-  // Limit of what readers hold of one sender.
   static constexpr std::uint64_t kMostBytes = 256 << 20;
 
-  // Both must outlive this.
   Lender(Arena& arena, const Windows& windows) : arena_(arena), windows_(windows) {}
 
-  // Returns false, with nothing lent, if the arena is full or too much is lent.
+  // False, with nothing lent, if the arena is full or too much is lent.
   bool lend(const Piece* tensors, int count, std::uint64_t readers, std::vector<LoanRecord>* records);
-  // For a message that isn't sent.
   void take_back(const std::vector<LoanRecord>& records);
-  // Takes back blocks that no reader uses any more.
   void collect();
 
  private:

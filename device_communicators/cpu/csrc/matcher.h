@@ -1,5 +1,5 @@
-// Matches posted receives with arrived messages: a message goes to the oldest receive of its tag and its source, or of
-// any source; a receive takes the oldest held message that fits.
+// A message goes to the oldest receive of its tag and its source, or of any source; a receive takes the oldest held
+// message that fits.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,6 @@ class Matcher {
   bool is_idle(int source) const { return !wants(source) && side(source).messages.empty(); }
   bool holds(int source) const { return !side(source).messages.empty(); }
 
-  // False if it was matched already.
   bool cancel(const Receive& receive) {
     const auto remove = [&](std::list<Item<Receive>>& receives) {
       const auto at =

@@ -10,7 +10,7 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::uint64_t kFrameBytes = 4096;  // as between hosts
+constexpr std::uint64_t kFrameBytes = 4096;
 
 std::uint64_t bytes_of(const std::vector<Piece>& pieces) {
   std::uint64_t bytes = 0;
@@ -29,7 +29,6 @@ Counted counted(Told told) {
   return is_list ? Counted::kBroadcastList : Counted::kBroadcastMessage;
 }
 
-// For a call that bypasses Python, and has the end's turn.
 template <typename End>
 bool is_free(const OpenEnd<End>& open) {
   return !open.closed && open.report->broken == 0 && open.report->reserved.load(std::memory_order_acquire) == 0;
@@ -57,7 +56,6 @@ class Reading {
     return done ? Outcome::kDone : Outcome::kLeft;
   }
 
-  // Sets `bytes` if all of the message was read.
   Outcome read_value(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
     if (taker.wants_loans()) end.want_loans(true);
@@ -192,12 +190,12 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   Record& record = served.begin_broadcast(counted(told), told);
   std::uint64_t bytes = 0;
   Outcome outcome = Outcome::kLeft;
-  const bool is_announced = open->report->found != 0;  // by an earlier call, which left the message
+  const bool is_announced = open->report->found != 0;
   if (is_announced || announce(handle, told, src, open->spin_ns)) {
     outcome = read(Reading{*open, handle.timeout_s()}, *open->broadcasts + 1, &bytes);
   }
   if (outcome == Outcome::kDone || outcome == Outcome::kRaised) {
-    ++*open->broadcasts;  // else Python repeats the call and counts it
+    ++*open->broadcasts;  // else Python repeats the call
     served.end(record, counted(told), bytes);
   } else {
     served.drop_broadcast(record);
@@ -292,7 +290,7 @@ bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& si
   };
   std::uint64_t tensor_bytes = 0;
   for (const std::uint64_t size : sizes) tensor_bytes += size;
-  head->insert(head->end(), {'P', 'S', 'M', '1', 2, 0, 0, 0});  // a list, uncut
+  head->insert(head->end(), {'P', 'S', 'M', '1', 2, 0, 0, 0});
   number(sizes.size(), 4);
   number(0, 4);
   number(body_bytes, 8);
@@ -419,7 +417,6 @@ Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, 
 
 namespace {
 
-// Recorded once it is certain to begin.
 class TensorTransfer {
  public:
   TensorTransfer(Served& served, ToOne other, Counted counted, const PlainTensor& x)

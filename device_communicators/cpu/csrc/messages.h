@@ -1,5 +1,5 @@
-// Messages between ranks: within a host through rings, between hosts over connections. Functions with a `Served` record
-// and count the message; for others the caller does. Thread-safe. The caller owns the pieces.
+// Messages: within a host through rings, between hosts over connections. Functions with a `Served` record and count the
+// message; for others the caller does. Thread-safe. The caller owns the pieces.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,7 @@
 namespace parallel_state {
 
 enum class Outcome : int {
-  // Python must repeat the call: nothing has happened, the arrived message isn't the expected one and stays, or the
-  // call failed.
+  // Python must repeat the call: nothing has happened, an unexpected message has arrived and stays, or the call failed.
   kLeft = 0,
   kDone = 1,
   kNoRoom = 2,  // nothing has happened
@@ -41,21 +40,19 @@ struct ToOne {
 
 constexpr std::uint64_t kMostListHead = 4096;  // fits the first chunk of each queue
 
-// As `wire.head_of_list`. Returns false if the form isn't a digest of 32 hexadecimal digits, or the head exceeds
-// kMostListHead.
+// As `wire.head_of_list`. False if the form isn't a digest of 32 hexadecimal digits, or the head is too long.
 bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head);
 
 // The first `heads` pieces are its head.
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
-// Null if the group's messages go through rings, or need Python.
+// Null if messages go through rings, or need Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// Unless it `waits`, it only starts to send. Returns the result of Transfers::start.
+// Unless it `waits`, it only starts to send. Returns as Transfers::start.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
 // Between hosts. The thread must have entered `handle`.
 Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pieces, int heads);
 Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken);
-// As the group's next collective.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 
 // The first piece is the known head.
@@ -70,7 +67,7 @@ Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker);
 
 struct PlainTensor {
-  int dtype;  // c10::ScalarType
+  int dtype;
   const std::int64_t* sizes;
   std::size_t dims;
   std::uint64_t bytes;  // not 0

@@ -1,6 +1,5 @@
-// The functions that parallel_state.messages calls. Sends return an Outcome, or kStarted + the number of a transfer.
-// Receives return the object, or NotImplemented if Python must receive it or raise. `self` is a `Python` of pack.h.
-// Unless noted, the first argument is the group's key.
+// Sends return an Outcome, or kStarted + the number of a transfer. Receives return the object, or NotImplemented if
+// Python must receive it or raise. `self` is a `Python` of pack.h. Unless noted, the first argument is the group's key.
 
 #include <algorithm>
 #include <cstring>
@@ -78,7 +77,6 @@ class Kept {
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
 
-  // `ps_packed` returns the message then.
   void hand_back() {
     packer().take_back(std::move(held_));
     handed_back_ = true;
@@ -104,7 +102,7 @@ struct Lasting {
     packer().hold();
     objects = packer().take_held();
     packer().free();
-    // The packer wrote every second piece of the head, and the first.
+    // The packer's own bytes.
     const auto is_written = [](int at) { return at == 0 || at % 2 == 1; };
     std::size_t bytes = 0;
     for (int at = 0; at < heads; ++at) bytes += is_written(at) ? pieces[at].bytes : 0;
@@ -128,10 +126,9 @@ struct Lasting {
   };
 };
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
-constexpr long long kStarted = 4;  // larger than each Outcome; the transfer's number is added
+constexpr long long kStarted = 4;
 
-// Only Python moves pending receives, so it can't wait meanwhile: starts to send if it `may_start`, else leaves the
-// message to Python.
+// Only Python moves pending receives, so it can't wait meanwhile.
 void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
@@ -159,14 +156,12 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
   return answer(number == kDoneTransfer ? Outcome::kDone : Outcome::kLeft);
 }
 
-// Addresses and sizes.
 std::vector<Piece> pieces_of(void* bytes) {
   std::vector<Piece> pieces(static_cast<std::size_t>(calling.bytes_size(bytes)) / sizeof(Piece));
   if (!pieces.empty()) std::memcpy(pieces.data(), calling.as_bytes(bytes), pieces.size() * sizeof(Piece));
   return pieces;
 }
 
-// The thread may have entered the group.
 template <typename Call>
 Status run_between_hosts(std::uint64_t group, Call call) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -213,7 +208,7 @@ class Received final : public Taker, private Tensors {
   }
 
   std::uint64_t most_head_bytes() const override {
-    constexpr std::uint64_t kMostError = 4096;  // bytes of the head of an error
+    constexpr std::uint64_t kMostError = 4096;
     return std::max(kMostError, kHeadStart + limit_);
   }
   bool wants_loans() const override { return views_; }
@@ -228,7 +223,7 @@ class Received final : public Taker, private Tensors {
     const bool is_known =
         is_whole && python_.make_tensor != nullptr && (expected_ != nullptr ? plan_list(head) : plan_value(head));
     bool is_taken = is_known;
-    if (!is_known && has_views_) {  // views took the loans
+    if (!is_known && has_views_) {
       head.loans->clear();
       calling.no_memory();
     } else if (!is_known) {
@@ -239,7 +234,7 @@ class Received final : public Taker, private Tensors {
         if (piece.bytes != 0) pieces->push_back(piece);
       }
     }
-    if (is_known) head.loans->clear();  // each is a tensor's
+    if (is_known) head.loans->clear();
     thread_ = head.is_at_hand ? nullptr : calling.save_thread();
     return is_taken;
   }
@@ -262,7 +257,6 @@ class Received final : public Taker, private Tensors {
     value_ = nullptr;
   }
 
-  // An object without tensors can be built without torch.
   bool plan_plain(const Head& head) {
     if (python_.make_tensor == nullptr && unpacker_.read(python_, head.data, head.bytes, head.tensor_bytes, 0)) {
       value_ = unpacker_.build(*this);
@@ -347,7 +341,6 @@ class Received final : public Taker, private Tensors {
     return tensors_[index] = made;
   }
 
-  // The caller's own tensor, if it has the form.
   void* buffer(void* key, TensorForm* form) const {
     void* const found = python_.dict_item(out_, key);
     TensorForm own{};
@@ -424,7 +417,7 @@ class Received final : public Taker, private Tensors {
   std::vector<char> head_;
   Unpacker unpacker_;
   std::vector<TensorForm> forms_;
-  std::vector<void*> tensors_;  // references; null: not made yet
+  std::vector<void*> tensors_;
   std::vector<Piece> places_;
   std::vector<const Loan*> loans_;
   void* value_ = nullptr;
@@ -460,7 +453,7 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-// …, dst, method, object, limit, slices, mine, whole; whether to wait, between hosts, until it is sent
+// …, dst, method, object, limit, slices, mine, whole, waits (between hosts)
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const Python& python = python_of(self);
@@ -547,8 +540,8 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// transfers, dst, tag, the beginning of the head, addresses and sizes of the other pieces, how many of these belong to
-// the head, the object that owns the memory.
+// transfers, dst, tag, the beginning of the head, the other pieces, how many of these belong to the head, the object
+// that owns the memory.
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
@@ -595,8 +588,8 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   });
 }
 
-// The group's number, the words of the call, the beginning of the head, addresses and sizes of the other pieces, how
-// many of these belong to the head. Returns a `Status`.
+// The group's number, the words of the call, the beginning of the head, the other pieces, how many of these belong to
+// the head. Returns a `Status`.
 void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};

@@ -59,7 +59,7 @@ SharedWindow::~SharedWindow() {
   if (streams_ != nullptr && number_of(rank_) != 0 && peers_.empty()) streams_->close_window(number_of(rank_));
 }
 
-// In the arena, until `end`; privately for a rank alone on its host. Returns null without memory.
+// In the arena, until `end`; privately for a rank alone on its host.
 std::shared_ptr<char> SharedWindow::allocate(std::size_t bytes) {
   if (Arena* const arena = handle_->arena()) {
     void* const block = arena->allocate(bytes);

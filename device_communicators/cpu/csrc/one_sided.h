@@ -1,5 +1,5 @@
-// One-sided access: each rank writes the memory of other ranks, and reads that of its host's ranks, without their help.
-// Each rank's arena has two blocks per window: the memory, and a counter of signals per peer.
+// Each rank writes the memory of other ranks, and reads that of its host's ranks, without their help. Its arena has two
+// blocks per window: the memory, and a counter of signals per peer.
 //
 //   put copies, and fences                          later reads by ranks of the host see the bytes
 //   signal publishes the next number (release)      a peer whose `wait_signal` received it (acquire) sees earlier
@@ -25,20 +25,19 @@ namespace parallel_state {
 class SharedWindow {
  public:
   struct Refusal {
-    std::string text;         // after kWrongArgument, kUnsupported and kBroken
-    Loss loss;                // after kPeerDied
+    std::string text;
+    Loss loss;
     TransferFailure failure;  // after kBroken, which fails all transfers between hosts
   };
 
-  // `data`: the memory of a tensor, or null for zeros. Memory in this rank's arena is used directly; other memory is
-  // copied.
+  // Null `data`: zeros. A tensor in this rank's arena is used directly; another is copied.
   SharedWindow(std::uint64_t group, std::shared_ptr<Handle> handle, const WindowPart& part, const void* data);
   ~SharedWindow();
   SharedWindow(const SharedWindow&) = delete;
   SharedWindow& operator=(const SharedWindow&) = delete;
 
   const WindowPart& part() const { return part_of(rank_); }
-  // Call it once, before the following calls. If a rank had no memory for its part, returns kUnsupported on every rank.
+  // Call it once, before the following calls. kUnsupported on every rank if one had no memory for its part.
   Status open(const WindowPart* parts, Refusal* refusal);
 
   // `dst` may be this rank. `signals`: as `signal` after it, but between hosts in the same message.
@@ -50,8 +49,8 @@ class SharedWindow {
   Status memory_of(int rank, void** found, Refusal* refusal);
   bool maps(int rank) const { return rank >= 0 && rank < handle_->size() && peer(rank).memory != nullptr; }
 
-  // Refuses later calls, waits for the puts of other hosts, and frees the blocks. Collective. Otherwise the blocks stay
-  // until the group ends, because a peer may still write to them.
+  // Collective: waits for the puts of other hosts, and frees the blocks. Otherwise these stay until the group ends,
+  // because a peer may still write to them.
   Status end(Refusal* refusal);
 
  private:
@@ -71,7 +70,6 @@ class SharedWindow {
   Status lost(int rank, Refusal* refusal) const;
   Status write(int dst, std::size_t offset, const void* data, std::size_t bytes, bool signals, const char* call,
                Refusal* refusal);
-  // `rank`: -1 for all.
   Status ended(int how, const char* call, int rank, Refusal* refusal) const;
   const WindowPart& part_of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
   std::uint32_t number_of(int rank) const { return static_cast<std::uint32_t>(part_of(rank).number); }
@@ -84,7 +82,7 @@ class SharedWindow {
   std::vector<WindowPart> parts_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::shared_ptr<char> memory_, signals_;
-  bool is_given_ = false;  // the memory is a tensor's
+  bool is_given_ = false;
   std::atomic<bool> ended_{false};
 };
 

@@ -26,7 +26,7 @@ void* unlocked(Function function) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `part`: the words of WindowPart; sets this rank's offsets. Returns null for an unknown group, or without memory.
+// Sets this rank's offsets in `part`. Null for an unknown group, or without memory.
 void* ps_window_new(std::uint64_t group, std::int64_t* part, const void* data) {
   std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;

@@ -1,5 +1,5 @@
-// Open ends of message queues. Each call into an end takes a turn. A call that bypasses Python falls back to it if the
-// turn isn't free, a message is half written or half read, or Python's messages go first.
+// Each call into an open end takes a turn. A call that bypasses Python falls back to it if the turn isn't free, a
+// message is half written or half read, or Python's messages go first.
 #pragma once
 
 #include <pthread.h>
@@ -34,7 +34,7 @@ class Turn {
   std::atomic<bool> taken_{false};
 };
 
-// The fields after `turn` are written in a turn, or before the end is shared.
+// Written in a turn after `turn`, or before the end is shared.
 template <typename End>
 struct OpenEnd {
   OpenEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses, WaitPolicy policy,
@@ -70,7 +70,7 @@ class InTurn {
  private:
   InTurn(OpenEnd<End>& open, bool has_it) : open_(open), has_it_(has_it) {
     if (!has_it_ || open.closed) return;  // the report may have been freed
-    // For signal handlers, which must not wait for the thread that they interrupt.
+    // Signal handlers must not wait for the thread that they interrupt.
     holder_ = &open.report->holder;
     holder_->store(static_cast<std::int64_t>(pthread_self()), std::memory_order_relaxed);
   }

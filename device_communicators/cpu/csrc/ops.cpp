@@ -48,7 +48,7 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
 template <typename T>
 using Many = c10::SmallVector<T, kMaxRanks>;
 
-// Results from this size on use the arena: page faults of fresh memory cost more than the collective.
+// Page faults of fresh memory would cost more than the collective.
 constexpr std::size_t kPooledBytes = 128 << 10;
 
 Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -116,7 +116,6 @@ Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymI
   return told;
 }
 
-// Returns false if the caller's result doesn't fit.
 bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& like) {
   if (!out->defined()) {
     *out = empty(served, sizes, like);
@@ -366,7 +365,7 @@ Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out
   *out = empty(served, x.sizes(), x);
   const bool sends = served.handle().rank() == src;
   const Tensor given = sends ? x.resolve_conj().resolve_neg().contiguous() : x;
-  // The source copies to its own result afterwards, so that others don't wait for that.
+  // The source copies to its own result afterwards.
   void* const data = sends ? const_cast<void*>(given.const_data_ptr()) : out->mutable_data_ptr();
   const Told told = tell(Method::kBroadcast, x, -1, -1, src);
   const Carried carried = carry(served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {

@@ -1,5 +1,5 @@
-// Collectives and transfers of CPU tensors on a compiled group, without the interpreter lock. An undefined `out`
-// becomes the result; another is a contiguous tensor of the result's sizes and dtype. C++ exceptions are torch's own.
+// Collectives and transfers on a compiled group, without the interpreter lock. An undefined `out` becomes the result;
+// another is a contiguous tensor of the result's sizes and dtype. C++ exceptions are torch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,13 +39,12 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);
 Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src);
 Carried barrier(Served& served);
-// Doesn't wait: a tensor that doesn't fit into the queue at once is left to the Python kernel.
+// Doesn't wait: a tensor that doesn't fit into the queue is left to the Python kernel.
 Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
 // In this rank's arena, or in ordinary memory if it is full.
 Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
-// In the arena if the tensor is large and there is a group.
 Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace parallel_state

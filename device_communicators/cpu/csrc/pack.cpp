@@ -11,7 +11,7 @@ constexpr std::size_t kHeaderBytes = 32, kMetadataBytes = 5;
 constexpr std::uint8_t kFormatVersion = 1, kTensorCode = 9;
 constexpr std::size_t kShortString = 32;
 constexpr std::size_t kKeptBytes = 4 << 20;
-constexpr std::size_t kLongBytes = 4 << 10;  // longer texts are sent in place
+constexpr std::size_t kLongBytes = 4 << 10;
 
 template <typename T>
 bool little_endian(Bytes& to, T value) {

@@ -4,9 +4,9 @@
 //   metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
 //   slices    for each tensor whether a slice of it is sent
 //
-// Header and metadata are little-endian; table and object are msgpack. Objects of other types than None, bool, int,
-// float, str, bytes, list, dict and plain CPU tensors, and tensors that occur twice, are left to Python. The caller
-// holds the GIL. No Python code runs meanwhile.
+// Header and metadata are little-endian; table and object are msgpack. Other types than None, bool, int, float, str,
+// bytes, list, dict and plain CPU tensors, and tensors that occur twice, are left to Python. The caller holds the GIL.
+// No Python code runs meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -41,16 +41,16 @@ struct Python {
   const void* const* others;  // types of tensors
   std::ptrdiff_t other_count;
   std::ptrdiff_t (*dict_size)(void*);
-  const void* const* texts;  // types of keys of any dict
+  const void* const* texts;  // of keys of any dict
   std::ptrdiff_t text_count;
   std::ptrdiff_t most_other_keys;               // larger dicts have texts as keys
   std::ptrdiff_t type_at;                       // offset; 0: unknown
   const char* (*utf8)(void*, std::ptrdiff_t*);  // kept by the object
-  long long (*integer)(void*, int*);            // PyLong_AsLongLongAndOverflow
+  long long (*integer)(void*, int*);
   double (*number)(void*);
   std::ptrdiff_t (*bytes_size)(void*);
   const char* (*bytes)(void*);
-  void (*forget_error)();  // PyErr_Clear
+  void (*forget_error)();
   const void* str_type;
   const void* int_type;
   const void* float_type;
@@ -81,8 +81,8 @@ struct Python {
   const void* false_object;
   const void* not_implemented;
   const std::int64_t* dtype_bytes;  // by number
-  // `group`: a `shared_ptr<Handle>*`, or null. Return a new reference and fill in `data`; null without memory. Both are
-  // null in the plain build.
+  // `group`: a `shared_ptr<Handle>*`, or null. Return a new reference; null without memory. Both are null in the plain
+  // build.
   void* (*make_tensor)(const void* group, TensorForm*, void* (*wrap)(const void*));
   void* (*view_tensor)(const void* group, const TensorForm*, const Loan*, void* (*wrap)(const void*));
   void* (*wrap)(const void*);
@@ -98,10 +98,9 @@ struct Python {
 struct Cut {
   std::uint64_t slices = 0;  // 0: whole tensors
   std::uint64_t mine = 0;
-  void* whole = nullptr;  // a dict whose keys are tensors sent whole; null: none
+  void* whole = nullptr;  // a dict with keys of tensors that are sent whole; null: none
 };
 
-// A dict with known tensors, so both sides know its message's head.
 struct Form {
   void* keys;                  // a tuple of str
   const std::int64_t* layout;  // of each: dtype, number of dims, sizes
@@ -140,18 +139,18 @@ class Packer {
  public:
   static constexpr std::size_t kMostTensors = 64, kMostLong = 64;
 
-  // Returns false if the object is left to Python, or the body exceeds `limit` bytes.
+  // False if the object is left to Python, or the body exceeds `limit` bytes.
   bool pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut = {});
-  // For a message whose head is known. Returns false if the list is left to Python.
+  // For a message whose head is known. False if the list is left to Python.
   bool gather(const Python& python, void* list, Piece head);
-  // Returns false if the dict hasn't this form.
+  // False if the dict hasn't this form.
   bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
-  // The object's long texts and bytes are pieces of the head.
+  // Long texts and bytes of the object are pieces of the head.
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
   // Keeps long texts and tensors alive until the next `pack` or `take_held`. Until `free`, this thread's other
-  // messages, those of a signal handler, are encoded by Python.
+  // messages, those of a signal handler, are left to Python.
   void hold();
   void free() { is_held_ = false; }
   std::vector<void*> take_held() { return std::exchange(held_, {}); }

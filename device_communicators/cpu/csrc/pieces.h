@@ -61,7 +61,6 @@ class Pieces {
   std::uint64_t bytes_left_ = 0;
 };
 
-// Calls `use(address, bytes)`.
 template <typename Use>
 void for_range(const std::vector<Piece>& pieces, std::uint64_t begin, std::uint64_t end, Use use) {
   std::uint64_t start = 0;

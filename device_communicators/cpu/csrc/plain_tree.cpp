@@ -81,8 +81,8 @@ class KeyCheck {
     return found;
   }
 
-  const std::uint64_t nested_;  // a bit per extension code whose payload is msgpack
-  const std::uint64_t most_;    // numbers among a map's keys
+  const std::uint64_t nested_;
+  const std::uint64_t most_;
 };
 
 constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the decoder's
@@ -92,7 +92,7 @@ constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the d
 #pragma GCC visibility push(default)
 extern "C" {
 
-// The keys of all maps are texts, or at most `most` numbers. The decoder fails below `extensions` nested extensions.
+// The keys of all maps are texts, or at most `most` numbers.
 int ps_plain_keys(const std::uint8_t* data, std::uint64_t size, std::uint64_t nested, std::uint64_t most,
                   int extensions) {
   const KeyCheck::Found found = KeyCheck(nested, most).value(data, data + size, {kDeepest, extensions});

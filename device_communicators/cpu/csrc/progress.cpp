@@ -28,7 +28,7 @@ namespace {
 
 constexpr auto kShortestNap = std::chrono::microseconds(50);
 constexpr auto kLongestNap = std::chrono::microseconds(1000);
-// Of the longest naps; then a thread sleeps. Waking it costs a caller more than most transfers take.
+// Waking a thread costs a caller more than most transfers take.
 constexpr int kIdleNaps = 20;
 
 // In linux/futex.h from 5.16 on.
@@ -40,7 +40,6 @@ constexpr long kFutexWaitv = 449;
 constexpr std::uint32_t kFutex32Bits = 2;
 constexpr std::size_t kMostWords = 128;
 
-// Returns false if the kernel can't.
 bool sleep_on(const std::vector<Sleep::Word>& words, std::int64_t until_ns) {
   std::vector<FutexWait> waits;
   if (words.size() > kMostWords) return false;
@@ -182,7 +181,7 @@ class Progress {
     --servers_;  // another thread took over during a callback
   }
 
-  // `lock` is held before and after. Returns false if it must nap.
+  // Returns false if it must nap.
   bool sleep(std::unique_lock<std::mutex>& lock, const std::vector<std::shared_ptr<Movable>>& all) {
     sleeps_ = true;
     Sleep sleep;
@@ -218,10 +217,10 @@ class Progress {
   }
 
   const int generation_ = fork_generation();
-  const int event_;  // wakes a thread that polls
+  const int event_;
   const bool polls_;
-  std::atomic<std::uint32_t> word_{0};  // wakes any other
-  std::uint64_t news_ = 0;              // from here on guarded by mutex_
+  std::atomic<std::uint32_t> word_{0};
+  std::uint64_t news_ = 0;  // from here on guarded by mutex_
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<Movable>> listed_;

@@ -1,5 +1,5 @@
-// The threads that move started transfers while no caller waits for them: one for rings, one for connections. They nap
-// from 50 us to 1 ms while nothing moves, and after some 20 ms sleep in the kernel until an entry can continue.
+// One thread moves started transfers over rings, one those over connections, while no caller waits for them. They nap
+// up to 1 ms while nothing moves, and after some 20 ms sleep until an entry can continue.
 #pragma once
 
 #include <poll.h>
@@ -26,11 +26,11 @@ struct Sleep {
 class Movable {
  public:
   virtual ~Movable() = default;
-  // Unless a caller moves it now. Returns true if anything moved.
+  // Unless a caller moves it now. True if anything moved.
   virtual bool move() = 0;
   // Called with the thread's lock held.
   virtual bool has_left() = 0;
-  // Returns true if it sleeps on connections; else on words.
+  // It sleeps on connections; else on words.
   virtual bool is_polled() const = 0;
   virtual void fall_asleep(Sleep* sleep) = 0;
   virtual void wake_up() = 0;
@@ -40,7 +40,7 @@ class Movable {
   bool listed_ = false;  // guarded by the thread's lock
 };
 
-// Until `has_left` is false. The caller must not hold locks that `has_left` or `fall_asleep` take.
+// The caller must not hold locks that `has_left` or `fall_asleep` take.
 void keep_moving(const std::shared_ptr<Movable>& movable);
 void wake_progress();
 // Of all processes.

@@ -27,7 +27,7 @@ RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, i
 }
 
 void RingEnd::leave() {
-  leaving_.store(true, std::memory_order_relaxed);  // waiters poll it
+  leaving_.store(true, std::memory_order_relaxed);
   // Release: an end that sees the bit sees all chunks published before.
   ends_->left.fetch_or(std::uint64_t{1} << me_, std::memory_order_release);
 }

@@ -1,7 +1,5 @@
-// Messages from one rank to others on the same host, through a ring of chunks in shared memory.
-//
-// A message takes consecutive chunks, which count from 1; chunk n is in slot (n - 1) % chunks. The writer publishes the
-// last chunk that it wrote, each reader the last that it read:
+// Messages from one rank to others on the same host, through a ring of chunks in shared memory. Chunk n (from 1) is in
+// slot (n - 1) % chunks. The writer publishes the last chunk that it wrote, each reader the last that it read:
 //
 //   the writer writes chunk n   once every reader has published n - chunks
 //   a reader reads chunk n      once the writer has published n
@@ -36,7 +34,6 @@ struct RingShape {
   std::uint64_t chunks;
   int readers;  // 1 … 63
 
-  // Flags of the ends, the writer's counter, a counter per reader.
   std::size_t control_bytes() const { return (2 + static_cast<std::size_t>(readers)) * sizeof(Counter); }
   std::size_t data_bytes() const { return chunk_bytes * chunks; }
 };
@@ -49,7 +46,7 @@ struct alignas(64) ChunkHeader {
   std::uint64_t total_bytes;
   std::uint64_t head_bytes;
   std::uint64_t fingerprint;  // must be equal on all sides
-  std::uint64_t lent;         // number of lent tensors; their records follow the head
+  std::uint64_t lent;         // lent tensors, whose records follow the head
 };
 static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 
@@ -62,17 +59,16 @@ struct QueueReport {
   std::int64_t left_bytes = 0;
   std::int64_t reporter = -1;  // after kGivenUp, with its status of group.h
   std::int64_t reason = 0;
-  // Of calls that bypass Python:
   std::atomic<std::int64_t> reserved{0};  // nonzero: the next message is Python's
-  std::int64_t found = 0;                 // 1: the next message was inspected and left to Python
-  std::int64_t broken = 0;                // status of a failed call, returned by later calls
+  std::int64_t found = 0;                 // 1: the next message was left to Python
+  std::int64_t broken = 0;                // status of a failed call
   std::int64_t elapsed_us = 0;
-  std::atomic<std::int64_t> holder{0};  // pthread_self of the thread that has the turn; 0: none
+  std::atomic<std::int64_t> holder{0};  // pthread_self in the turn; 0: none
 };
 
 class RingEnd : public Losses {
  public:
-  // `ranks[0]` is the writer, the others are readers. `me`: an index in `ranks`.
+  // `ranks[0]` is the writer. `me`: an index in `ranks`.
   RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses,
           WaitPolicy policy);
 
@@ -81,7 +77,7 @@ class RingEnd : public Losses {
   int writer() const { return ranks_[0]; }
   int suspect() const { return suspect_; }
   const Loss& given_up() const { return lost_; }
-  // The counter that a timed-out call waited for; null before.
+  // Of a call that timed out; null before.
   Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
 
  protected:
@@ -124,14 +120,12 @@ class QueueWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Lends large tensors, if all readers want it.
   void set_lender(Lender* lender) { lender_ = lender; }
 
   // After kTimedOut call `resume`; the pieces must stay unchanged until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
-  // Returns false if the message can't be written at once. Else call either `write`, which doesn't wait or fail, or
-  // `drop`.
+  // False if the message can't be written at once. Else call either `write`, which doesn't wait or fail, or `drop`.
   bool fit(const Piece* pieces, int count, int heads);
   void write(std::uint64_t fingerprint);
   void drop();
@@ -162,7 +156,6 @@ class QueueReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Without the arena loans are malformed.
   void set_lender(Windows* arena) { arena_ = arena; }
   // Lets the writer lend tensors, until one is read instead of borrowed.
   void want_loans(bool wanted);
@@ -172,14 +165,13 @@ class QueueReader : public RingEnd {
   // A null address skips bytes. Lent tensors are copied and given back.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);
 
-  // Call it after the head was read; the caller gives the loans back. Empty if none were lent or some have been read.
+  // After the head was read; the caller gives the loans back. Empty if none were lent or some have been read.
   QueueStatus borrow(std::vector<Loan>* loans, double timeout_s);
   bool is_lent() const { return lent_left_ != 0; }
 
   // False if the head exceeds the first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
 
-  // The rest of the message is in the current chunk.
   bool is_at_hand() const { return bytes_left() == 0 || (in_chunk_ && end_ - offset_ == bytes_left()); }
 
   const ChunkHeader& header() const { return header_; }

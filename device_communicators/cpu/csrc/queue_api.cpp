@@ -1,5 +1,3 @@
-// The C interface of message queues, for ctypes. A `QueueReport` is cheaper to read than out-parameters.
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -45,7 +43,7 @@ using parallel_state::control::ProcessWatch;
 // For ends that aren't ranks of a world, such as those of vLLM's queues.
 class ProcessLiveness final : public Losses {
  public:
-  // A PID of 0 or less, such as of another PID namespace, isn't watched.
+  // A PID of 0 or less isn't watched.
   ProcessLiveness(const std::int64_t* pids, int count) : processes_(static_cast<std::size_t>(count)) {
     for (Process& each : processes_) {
       each.pid = static_cast<int>(*pids++);
@@ -68,7 +66,7 @@ class ProcessLiveness final : public Losses {
   struct Process {
     int pid = 0;
     mutable std::mutex opening;
-    mutable ProcessWatch watch;  // constant once found
+    mutable ProcessWatch watch;
     mutable std::atomic<ProcessWatch::Found> found{ProcessWatch::kUnknown};
   };
   static bool has_ended(const Process& process) {
@@ -105,7 +103,7 @@ void serve(OpenEnd<End>* open, std::uint64_t group, std::uint64_t* broadcasts, A
   if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(*handle);
 }
 
-// Returns false if a thread uses the end, whose memory must then stay.
+// False if a thread uses the end, whose memory must then stay.
 template <typename End>
 bool close(OpenEnd<End>* open) {
   const std::shared_ptr<OpenEnd<End>> last = open->itself;  // outlives the turn
@@ -138,7 +136,6 @@ void* ps_liveness_new(const std::int64_t* pids, int count) {
   return new (std::nothrow) Watch{std::make_shared<const ProcessLiveness>(pids, count)};
 }
 
-// Keeps the group's memory. Null for an unknown group.
 void* ps_liveness_of(std::uint64_t group) {
   std::shared_ptr<Handle> handle = parallel_state::find(group);
   if (handle == nullptr) return nullptr;
@@ -168,7 +165,7 @@ void ps_queue_reader_leave(void* reader) { static_cast<OpenReader*>(reader)->end
 int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>(writer)) ? 1 : 0; }
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
-// For calls that bypass Python. `dst` -1: all other ranks.
+// `dst` -1: all other ranks.
 void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, broadcasts, [=](Handle& handle) {
@@ -184,7 +181,7 @@ void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_al
   });
 }
 
-// Keeps calls that bypass Python from this end until as many are taken back. Any thread.
+// Until as many calls are taken back. Any thread.
 void ps_queue_reserve(QueueReport* report, int calls) {
   // Release: a thread that reads the last withdrawal sees all that was received before.
   report->reserved.fetch_add(calls, std::memory_order_release);
@@ -206,7 +203,7 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
   return status;
 }
 
-// With the interpreter lock. Returns 0 if Python must do it; else call `ps_packed`.
+// With the interpreter lock. 0: Python must do it; else call `ps_packed`.
 int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, std::uint64_t slices, std::uint64_t mine,
             void* whole) {
   if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit, {slices, mine, whole})) return 0;
@@ -214,8 +211,8 @@ int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, st
   return 1;
 }
 
-// Returns the number of pieces that this thread packed last: `counts[0]` of the head, then the tensors. `objects` gets
-// the `counts[1]` objects kept alive, which the caller releases. Null `pieces` frees the memory for the next message.
+// This thread's last message: `counts[0]` pieces of the head, then the tensors. `objects` gets the `counts[1]` objects
+// kept alive, which the caller releases. Null `pieces` frees the memory for the next message.
 int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
   Packer& packed = packer();
   if (pieces == nullptr) {
@@ -238,7 +235,6 @@ int ps_queue_resume(void* writer, double timeout_s) {
   return told(opened, opened->end.resume(timeout_s));
 }
 
-// Copies a head of at most `capacity` bytes.
 int ps_queue_take(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
   auto* opened = static_cast<OpenReader*>(reader);
   QueueReader& end = opened->end;

@@ -17,9 +17,9 @@ std::size_t size_of(Dtype dtype);
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
-// Reduces in parts. A source whose bit of `wide` is set is the result of an earlier part, in the accumulator's type.
-// `out` gets that type, or the finished result if `total`, the number of inputs in all parts, isn't 0. Bits equal those
-// of one reduction if each part begins with the result of the earlier ones. At most 64 sources.
+// A source whose bit of `wide` is set is the result of an earlier part, in the accumulator's type. `out` gets that
+// type, or the finished result if `total`, the number of inputs in all parts, isn't 0. Bits equal those of one
+// reduction if each part begins with the result of the earlier ones. At most 64 sources.
 using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
 PartFunction part_function(Dtype dtype, ReduceOp op);
@@ -28,10 +28,10 @@ std::size_t wide_size_of(Dtype dtype);
 
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 
-// For tests; null if this processor lacks the instruction set.
+// Null if this processor lacks the instruction set.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set);
 
-// Finishes one row, given its sum. Null for dtypes other than floats of 16 or 32 bits.
+// Finishes one row, given its sum. Null for other dtypes than floats of 16 or 32 bits.
 using AddRmsNormFunction = void (*)(void* out, void* residual_out, const void* sum, const void* residual,
                                     const void* weight, std::size_t hidden, float eps);
 AddRmsNormFunction add_rms_norm_function(Dtype dtype);
@@ -39,7 +39,7 @@ AddRmsNormFunction add_rms_norm_function(Dtype dtype);
 // "avx512", "avx2" or "plain".
 const char* instruction_set();
 
-// For all threads. Returns false if this processor lacks the set.
+// For all threads. False if this processor lacks the set.
 bool use_instruction_set(const char* name);
 
 }  // namespace parallel_state

@@ -13,9 +13,9 @@ namespace parallel_state {
 
 class Released {
  public:
-  using AddPending = int (*)(int (*)(void*), void*);  // Py_AddPendingCall, which needs no lock
+  using AddPending = int (*)(int (*)(void*), void*);  // needs no lock
 
-  // Objects that this thread releases meanwhile are kept for its caller, which calls `let_go`.
+  // Keeps objects that this thread releases for its caller, which calls `let_go`.
   class Visit {
    public:
     Visit() { ++visits(); }

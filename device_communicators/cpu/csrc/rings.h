@@ -1,6 +1,5 @@
-// Transfers within a host: a ring of chunks from each rank to each other. A send is done once its ring holds the whole
-// message. An unwanted message is copied out of the ring when a later one is wanted; without receives the ring bounds
-// the sender.
+// A ring of chunks from each rank to each other. A send is done once its ring holds the whole message. An unwanted
+// message is copied out when a later one is wanted.
 #pragma once
 
 #include <pthread.h>
@@ -19,7 +18,7 @@ struct TransferPlaces {
   std::uint64_t data_offset;
   std::uint64_t chunk_bytes;
   std::uint64_t chunks;
-  std::int64_t kinds;  // queues between two ranks; the first is for tensors
+  std::int64_t kinds;  // the first queue between two ranks is for tensors
   std::int64_t spin_ns;
   std::int64_t yields;
 };
@@ -47,17 +46,17 @@ class Rings final : public Transfers {
  private:
   struct End {
     Turn turn;
-    std::atomic<pthread_t> holder{};  // 0: free
+    std::atomic<pthread_t> holder{};
     std::atomic<RingEnd*> ring{nullptr};
     std::atomic<bool> is_broken{false};  // announced after the turn
   };
   struct Outgoing : End {
     std::unique_ptr<QueueWriter> writer;  // this and the next: used in the turn
-    Held current;                         // partly written
+    Held current;
   };
   struct Incoming : End {
     std::unique_ptr<QueueReader> reader;  // from here on used in the turn
-    std::atomic<bool> is_reading{false};  // a message is partly read
+    std::atomic<bool> is_reading{false};
     Form form;
     Held current;  // null: the message is `early`
     Early early;

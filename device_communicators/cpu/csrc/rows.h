@@ -7,7 +7,7 @@
 
 namespace parallel_state {
 
-// `start`: of bytes in rows of `row_bytes` that are `stride_bytes` apart.
+// `start` counts the rows' bytes without gaps.
 inline void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes, const char* in, std::size_t start,
                       std::size_t length) {
   while (length != 0) {

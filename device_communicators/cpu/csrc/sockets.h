@@ -20,7 +20,7 @@ inline std::string in_words(int error) {
 
 inline bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// `use(index, begin, end)` gets the stripes of the other connections. Returns the bytes of the first connection.
+// `use(index, begin, end)` gets the others' stripes. Returns the bytes of the first connection.
 template <typename Use>
 std::uint64_t divide(std::uint64_t bytes, std::size_t others, Use use) {
   const std::uint64_t stripe = (bytes + others) / (others + 1);

@@ -42,12 +42,12 @@ class Streams::Stream {
   void start(const Held& transfer);
   void go_on(const Held& receive, const std::vector<Piece>& pieces);
   void deliver(const Held& receive, const Early& message);
-  // Returns false if the kernel had neither data nor room.
+  // False if the kernel had neither data nor room.
   bool move();
   void poll_for(std::vector<pollfd>* polled) const;
   void stop(const char* why);
   void close();
-  Held unfinished() const;  // null: none
+  Held unfinished() const;
   void facts(std::uint64_t* out) const;
 
   const int rank;
@@ -58,7 +58,7 @@ class Streams::Stream {
     Frame frame;
     std::uint64_t frame_left;
     Pieces body;
-    Held transfer;  // null for an answer
+    Held transfer;
   };
   struct Awaited {
     Held transfer;
@@ -113,21 +113,21 @@ class Streams::Stream {
   bool awaits_stripes() const { return in_body_ && missing_.bytes_left() == 0; }
 
   Streams& all_;
-  int descriptor_;  // -1 once closed
+  int descriptor_;
   std::vector<Stripe> stripes_;
-  int striped_ = 0;       // pieces in their `sends`
-  int stripes_left_ = 0;  // with missing bytes of the current body
+  int striped_ = 0;
+  int stripes_left_ = 0;
   std::string error_;
-  const char* stopped_ = nullptr;  // the reason, if this rank ended the connection
-  std::string broken_;             // the reason that nothing can be written; data may still be readable
+  const char* stopped_ = nullptr;  // if this rank ended the connection
+  std::string broken_;             // nothing can be written; data may still be readable
   std::deque<Outgoing> sends_;
   ByTag<Awaited> answers_;
   ByTag<Asked> asked_;  // receives that wait for announced bodies
   const std::uint64_t early_limit_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once; how many of these the peer has received
   std::uint64_t taken_bytes_ = 0;                      // received of those sent at once
-  std::uint64_t kept_bytes_ = 0;                       // of bodies that wait for their receives
-  std::uint64_t announced_ = 0;                        // that no receive has matched
+  std::uint64_t kept_bytes_ = 0;
+  std::uint64_t announced_ = 0;  // that no receive has matched
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
@@ -279,7 +279,7 @@ void Streams::Stream::deliver(const Held& receive, const Early& message) {
 bool Streams::Stream::move() {
   const bool sends = is_sending();
   bool moved = sends && write();
-  if (!broken_.empty()) {  // the peer may have sent the reason before it left
+  if (!broken_.empty()) {
     while (read()) {
     }
     fail(broken_);
@@ -407,7 +407,7 @@ bool Streams::Stream::refuse() {
   return false;
 }
 
-// Returns false if the connection or the group is unusable.
+// False if the connection or the group is unusable.
 bool Streams::Stream::take_frame(const Frame& frame) {
   const auto is = [&frame](const char* magic) { return std::memcmp(frame.magic, magic, sizeof frame.magic) == 0; };
   if (is(kPut)) return begin_put(frame);
@@ -510,7 +510,6 @@ void Streams::Stream::go_on(const Held& receive, const std::vector<Piece>& piece
   parse();
 }
 
-// Returns false on a mismatch, which fails the group.
 bool Streams::Stream::match(const Held& receive, const Form& form) {
   taken_bytes_ += form.bytes + kMessageBytes;
   if (is_answered(form)) answer(form_of(receive->call));
@@ -893,7 +892,6 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
   }
 }
 
-// Returns true if a signal ended the sleep.
 bool Streams::sleep(std::int64_t until_ns) {
   polled_.clear();
   {

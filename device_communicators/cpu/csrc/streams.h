@@ -1,19 +1,18 @@
 // Transfers between hosts over TCP connections: a frame and a body each, in the order of the sends.
 //
-// The receiver of an object or dict reads its head, and nothing more from this rank until the receive's `Taker` has
-// returned the addresses for the tensors.
+// The receiver of an object or dict reads its head, and nothing more from this rank until its `Taker` has returned the
+// addresses for the tensors.
 //
 // The receiver limits the bytes per sender that arrive before their receives. A message over this limit is *announced*:
-// its frame is sent at once, its body after the receiver asked for it. Announcements are always read, so no limit
-// causes a deadlock.
+// its body is sent after the receiver asked for it. Announcements are always read, so no limit causes a deadlock.
 //
 // The receiver of an announced message, or of a tensor of more than kAnsweredBytes, answers with the form of its
-// receive, and the sender waits for that, so it fails too if the forms differ. The sender of a smaller message is done
-// when the kernel has the bytes.
+// receive. The sender waits for that, so it fails too if the forms differ. A smaller message is done when the kernel
+// has the bytes.
 //
-// Windows are memory of this rank that ranks of other hosts write to. The thread that reads a put writes its body to
-// its place, then counts its signals: a rank that has taken a signal sees its sender's earlier puts. While a window is
-// open, the progress thread reads all connections. A put outside of an open window fails the group.
+// Windows are memory that ranks of other hosts write to. The thread that reads a put writes its body to its place, then
+// counts its signals: a rank that has taken a signal sees its sender's earlier puts. While a window is open, the
+// progress thread reads all connections. A put outside of an open window fails the group.
 //
 // The caller owns the descriptors, and closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
@@ -39,12 +38,11 @@ class Streams final : public Transfers {
  public:
   static constexpr std::uint64_t kAnsweredBytes = 64 << 10;
 
-  // Bodies of at least `striped_bytes` are striped if there are several connections. `granted_bytes`: limit of bytes
-  // that each rank may send before their receive.
+  // `granted_bytes`: limit of bytes that each rank may send before their receive.
   Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::uint64_t granted_bytes, std::int64_t spin_ns,
           std::uint64_t striped_bytes);
   ~Streams() override;
-  // Both sides must add connections of one pair in the same order, before any transfer.
+  // Connections of one pair in the same order on both sides, before any transfer.
   void add(int rank, int descriptor, std::uint64_t early_bytes);
 
   bool has_left() override;
@@ -60,12 +58,12 @@ class Streams final : public Transfers {
   // Keeps the memory until `close_window`. The other ranks need the number.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
-  // This and the following return how their wait ended. `put` ends once the kernel has the bytes.
+  // Returns how its wait ended, as the following. `put` ends once the kernel has the bytes.
   int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, bool signals,
           double timeout_s);
   // At its timeout nothing fails; at 0 it only polls.
   int take_signal(int src, std::uint32_t window, double timeout_s);
-  // Until all ranks have called it and their earlier puts have arrived. `windows`: by rank; 0 without a connection.
+  // Collective: the puts before it have arrived. `windows`: by rank; 0 without a connection.
   int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
 
   // For tests: bytes kept for later receives, bytes sent at once, received of these, and taken.
@@ -91,14 +89,14 @@ class Streams final : public Transfers {
   struct Window {
     std::shared_ptr<char> memory;
     std::uint64_t bytes;
-    std::vector<Signals> signals;  // by rank
+    std::vector<Signals> signals;
   };
   struct Frame {
     char magic[4];
     std::uint32_t tag;
     std::int32_t dtype;
-    std::uint32_t signals;     // of a put: they follow its body
-    std::uint64_t received;    // so far, by the sender of this frame
+    std::uint32_t signals;
+    std::uint64_t received;
     std::uint64_t bytes;       // of the body; in an answer: of the receive
     std::uint64_t head_bytes;  // of `bytes`; in a put: its offset
   };
@@ -123,15 +121,15 @@ class Streams final : public Transfers {
   const std::uint64_t granted_bytes_;
   const std::int64_t spin_ns_;
   const std::uint64_t striped_bytes_;
-  const int wake_;                                  // an eventfd for the thread that polls; -1: none
+  const int wake_;                                  // an eventfd; -1: none
   std::atomic<bool> polls_{false}, sleeps_{false};  // a thread moves all connections; it is in `poll`
   std::vector<pollfd> polled_;                      // of the polling thread
-  std::atomic<std::int64_t> noticed_ns_{0};         // when a loss was first detected
-  std::atomic<bool> has_unsent_{false};             // answers without room in the kernel's buffer
-  std::mutex streams_mutex_;                        // taken before mutex_
-  bool fails_ = false;                              // no stream may be read. Guarded by streams_mutex_
-  std::vector<std::unique_ptr<Stream>> streams_;    // by rank; guarded by streams_mutex_
-  std::map<std::uint32_t, Window> windows_;         // this and the next: guarded by streams_mutex_
+  std::atomic<std::int64_t> noticed_ns_{0};
+  std::atomic<bool> has_unsent_{false};           // answers without room in the kernel's buffer
+  std::mutex streams_mutex_;                      // taken before mutex_
+  bool fails_ = false;                            // no stream may be read. Guarded by streams_mutex_
+  std::vector<std::unique_ptr<Stream>> streams_;  // by rank; guarded by streams_mutex_
+  std::map<std::uint32_t, Window> windows_;       // this and the next: guarded by streams_mutex_
   std::uint32_t last_window_ = 0;
   std::atomic<bool> has_windows_{false};
 };

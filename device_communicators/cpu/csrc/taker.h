@@ -1,4 +1,4 @@
-// Receives a message of unknown size: a `Taker` gets its head and returns the addresses for its tensors.
+// Receives a message of unknown size.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Head {
   std::uint64_t bytes;  // may be the start of a head that is too long
   std::uint64_t head_bytes;
   std::uint64_t tensor_bytes;
-  bool is_at_hand;           // the tensors can be read without a wait
+  bool is_at_hand;
   std::vector<Loan>* loans;  // a taker that keeps loans clears it
 };
 
@@ -23,7 +23,7 @@ class Taker {
   virtual std::uint64_t most_head_bytes() const = 0;  // `head_buffer` gets only kHeadStart bytes of a longer head
   virtual bool wants_loans() const = 0;
   virtual char* head_buffer(std::uint64_t bytes) = 0;
-  // Appends the addresses of the tensors. Returns false to refuse the message.
+  // Appends the addresses of the tensors. False refuses the message.
   virtual bool take_head(const Head& head, std::vector<Piece>* pieces) = 0;
   // A refused message then stays for the next receive.
   virtual bool leaves_message() const { return false; }

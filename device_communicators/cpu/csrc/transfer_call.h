@@ -11,10 +11,10 @@ struct TransferFailure {
   std::int64_t sends = 0;
   std::int64_t peer = -1;
   std::int64_t suspect = -1;
-  std::int64_t reporter = -1;  // after kGivenUp: failed first, with the status `reason`
+  std::int64_t reporter = -1;  // after kGivenUp: failed first
   std::int64_t reason = 0;
   std::int64_t elapsed_us = 0;
-  std::int64_t sent_dtype = -1, sent_bytes = 0;  // of a message that doesn't fit its receive; else -1
+  std::int64_t sent_dtype = -1, sent_bytes = 0;  // if a message doesn't fit its receive; else -1
   std::int64_t expected_dtype = -1, expected_bytes = 0;
 };
 
@@ -24,7 +24,7 @@ struct TransferUser {
   // have returned.
   int (*settle)(void* self, int source, const TransferFailure* failure);
   void (*announce)(void* self);
-  // The memory isn't used any more. Called once, even if the transfer was refused.
+  // Called once, even if the transfer was refused.
   void (*release)(void* self);
 };
 
@@ -45,15 +45,14 @@ struct TransferCall {
   const OutgoingMessage* outgoing = nullptr;
   IncomingMessage* incoming = nullptr;
   // In place of `tag`, over connections. A send writes to a window of the peer, and then adds `signals` there. A
-  // receive takes a signal of the peer from a window of this rank.
+  // receive takes a signal from a window of this rank.
   std::uint32_t window = 0;  // 0: none
   std::uint32_t signals = 0;
   std::uint64_t offset = 0;
 };
-constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;  // no dtype has these numbers
+constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;
 
-// Results of starting, besides a transfer's number. kInsideTransfer: this thread, in a signal handler, would wait for
-// what the handler interrupted.
+// kInsideTransfer: this thread, in a signal handler, would wait for what the handler interrupted.
 constexpr std::int64_t kDoneTransfer = 0, kRefusedTransfer = -1, kInsideTransfer = -2;
 
 // kInterruptedTransfer: a signal handler raised.

@@ -49,7 +49,7 @@ void Transfers::fall_asleep(Sleep* sleep) {
     sleep->naps = true;
     return;
   }
-  if (left_ > 0 && waiters_ >= left_) return;  // a caller moves each of them
+  if (left_ > 0 && waiters_ >= left_) return;
   sleep->until_ns = std::min(sleep->until_ns, next_deadline_ns_.load());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -110,7 +110,7 @@ std::int64_t Transfers::start(const TransferCall& call, bool waits) {
     } else if (call.window != 0) {
     } else if (auto held = matcher_.post(peer, static_cast<std::uint32_t>(call.tag), transfer)) {
       early = std::move(*held);
-      if (!early->is_whole) {  // the thread that reads it passes it to the receive
+      if (!early->is_whole) {
         early->receiver = transfer;
         early = nullptr;
       }
@@ -185,7 +185,7 @@ void Transfers::ask_taker(const Held& receive, int source, Done* done) {
   receive->asks.store(true, std::memory_order_release);
 }
 
-// Returns false if the taker leaves the message.
+// False if the taker leaves the message.
 bool Transfers::run_taker(const Held& receive) {
   IncomingMessage& message = *receive->call.incoming;
   if (!receive->is_open()) return receive->asks = false, true;
@@ -292,7 +292,7 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
   for (const Held& each : ended) {
     const TransferUser& user = *each->call.user;
     if (user.settle == nullptr) {
-      // Before a waiter returns and releases memory. After a failure a thread may still move bytes.
+      // Before a waiter returns and releases memory.
       if (failure == nullptr) each->release();
       continue;
     }
@@ -317,7 +317,7 @@ void Transfers::fail(TransferFailure failure, const Held& first, std::string_vie
     end_open(&failure, first, text, &failed);
   } catch (const std::bad_alloc&) {
     has_failed_.store(true, std::memory_order_release);
-    stop();  // nothing moves any more; waits end at their deadlines, or with the next failure
+    stop();  // waits end at their deadlines, or with the next failure
     throw;
   }
   stop();
@@ -403,7 +403,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
   const TransferCall& call = transfer->call;
   const bool sends = call.sends != 0;
   const std::int64_t until_ns = timeout_s < 0 ? INT64_MAX : after(timeout_s);
-  const auto leaves = [this](int how) {  // the progress thread continues
+  const auto leaves = [this](int how) {
     keep_moving(shared_from_this());
     return how;
   };
@@ -422,7 +422,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
       continue;
     }
     const std::int64_t now = now_ns();
-    const bool late = now >= until_ns;  // polls once more for what just arrived
+    const bool late = now >= until_ns;  // polls once more
     if (now >= next_look_ns) {
       find_losses();
       if (handles_signals(false)) return leaves(kInterruptedTransfer);

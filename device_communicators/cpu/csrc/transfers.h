@@ -1,6 +1,6 @@
-// Sends and receives between the ranks of a group: the base of rings.h and streams.h. If one transfer fails, all open
-// ones fail, and none can be started. A waiting caller moves the group's transfers itself; otherwise the process's
-// progress thread does. Thread-safe. The memory of a transfer is borrowed until `release`.
+// Transfers between the ranks of a group. If one fails, all open ones fail, and none can be started. A waiting caller
+// moves the group's transfers itself; otherwise the process's progress thread does. Thread-safe. The memory of a
+// transfer is borrowed until `release`.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,6 @@
 
 namespace parallel_state {
 
-// Its memory must stay until the transfer is released.
 struct OutgoingMessage {
   std::vector<Piece> head, tensors;
   std::uint64_t head_bytes = 0;
@@ -41,7 +40,7 @@ struct IncomingMessage {
   std::vector<char> head;  // or its beginning
   std::uint64_t head_bytes = 0, tensor_bytes = 0;
   bool is_at_hand = false;
-  std::shared_ptr<const char> early;  // a message that arrived before its receive, in one piece
+  std::shared_ptr<const char> early;  // in one piece
   bool is_refused = false;
 };
 
@@ -52,7 +51,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   Transfers(std::shared_ptr<const Losses> losses, int rank, int size);
 
-  // `waits`: the caller waits for it at once.
   std::int64_t start(const TransferCall& call, bool waits);
 
   // At the timeout (negative: none) returns kLateTransfer, or fails the transfer if `expires`. After an interruption
@@ -61,13 +59,12 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool is_done(Number number);
   // Like `interrupt`, for a dropped message: later messages can't be received then.
   void break_off(Number number);
-  // Ends a transfer whose wait was abandoned. All others fail too if it has moved bytes, or if `ends_all`.
+  // After an abandoned wait. All others fail too if this one has moved bytes, or if `ends_all`.
   void interrupt(Number number, bool ends_all);
-  // Returns true if an abandoned wait ends all transfers: a message may have several.
+  // A message may have several transfers.
   virtual bool end_together() const { return false; }
 
-  // In one step with the tag of `serve`, for callers without Python. kLeft: the caller continues with `start`, which
-  // reports any failure.
+  // In one step with the tag of `serve`, for callers without Python. kLeft: the caller continues with `start`.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
   virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
                            const std::function<void*()>& data) = 0;
@@ -79,7 +76,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   virtual bool carries_messages() const { return false; }
   int message_tag() const { return served_tag_ + 1; }
-  // `is_refused`: the message has arrived.
   struct Received {
     int how = kFailedTransfer;
     bool is_refused = false;
@@ -94,17 +90,17 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool is_reserved(int src) const { return reserved_[static_cast<std::size_t>(src)] != 0; }
 
   bool is_foreign() const;  // true in a process forked from the owner
-  // Returns false if nothing has failed.
+  // False if nothing has failed.
   bool failure(TransferFailure* found);
   std::string failure_text();
   // This thread is moving bytes to or from `peer`, or is in a signal handler that interrupted that.
   virtual bool is_inside(int peer, bool sends) const = 0;
   int waiting_sends(int dst);
 
-  // Fails open transfers because a call of this rank failed.
+  // Because a call of this rank failed.
   void abandon();
   bool drain(double timeout_s);
-  // Fails open transfers with kClosed. Returns false if a thread is still in a queue: the memory must stay then.
+  // Fails open transfers with kClosed. False if a thread is still in a queue: the memory must stay then.
   bool close();
 
   bool move() override;
@@ -129,7 +125,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::int64_t deadline_ns = INT64_MAX;  // this and the next: guarded by mutex_
     int source = -1;
     Number number = 0;
-    int parts = 1;           // over connections: parts still to write or read
+    int parts = 1;
     bool has_begun = false;  // over connections: earlier messages were checked
     std::atomic<int> state{kOpen};
     std::atomic<bool> asks{false};  // the head of its message waits for the taker
@@ -143,13 +139,12 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::uint64_t bytes = 0;
     std::uint64_t head_bytes = 0;
   };
-  // A message that arrived before its receive.
   struct Body {
     int source;
     Form form;
     std::unique_ptr<char[]> bytes;  // null if it was only announced
     bool is_whole = false;          // this and the next: guarded by mutex_
-    Held receiver;                  // if it isn't whole yet
+    Held receiver;
   };
   using Early = std::shared_ptr<Body>;
 
@@ -178,22 +173,22 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   };
 
   struct Sends {
-    std::deque<Held> waiting;   // guarded by mutex_
-    std::atomic<int> count{0};  // also the one being written
+    std::deque<Held> waiting;  // guarded by mutex_
+    std::atomic<int> count{0};
   };
 
-  // The medium. `begin` moves as much as it can. `early`: the whole message if it arrived before; else null.
+  // `early`: the whole message if it arrived before; else null.
   virtual void begin(const Held& transfer, const Early& early) = 0;
-  // Without waiting. Returns true if anything moved.
+  // Without waiting. True if anything moved.
   virtual bool move_all() = 0;
   // Until the transfer has ended or `until_ns`. kBusy: another thread moves it. kSignal: the caller runs its handler;
   // other threads can move meanwhile.
   virtual Moved move_for(Transfer* transfer, std::int64_t until_ns) = 0;
-  // Returns true if everything that a lost rank sent was read.
+  // Everything that a lost rank sent was read.
   virtual bool read_last(const Transfer& transfer, int from, int end) = 0;
   virtual void sleep_on(Sleep* sleep) = 0;
   virtual void end_sleep() {}
-  // Returns true if data without an open transfer must be sent.
+  // Data without an open transfer must be sent.
   virtual bool has_unsent() { return false; }
   // The progress thread doesn't use the medium's memory.
   bool is_asleep() const {
@@ -209,8 +204,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   void ask_taker(const Held& receive, int source, Done* done);
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
-  Held first_with(int peer);  // the oldest that has begun
-  // Returns false if the transfer has ended or moved bytes.
+  Held first_with(int peer);
+  // False if the transfer has ended or moved bytes.
   bool take_back(Number number);
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
@@ -244,7 +239,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   const int generation_;
   std::atomic<std::int64_t> next_deadline_ns_{INT64_MAX};
   std::atomic<bool> has_failed_{false}, asleep_{false};
-  std::shared_ptr<const Losses> watched_;      // during a sleep
+  std::shared_ptr<const Losses> watched_;
   std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
   Number numbers_ = 0;                         // this and the following fields are guarded by mutex_
   std::map<Number, Held> open_;                // unsettled

@@ -76,7 +76,7 @@ TransferCall call_of(void* const* given, void* owner) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `losses`: of ps_liveness_new or ps_liveness_of. Returns null without memory.
+// `losses`: of ps_liveness_new or ps_liveness_of. Null without memory.
 void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* places) {
   static_assert(sizeof(TransferPlaces) == 9 * sizeof(std::int64_t));
   TransferPlaces given;
@@ -89,7 +89,7 @@ void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* p
 }
 
 // This rank may send `early_bytes` before their receive, and allows each peer `granted_bytes`. `losses`: of
-// ps_liveness_new or ps_group_losses. Returns null without memory.
+// ps_liveness_new or ps_group_losses.
 void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
                      const std::uint64_t* early_bytes, int count, std::uint64_t granted_bytes, std::int64_t spin_ns,
                      std::uint64_t striped_bytes) {
@@ -107,7 +107,6 @@ void ps_streams_facts(void* transfers, int rank, std::uint64_t* out) {
   static_cast<Streams&>(transfers_of(transfers)).facts(rank, out);
 }
 
-// To be deleted like the losses of ps_liveness_of.
 void* ps_group_losses(std::uint64_t group) {
   std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;
@@ -138,7 +137,6 @@ void ps_transfers_interrupt(void* transfers, std::uint64_t number, int ends_all)
   transfers_of(transfers).interrupt(number, ends_all != 0);
 }
 
-// Returns 0 if nothing has failed.
 int ps_transfers_failure(void* transfers, std::int64_t* words) {
   TransferFailure failure;
   const bool has_failed = transfers_of(transfers).failure(&failure);
@@ -165,7 +163,7 @@ void ps_transfers_reserve(void* transfers, int src, int receives) { transfers_of
 
 int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(transfers).drain(timeout_s) ? 1 : 0; }
 
-// Returns 0 if a thread is still in a queue: its memory must stay then.
+// 0: a thread is still in a queue, whose memory must stay.
 int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
 
 // transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
@@ -176,7 +174,7 @@ void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return transfers->start(call, false); });
 }
 
-// The same, then a timeout in us. Returns how the wait ended.
+// The same, then a timeout in us.
 void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const TransferCall call = call_of(given, given[7]);

@@ -6,13 +6,13 @@
 namespace parallel_state {
 
 constexpr int kMaxRanks = 64;
-constexpr int kSmallSlots = 16;  // with 2, the slot stays in the other core's cache: writing costs twice as much
+constexpr int kSmallSlots = 16;  // with 2, writing costs twice as much
 constexpr int kLargeSlots = 4;
 
 // Measured, except `chain_bytes`. With larger slots many ranks would fill /dev/shm.
 struct Tuning {
   std::size_t small_slot_bytes;
-  std::size_t large_slot_bytes;       // a chunk of a large tensor
+  std::size_t large_slot_bytes;
   std::size_t one_shot_bytes;         // all_reduce is one exchange up to here
   std::size_t symmetric_slots_bytes;  // symmetric tensors use slots up to here
   std::size_t chain_bytes;            // all_reduce goes from area to area from here on

@@ -105,7 +105,6 @@ TensorForm Unpacker::form(std::size_t index) const {
           cut ? &tensor.slice : tensor.sizes.data()};
 }
 
-// Big-endian.
 bool Unpacker::number(int bytes, std::uint64_t* found) {
   if (bytes > end_ - at_) return false;
   for (*found = 0; bytes > 0; --bytes) *found = *found << 8 | *at_++;
@@ -148,7 +147,6 @@ void* Unpacker::build(Tensors& tensors) {
   return nullptr;
 }
 
-// `key`: of the outermost dict.
 void* Unpacker::value(int depth, void* key) {
   const Python& python = *python_;
   if (at_ == end_) return nullptr;

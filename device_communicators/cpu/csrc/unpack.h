@@ -1,5 +1,5 @@
-// Builds the Python object and the tensors of a message from its head. The head comes from a peer, so all of it is
-// checked. What `Packer` doesn't write is left to Python's codec. The caller holds the GIL; no Python code runs.
+// Builds the Python object and the tensors of a message from its head, which comes from a peer: all of it is checked.
+// What `Packer` doesn't write is left to Python's codec. The caller holds the GIL; no Python code runs.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ class Tensors {
 
 class Unpacker {
  public:
-  // The head must outlive this. Returns false if it is left to Python: tensors of devices or of other than
-  // `tensor_bytes`, or slices for another number of ranks.
+  // The head must outlive this. False if it is left to Python: tensors of devices or of other than `tensor_bytes`, or
+  // slices for another number of ranks.
   bool read(const Python& python, const char* head, std::uint64_t bytes, std::uint64_t tensor_bytes,
             std::uint64_t slices);
 
@@ -38,7 +38,7 @@ class Unpacker {
   struct Tensor {
     std::int64_t dtype;
     std::vector<std::int64_t> sizes;
-    std::uint64_t bytes;  // as sent
+    std::uint64_t bytes;
     bool cut = false;
     std::int64_t slice = 0;
   };
@@ -62,7 +62,7 @@ class Unpacker {
   const std::uint8_t* end_ = nullptr;
   const std::uint8_t* body_ = nullptr;
   const std::uint8_t* body_end_ = nullptr;
-  std::uint64_t items_left_ = 0;  // limit of list items: each takes a byte at least
+  std::uint64_t items_left_ = 0;  // each item takes a byte at least
   std::vector<Tensor> tensors_;
 };
 

@@ -15,9 +15,9 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::int64_t kSliceNs = 20'000'000;       // how often a sleeper polls liveness
-constexpr std::int64_t kBusySliceNs = 1'000'000;    // with side work to continue
-constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // if a wake-up may be lost
+constexpr std::int64_t kSliceNs = 20'000'000;
+constexpr std::int64_t kBusySliceNs = 1'000'000;
+constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // a wake-up may be lost
 constexpr int kProbes = 8;                          // a rank about to publish does so within 100 ns
 constexpr int kSpinsPerLook = 32;                   // reading the clock costs as much as a pause or two
 constexpr int kYieldsToNeighbour = 100;
@@ -34,7 +34,6 @@ std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
   return word;
 }
 
-// Returns true if a signal ended the wait.
 bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
   timespec limit{static_cast<time_t>(slice_ns / 1'000'000'000), static_cast<long>(slice_ns % 1'000'000'000)};
   return syscall(SYS_futex, futex_word(counter.value), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr,
@@ -44,11 +43,10 @@ bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
 
 bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 0; }
 
-// 0: unknown.
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
 // This thread's next waits that sleep without yielding: beside a foreign process on the core, a yielding rank waits for
-// its time slice (1.9 ms a call against 0.2). Yielding is tried again after twice as many waits.
+// its time slice (1.9 ms a call against 0.2). Tried again after twice as many waits.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 

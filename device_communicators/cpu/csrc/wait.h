@@ -9,7 +9,7 @@ namespace parallel_state {
 class SideWork {
  public:
   virtual ~SideWork() = default;
-  // Returns false if nothing is left to do.
+  // False if nothing is left to do.
   virtual bool advance() = 0;
 };
 
@@ -48,7 +48,7 @@ class Deadline {
 // In shared memory, alone on two cache lines (adjacent lines are prefetched in pairs). Only grows.
 struct alignas(128) Counter {
   static constexpr std::uint64_t kNotes = 4;
-  static constexpr std::uint64_t kFlag = 1ULL << 47;  // a bit of a note in which ranks may differ
+  static constexpr std::uint64_t kFlag = 1ULL << 47;
 
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
@@ -67,7 +67,7 @@ struct alignas(128) Counter {
   // Owner only. Pairs with the acquire in `read`.
   void publish(std::uint64_t next, std::uint64_t note);
 
-  // Both are false if the note of `reached`, a value that was read, was overwritten.
+  // False if the note of `reached`, a value that was read, was overwritten.
   bool flagged(std::uint64_t reached) const;
 
   bool note_of(std::uint64_t reached, std::uint64_t* note) const {
@@ -75,8 +75,8 @@ struct alignas(128) Counter {
     return read() < reached + kNotes - 1;
   }
 
-  // For a thread that sleeps on several words. Returns false if the counter has reached `target`, or its owner might
-  // miss the sleeper. Each true must be followed by `end_sleep`.
+  // For a thread that sleeps on several words. False if the counter has reached `target`, or its owner might miss the
+  // sleeper. Each true must be followed by `end_sleep`.
   bool begin_sleep(std::uint64_t target, std::uint64_t* seen);
   void end_sleep() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
   std::uint32_t* word();  // the futex of its sleepers
@@ -89,7 +89,7 @@ static_assert(sizeof(Counter) == 128, "one counter, two cache lines");
 WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& policy, Deadline& deadline,
                     const Liveness& liveness, int owner);
 
-// Makes this thread's waits sleep early, whatever their policy.
+// Whatever their policy, this thread's waits sleep early.
 void wait_gently(bool gently);
 bool waits_gently();
 

@@ -29,7 +29,6 @@ bool populate(void* at, std::size_t bytes) {
   return result == 0;
 }
 
-// Aligned to the huge pages of the file from `offset` on.
 char* reserve(std::size_t bytes, std::size_t offset) {
   void* const found = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -40,7 +39,6 @@ char* reserve(std::size_t bytes, std::size_t offset) {
   return made;
 }
 
-// `offset` is the page's position in its file.
 char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   char* const at = huge && bytes >= kHugePage ? reserve(bytes, offset) : nullptr;
   void* const made = at == nullptr ? mremap(page, 0, bytes, MREMAP_MAYMOVE)
@@ -50,7 +48,6 @@ char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   return nullptr;
 }
 
-// Parts for which the kernel has no huge pages stay as they are.
 int collapse(void* at, std::size_t bytes) {
   const auto begin = (reinterpret_cast<std::uintptr_t>(at) + kHugePage - 1) / kHugePage * kHugePage;
   const auto end = (reinterpret_cast<std::uintptr_t>(at) + bytes) / kHugePage * kHugePage;
@@ -166,7 +163,7 @@ bool Windows::map(std::size_t start, std::size_t bytes) {
     at = last;
     page = window.base + (last - window.offset);
   }
-  char* hop = nullptr;  // skips unrequested bytes in steps, to save address space
+  char* hop = nullptr;  // skips unrequested bytes, to save address space
   std::size_t hop_bytes = 0;
   while (page != nullptr && at < start) {
     const std::size_t step = std::min(start - at, kHop);

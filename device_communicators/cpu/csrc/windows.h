@@ -1,5 +1,5 @@
-// Maps a range of a shared file on demand, in windows that double in size and never move. It keeps no descriptor: from
-// size 0, mremap maps the file again. Thread-safe: look-ups take no lock.
+// Maps a range of a shared file on demand, in windows that never move. It keeps no descriptor: from size 0, mremap maps
+// the file again. Thread-safe: look-ups take no lock.
 #pragma once
 
 #include <atomic>
@@ -12,12 +12,12 @@ namespace parallel_state {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = 2 << 20;
 
-// Returns false without memory, instead of a SIGBUS at the first write. Without a descriptor (-1) it needs
-// MADV_POPULATE_WRITE (Linux 5.14).
+// False without memory, instead of a SIGBUS at the first write. Without a descriptor (-1) it needs MADV_POPULATE_WRITE
+// (Linux 5.14).
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset);
 bool has_populate();
 
-// Returns 0, or the errno if the kernel has none (before Linux 6.1, or denied).
+// Returns 0, or the errno (before Linux 6.1, or denied).
 int want_huge_pages();
 
 // On a huge page if the block fills one.
@@ -27,8 +27,7 @@ class Windows {
  public:
   static constexpr std::uint64_t kOutside = ~std::uint64_t{0};
 
-  // Owns `first_page`, a mapping of the range's first page. For huge pages it must begin at a multiple of one in its
-  // file.
+  // Owns `first_page`. For huge pages the range must begin at a multiple of one in its file.
   Windows(void* first_page, std::size_t capacity, std::size_t first_window_bytes);
   ~Windows();
   Windows(const Windows&) = delete;
@@ -60,7 +59,7 @@ class Windows {
   char* const first_page_;
   const std::size_t capacity_;
   const std::size_t first_window_bytes_;
-  std::mutex mutex_;           // for mapping
+  std::mutex mutex_;
   std::atomic<int> count_{0};  // release after a window is written, acquire before it is read
   Window windows_[kMost];
 };

@@ -1,10 +1,10 @@
-// all_reduce, add and RMS norm in one kernel, by push: y = round(round(sum of input) + residual) and round(y / rms(y) *
-// weight), optionally quantized to float8. The numerics are those of calls/reductions.py.
+// y = round(round(sum of input) + residual) and round(y / rms(y) * weight), optionally quantized to float8, by push.
+// The numerics are those of calls/reductions.py.
 //
 // A *team* of neighboring blocks shares a row: each thread has one pair of it and each epoch handles a whole row. Every
 // rank computes all rows. A team's blocks exchange the sum of squares and, with a scale per token, the largest
 // magnitude as *parts*: packets through their own rank's region, at the unused place of packets from that rank. Values
-// are combined in a fixed order, and teams are equal on all ranks, so all ranks get the same bits.
+// are combined in a fixed order, so all ranks get the same bits.
 //
 // Parts carry the *receiver's* epoch and use its slot: blocks have different epoch numbers. Each member reads the other
 // members' numbers before it sends its first part, which they need to advance. A block ends an epoch only after it has
@@ -37,12 +37,11 @@ class Team {
 
   const u32 size, own;
 
-  // Call it with each begin_epoch of the block.
   __device__ __forceinline__ void begin_epoch() {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) epochs_[j] = next_epoch(epochs_[j]);
   }
 
-  // All threads of a block pass the same part; `phase` is 0, then 1. Returns false if a wait was stopped.
+  // All threads of a block pass the same part; `phase` is 0, then 1. False if a wait was stopped.
   __device__ __forceinline__ bool exchange(const Block& block, u32 phase, u32 part) {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) {
       const u64 flag = u64{epochs_[j]} << 32;
@@ -88,12 +87,12 @@ struct Sum {
   }
 };
 
-// Floats' magnitudes have the same order as integers, and NaN is the largest.
+// As integers, magnitudes of floats keep their order, and NaN is the largest.
 struct Largest {
   static __device__ __forceinline__ u32 of(u32 one, u32 other) { return one < other ? other : one; }
 };
 
-// The same value on all threads, for any number of them. The next call must have another TAG, or follow a barrier.
+// For any number of threads. The next call must have another TAG, or follow a barrier.
 template <class Operation, u32 TAG>
 __device__ __forceinline__ u32 over_block(u32 value) {
   constexpr u32 LANES = 32;
@@ -111,7 +110,6 @@ __device__ __forceinline__ u32 over_block(u32 value) {
   return value;
 }
 
-// Returns false if a wait was stopped.
 template <class Operation, u32 PHASE>
 __device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& value) {
   value = over_block<Operation, 3 + PHASE>(value);
@@ -142,7 +140,6 @@ __device__ __forceinline__ void store_float8(u64 address, u32 index, u32 length,
   }
 }
 
-// Pairs `begin` to `end` of each row.
 template <class T, Norm NORM, u32 SIZE>
 class NormPiece {
   using Values = Floats<T, 2>;
@@ -206,7 +203,6 @@ class NormPiece {
     return true;
   }
 
-  // Returns false if a wait was stopped.
   __device__ __forceinline__ bool finish(u32 row, float scale) {
     const float inverse = NORM == Norm::STATIC_FLOAT8 ? 1.0f / *reinterpret_cast<const float*>(call_.scale) : 0.0f;
     u32 largest = 0;
@@ -247,7 +243,6 @@ class NormPiece {
     store_float8<T>(call_.output + u64{row} * call_.hidden, (begin_ + i) * Values::LENGTH, call_.hidden, bytes);
   }
 
-  // In bytes within a row.
   __device__ __forceinline__ u64 at(u32 i) const { return u64{begin_ + i} * PAIR_BYTES; }
 
   const Call& call_;

@@ -9,25 +9,25 @@ using u64 = unsigned long long;
 
 constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 128;
-constexpr u32 MAX_THREADS = 512;  // of a block
-constexpr u32 SLOTS = 2;          // see epochs.cuh
-constexpr u32 PHASES = 2;         // barriers within one epoch
+constexpr u32 MAX_THREADS = 512;
+constexpr u32 SLOTS = 2;
+constexpr u32 PHASES = 2;  // barriers within one epoch
 
 // Addresses are integers, so that the layout is the same for all compilers. CUDA graphs keep a copy, so the deadline is
 // a duration.
 struct Call {
   u64 regions[MAX_RANKS];  // as mapped in this process; 256-byte aligned, zeroed once
-  u64 input;               // this and the other tensors are aligned to 16 bytes
+  u64 input;               // tensors are aligned to 16 bytes
   u64 output;              // may be `input` in an all_reduce
   u64 residual;            // this and the next five: only for the fused kernels
   u64 residual_out;
   u64 weight;
   u64 scale;
   u64 scale_out;
-  u64 report;       // 8 bytes of host memory that the device has mapped, for a `Report`
-  u64 abort;        // 8 bytes of such memory; a non-zero value ends all waits
-  u64 numel;        // elements of the tensor; all_gather: bytes of the input; reduce_scatter: elements of the output
-  u64 deadline_ns;  // of each single wait
+  u64 report;  // 8 bytes of host memory that the device has mapped, for a `Report`
+  u64 abort;   // as `report`; a non-zero value ends all waits
+  u64 numel;   // elements; all_gather: bytes of the input; reduce_scatter: elements of the output
+  u64 deadline_ns;
   u32 rank;
   u32 size;
   u32 operation;  // the host's number of this kernel, for reports
@@ -40,19 +40,19 @@ struct Call {
 // about OWN_BLOCK replaces none.
 enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
-// The peer of a thread that waited for another block of its own rank.
+// Another block of the waiting thread's rank.
 constexpr u32 OWN_BLOCK = 0xff;
 
 // A region is [control][packets][stages].
 struct Control {
-  u32 epoch[MAX_BLOCKS];                           // of this rank's own blocks
+  u32 epoch[MAX_BLOCKS];
   u32 flag[SLOTS][PHASES][MAX_BLOCKS][MAX_RANKS];  // rank r writes [..][r], the region's owner reads it
 };
 
 constexpr u64 CONTROL_BYTES = 64 << 10;
-constexpr u32 PACKET_BYTES = 16;       // 8 bytes are data
-constexpr u32 PART_PACKETS = 256;      // of one rank's block in its part of another rank's slot
-constexpr u32 STAGE_BYTES = 32 << 10;  // of a block in a slot
+constexpr u32 PACKET_BYTES = 16;  // 8 bytes are data
+constexpr u32 PART_PACKETS = 256;
+constexpr u32 STAGE_BYTES = 32 << 10;
 constexpr u64 PACKETS_OFFSET = CONTROL_BYTES;
 constexpr u64 STAGES_OFFSET = PACKETS_OFFSET + u64{SLOTS} * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * PACKET_BYTES;
 constexpr u64 REGION_BYTES = STAGES_OFFSET + u64{SLOTS} * MAX_BLOCKS * STAGE_BYTES;

@@ -1,4 +1,4 @@
-// Sums are computed in fp32, in rank order, and rounded once, so that all algorithms give the same bits on all ranks.
+// Sums are computed in fp32, in rank order, and rounded once, so that all ranks get the same bits.
 
 #pragma once
 
@@ -61,12 +61,11 @@ __device__ __noinline__ void store_bytes(u64 address, u64 bytes, Words<COUNT> wo
   }
 }
 
-// The address needn't be aligned.
 struct Tensor {
   u64 address;
   u64 bytes;
 
-  // Words up to the offset `end` can be moved by whole instructions.
+  // Up to the offset `end`.
   template <u32 COUNT>
   __device__ __forceinline__ bool is_whole(u64 end) const {
     return end <= bytes && address % (4 * COUNT) == 0;
@@ -84,14 +83,13 @@ struct Tensor {
     store_own(address + offset, words);
   }
 
-  // Bytes past the end of the tensor are read as zero.
+  // Bytes past the end are read as zero, and not written.
   template <u32 COUNT>
   __device__ __forceinline__ Words<COUNT> load(u64 offset) const {
     if (is_whole<COUNT>(offset + 4 * COUNT)) return load_whole<COUNT>(offset);
     return load_bytes<COUNT>(address + offset, bytes - offset);
   }
 
-  // Bytes past the end of the tensor aren't written.
   template <u32 COUNT>
   __device__ __forceinline__ void store(u64 offset, const Words<COUNT>& words) const {
     if (is_whole<COUNT>(offset + 4 * COUNT)) return store_whole(offset, words);
@@ -154,7 +152,7 @@ __device__ __forceinline__ void with_ranks(u32 size, Body body) {
   }
 }
 
-// Starts with rank 0's elements, not with 0, because 0 + -0 would lose the sign.
+// Not with 0: 0 + -0 would lose the sign.
 template <class T, u32 COUNT, u32 SIZE, u32 MOST>
 __device__ __forceinline__ Floats<T, COUNT> sum_in_rank_order(Ranks<SIZE> ranks, const Words<COUNT> (&of_ranks)[MOST]) {
   static_assert(MOST == Ranks<SIZE>::MOST, "the words of each rank");

@@ -1,11 +1,9 @@
 // Epochs keep the exchanges of blocks apart, within a call and between calls.
 //
 // Block b of a rank exchanges data only with block b of each other rank. In one *epoch* each block writes into its slot
-// of the regions (slot = epoch % 2), waits for the others, and reads. The grid depends only on values that are equal on
-// all ranks, so block b takes the same epochs on all ranks.
-//
-// The epoch number is in device memory, so a graph may be replayed. All ranks must make the same calls, one after the
-// other; simultaneous calls of one rank on two streams would use the same epoch.
+// of the regions (slot = epoch % 2), waits for the others, and reads. The grid is equal on all ranks, so block b takes
+// the same epochs on all ranks. The epoch number is in device memory, so a graph may be replayed. All ranks must make
+// the same calls, one after the other.
 //
 // Each kernel obeys two rules:
 //
@@ -20,21 +18,20 @@
 //
 // Why flags are compared for equality. Each place of a slot is written once per epoch, and no block is in e+2 before
 // this block has ended e. So a flag has the number of e or of an older epoch. 32 bits wrap around after days of
-// decoding, so old numbers are cleared before that (clear_next_slot).
+// decoding, so old numbers are cleared before that.
 //
 // Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit.
 //
 // A wait ends when the flag arrives; at the deadline (a report, then a trap, which destroys the CUDA context); or when
 // the host sets the abort word (a report, then the kernel returns with undefined output). A block that has stopped
-// never sends or sets a flag again, so that no peer takes invalid data for a result. The regions of a failed group
-// can't be used again.
+// never sends or sets a flag again, so that no peer takes invalid data for a result.
 #pragma once
 
 #include "memory.cuh"
 
 namespace parallel_state {
 
-constexpr u32 LOOKS_PER_CLOCK = 256;  // polling a flag takes about 1 us over NVLink, about 100 ns in own memory
+constexpr u32 LOOKS_PER_CLOCK = 256;  // about 1 us over NVLink, 100 ns in own memory
 constexpr u32 CLOCKS_PER_ABORT = 8;   // reading host memory takes a few us
 constexpr u32 CLEAR_EVERY = 1u << 30;
 
@@ -42,12 +39,11 @@ __device__ __noinline__ void give_report(const Call& call, Report reason, u32 pe
   const u64 word = u64{static_cast<u32>(reason)} << 56 | u64{peer & 0xff} << 48 | u64{call.operation & 0xff} << 40 |
                    u64{blockIdx.x & 0xff} << 32 | epoch;
   if (peer != OWN_BLOCK || load_word(call.report) == 0) store_word(call.report, word);
-  fence_system();  // the trap that may follow doesn't wait for stores
+  fence_system();  // a trap doesn't wait for stores
 }
 
 class Patience {
  public:
-  // Called after each unsuccessful poll. Returns true if the wait must end.
   __device__ __forceinline__ bool is_over(const Call& call, u32 peer, u32 epoch) {
     if (++looks_ % LOOKS_PER_CLOCK != 0) return false;
     const u64 now = clock_ns();
@@ -88,7 +84,6 @@ __device__ __noinline__ void clear_next_slot(const Call& call, u32 epoch) {
 // Skips 0, the value of zeroed memory; 2 follows 2^32 - 1, because slots alternate.
 __device__ __forceinline__ u32 next_epoch(u32 epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
 
-// All threads of the block make the same calls.
 class Block {
  public:
   explicit __device__ __forceinline__ Block(const Call& call)
@@ -107,7 +102,6 @@ class Block {
     return call.regions[owner] + STAGES_OFFSET + (u64{slot()} * MAX_BLOCKS + blockIdx.x) * STAGE_BYTES;
   }
 
-  // Must be the first call of an epoch.
   __device__ __forceinline__ void begin_epoch() {
     epoch_ = next_epoch(epoch_);
     if (epoch_ % CLEAR_EVERY == 2 || epoch_ % CLEAR_EVERY == 3) clear_next_slot(call, epoch_);
@@ -136,7 +130,7 @@ class Block {
     return __syncthreads_or(stopped) == 0;
   }
 
-  // Call it after the last epoch of a call. end_epoch ensures that all threads have read the number.
+  // After the last epoch of a call. end_epoch ensures that all threads have read the number.
   __device__ __forceinline__ void keep_epoch() {
     if (threadIdx.x == 0) control(call.rank)->epoch[blockIdx.x] = epoch_;
   }
@@ -155,7 +149,7 @@ class Block {
   u32 epoch_;
 };
 
-// Equal on all ranks. The last blocks of a too large grid have an empty share.
+// Equal on all ranks.
 struct Share {
   u64 begin, end;
 };

@@ -1,5 +1,5 @@
-// all_gather and reduce_scatter. `output` of all_gather and `input` of reduce_scatter are [size, numel]; the other
-// tensor may be this rank's row of it. Unaligned rows are moved bytewise.
+// `output` of all_gather and `input` of reduce_scatter are [size, numel]; the other tensor may be this rank's row of
+// it. Unaligned rows are moved bytewise.
 #pragma once
 
 #include "push.cuh"

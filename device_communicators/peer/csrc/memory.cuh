@@ -1,6 +1,5 @@
-// Every access whose order or atomicity matters, and all other PTX. Accesses to a region have .sys scope, because the
-// peer is another GPU or process. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model.
-// With PARALLEL_STATE_ON_CPU these functions are atomics of the host's compiler.
+// All PTX, and every access whose order or atomicity matters. Accesses to a region have .sys scope, because the peer is
+// another GPU or process. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model.
 #pragma once
 
 #include "call.cuh"
@@ -92,7 +91,6 @@ __device__ __forceinline__ void clear_flag(u64 address) {
   asm volatile("st.relaxed.sys.global.u32 [%0], 0;" : : "l"(address) : "memory");
 }
 
-// For words that need no order relative to other accesses.
 __device__ __forceinline__ void store_word(u64 address, u64 value) {
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
@@ -112,7 +110,6 @@ __device__ __forceinline__ u64 clock_ns() {
   return now;
 }
 
-// Makes the CUDA context unusable.
 __device__ __forceinline__ void trap() { asm volatile("trap;" : : : "memory"); }
 
 __device__ __forceinline__ float float_of_half(u16 bits) {
@@ -135,7 +132,6 @@ __device__ __forceinline__ u16 bfloat_of_float(float value) {
   return bits;
 }
 
-// Each TAG is a separate array.
 template <class T, u32 COUNT, u32 TAG = 0>
 __device__ __forceinline__ T* shared_array() {
   __shared__ T values[COUNT];

@@ -1,5 +1,5 @@
-// Push: every rank writes its data into every other rank's region and then waits only for the peers' data. A packet has
-// 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, so the expected epoch in a half
+// Every rank writes its data into every other rank's region and then waits only for the peers' data. A packet has 16
+// bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, so the expected epoch in a half
 // proves its data, without a fence or barrier.
 //
 // In an epoch, block b of each rank sends `count` packets (equal on all ranks, at least 1) to its part of each other
@@ -12,7 +12,7 @@
 
 namespace parallel_state {
 
-using Pair = Words<2>;  // the data of a packet
+using Pair = Words<2>;
 constexpr u32 PAIR_BYTES = 8;
 
 __device__ __forceinline__ void send_pair(const Block& block, u32 to, u32 i, const Pair& pair) {
@@ -21,7 +21,6 @@ __device__ __forceinline__ void send_pair(const Block& block, u32 to, u32 i, con
                Packet{{flag | pair.at[0], flag | pair.at[1]}});
 }
 
-// In an order of its own on each rank.
 template <u32 SIZE>
 __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& pair) {
   const u32 own = block.call.rank;
@@ -31,7 +30,7 @@ __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE>
   }
 }
 
-// `own` is this rank's pair. Returns false if the wait was stopped.
+// False if the wait was stopped.
 template <u32 SIZE, u32 MOST>
 __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                               Pair (&pairs)[MOST]) {
@@ -58,7 +57,6 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   }
 }
 
-// Returns false if the wait was stopped.
 template <class T, u32 SIZE>
 __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                             Floats<T, 2>& sum) {
@@ -68,8 +66,7 @@ __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> rank
   return true;
 }
 
-// PART_PACKETS pairs per epoch. Calls `send(block, i, pair)` and `receive(block, i, pair) -> bool`; i is the index
-// within the epoch, pair that within the tensor.
+// PART_PACKETS pairs per epoch. i is the index within the epoch, pair that within the tensor.
 template <class Send, class Receive>
 __device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send, Receive receive) {
   const Share share = share_of(pairs);

@@ -1,10 +1,8 @@
 // Each rank stages data in its own region; peers read it after a barrier.
 //
-// Pull: every rank reads the data of all ranks and sums it. (size - 1) times the data over each rank's links.
-//
-// Two-shot: rank r sums shard r and writes the result over that shard in every rank's stage, where no other rank reads
-// it; barrier; every rank reads all shards from its own region. 2 (size - 1) / size times the data over each rank's
-// links.
+// Pull: every rank reads the data of all ranks and sums it. Two-shot: rank r sums shard r and writes the result over
+// that shard in every rank's stage, where no other rank reads it; barrier; every rank reads all shards from its own
+// region.
 //
 // Both end each epoch after a barrier, which satisfies the rules Heard and Drained: peers write into this region before
 // they set their last flag. Output may be input: it is written only after its old value was staged.
@@ -42,7 +40,7 @@ __device__ __forceinline__ Floats<T, 4> sum_staged(const Block& block, Ranks<SIZ
   return sum_in_rank_order<T>(ranks, quads);
 }
 
-// Several loads in flight. Returns where this thread must continue.
+// Returns where this thread must continue.
 template <class Load, class Store>
 __device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
   constexpr u32 AT_ONCE = 4;
@@ -57,7 +55,6 @@ __device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
   return i;
 }
 
-// From quad `start` on, at quad `to` of the stage.
 __device__ __forceinline__ void stage_quads(const Block& block, const Tensor& from, u64 start, u32 count, u32 to = 0) {
   const u32 own = block.call.rank;
   u32 i = threadIdx.x;
