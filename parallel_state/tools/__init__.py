@@ -1,4 +1,1 @@
-"""The commands of `python -m parallel_state`: check, plan, topology, debug, trace, bench, tune.
-
-They may import every other module of the package; `__main__` imports them.
-"""
+"""The commands of `python -m parallel_state`: check, plan, topology, debug, trace, bench, tune."""

@@ -1,4 +1,4 @@
-"""The parser that all commands share, with one format of usage and errors. Imports no torch."""
+"""The parser that all commands share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "parallel-state" if Path(sys.argv[0]).name == "parallel-state" else "python -m parallel_state"
-"""The command as the user typed it."""
 
 
 def command_parser(command: str, usage: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Returns a parser that prints one line of usage before an error. Only `--help` lists the options."""
     return argparse.ArgumentParser(
         prog=f"{PROGRAM} {command}".strip(),
         usage=f"%(prog)s {usage}",
@@ -25,7 +23,7 @@ def command_parser(command: str, usage: str, description: str | None, **options:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps prose to the terminal's width, and keeps the lines of examples and tables, which are indented."""
+    """Wraps prose to the terminal's width, and keeps paragraphs with indented lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (paragraph.strip("\n") for paragraph in text.split("\n\n"))

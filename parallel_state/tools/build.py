@@ -1,7 +1,4 @@
-"""`python -m parallel_state build`: compiles the native code that a first use would compile, for images of containers.
-
-Prints the file of each part. The exit code is 1 if a part can't be compiled.
-"""
+"""`python -m parallel_state build`: compiles what a first use would compile, for images of containers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
-"""`python -m parallel_state debug FOLDER`: compares the ranks' records. Shows each rank's last call and missing ranks.
-
-With `--live PID` or `--live JOB` it asks the ranks of a running job instead: see `live`. With `--replay FILE` it runs
-the control plane's core on the events in a `.control` file that a rank wrote, and prints each event and its actions.
-
-A rank writes its record when one of its groups fails and PARALLEL_STATE_DEBUG_DIR names a folder, or when the program
-calls `write_record(folder)`. Collectives of a group are numbered, equally on all ranks that made the same calls. The
-other ranks wait for the rank with the lowest number.
+"""`python -m parallel_state debug FOLDER`: compares the ranks' records. Shows each rank's last call and missing
+ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ class _View:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a comparison of the records. Returns 0, or 2 without records."""
+    """Returns 0, or 2 without records."""
     parser = command_parser(
         "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
     )  # fmt: skip
@@ -81,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Replays a control plane's record and prints it. Returns 0 if the result is as recorded, 1 if not, 2 on errors."""
+    """Returns 0 if the result is as recorded, 1 if not, 2 on errors."""
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:
@@ -92,7 +86,6 @@ def replay(path: Path) -> int:
 
 
 def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
-    """Calls `use` with the content of each rank's files, oldest first. Prints which files can't be read, and why."""
     for path in sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime):
         try:
             use(json.loads(path.read_text()))
@@ -101,12 +94,12 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:
-    """Returns all ranks' views by group: by the stem of its name, its ranks, and the number of newer such groups."""
+    """Keys: stem of a group's name, ranks, number of newer such groups."""
     newest: dict[int, dict[str, Any]] = {}  # of several processes of a rank, the newest
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)
     for rank, content in sorted(newest.items()):
-        # Each process counts its own groups, so numbers in names can differ between ranks. Match from the newest.
+        # Each process counts its own groups, so match them from the newest.
         before: Counter[Any] = Counter()
         for group in sorted(content["groups"], key=lambda group: _number_of(group["group"]), reverse=True):
             key = (group["group"].partition(":")[0], tuple(group["ranks"]))

@@ -1,9 +1,7 @@
-"""A page for torch's debug server, which torch 2.15 and later have: the calls in which ranks wait, and for which ranks.
+"""A page for torch's debug server (2.15 and later): the calls in which ranks wait, and for which ranks.
 
-    from torch.distributed.debug import start_debug_server
-    start_debug_server(handlers=[DebugPage()])      # every rank; http://HOST-OF-RANK-0:25999/parallel_state
-
-The server asks the control planes of the ranks, as `debug --live` does. So a rank in a hanging call answers, too.
+from torch.distributed.debug import start_debug_server
+start_debug_server(handlers=[DebugPage()])      # every rank; http://HOST-OF-RANK-0:25999/parallel_state
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ tr.late td:first-child { box-shadow: inset 4px 0 #dc2626; } td:first-child { fon
 
 
 class DebugPage:
-    """A handler for `start_debug_server(handlers=…)`: the page /parallel_state. Rank 0 makes it."""
-
     fetch_timeout = 0.0
     """Set by torch; the control planes have limits of their own."""
 
@@ -45,18 +41,17 @@ class DebugPage:
         return {}
 
     def dump_filename(self) -> str:
-        """Returns the name for `start_debug_server(enabled_dumps=…)`."""
         return "parallel_state"
 
     def dump(self) -> str:
-        """Returns the state of all ranks as text, as `debug --live` prints it."""
+        """Returns the text of `debug --live`."""
         try:
             return "\n".join(describe(find(self._pid)))
         except LookupError as error:
             return str(error.args[0])
 
     def html(self) -> str:
-        """Returns the page. It reloads every 2 s."""
+        """The page reloads every 2 s."""
         try:
             body = _body(find(self._pid))
         except LookupError as error:

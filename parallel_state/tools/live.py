@@ -1,8 +1,4 @@
-"""`python -m parallel_state debug --live PID|JOB`: prints the current state of each rank of a running job.
-
-The control plane of each rank on this host answers, with the stacks of its threads. One rank's control plane asks the
-ranks of other hosts. No rank is stopped. Ranks that wait during start-up report the missing ranks.
-"""
+"""`python -m parallel_state debug --live PID|JOB`: prints the state of each rank of a running job."""
 
 from __future__ import annotations
 
@@ -29,13 +25,11 @@ MOST_SHOWN = 256
 
 
 class Wait(NamedTuple):
-    """A call in which ranks wait."""
-
     ranks: list[int]
     call: str
     group: str
     missing: list[int]
-    """The ranks for which they wait; empty if all ranks are in the call."""
+    """Empty if all ranks are in the call."""
 
     def __str__(self) -> str:
         whom = f"for ranks {format_ranks(self.missing)}" if self.missing else "though all ranks are in it"
@@ -43,19 +37,16 @@ class Wait(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The ranks of a job, as they answered."""
-
     world: list[int]
     states: dict[int, State]
-    """The known states, by rank."""
     answers: dict[int, Any]
-    """PID -> description, of the ranks on this host."""
+    """Ranks of this host, by PID."""
     others: list[int]
-    """PIDs of ranks in other worlds that the search found too."""
+    """PIDs of ranks in other worlds."""
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Prints the state of the job's ranks. Returns 0, or 2 if `target` names no rank of this host."""
+    """Returns 0, or 2 if `target` names no rank of this host."""
     try:
         job = find(target)
     except LookupError as error:
@@ -76,10 +67,7 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
 
 
 def find(target: str) -> Job:
-    """Asks the ranks that `target` names: the PID of a rank or launcher on this host, or a job's id.
-
-    Raises LookupError if there are none, or if they can't be asked.
-    """
+    """`target`: PID of a rank or launcher here, or a job's id. Raises LookupError."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:
@@ -103,7 +91,6 @@ def find(target: str) -> Job:
 
 
 def _pids_of(target: str, listening: list[int]) -> set[int]:
-    """Returns the PIDs that `target` may name: the PID itself, ranks of a launcher, or ranks of a job id."""
     found = {int(target)} if target.isdigit() else set()
     for pid in listening:
         if target.isdigit() and int(target) in _ancestors(pid):
@@ -137,9 +124,8 @@ def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
 
 
 def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, Endpoint]]:
-    """Returns PID -> description of the process' newest world, and the endpoint that gave it."""
     if endpoints:
-        native.load_for_tools()  # loaded before the deadlines of the questions begin
+        native.load_for_tools()  # before the deadlines of the questions begin
     asked = [(pid, each) for pid, worlds in sorted(endpoints.items()) for each in worlds]
     found: dict[int, tuple[Any, Endpoint]] = {}
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
@@ -151,7 +137,6 @@ def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, 
 
 
 def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict[int, State]]:
-    """Returns the world's ranks, and the known states. `endpoint`: that of one of the ranks."""
     world = max((each["world"] for each in job.values()), key=len)
     pids = {int(rank): pid for each in job.values() for rank, pid in each["pids"].items()}
     pids |= {each["rank"]: pid for pid, each in job.items()}
@@ -171,7 +156,6 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
 
 
 def describe(job: Job, *, stacks: bool = False) -> list[str]:
-    """Returns lines: calls that wait for ranks, then each rank's state."""
     lines = [f"{len(job.world)} ranks, {len(job.answers)} of them answered on this host"]
     lines += map(str, waits(job))
     pids = {each["rank"]: (pid, each) for pid, each in job.answers.items()}

@@ -1,4 +1,4 @@
-"""Writes the output of a command to stdout or to a file."""
+"""Writes a command's output to stdout or a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def as_json(content: object) -> str:
 
 
 def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
-    """Writes `text` to a file, or to stdout for `-`. Exits with code 2 if the file can't be written."""
+    """Exits with code 2 if the file can't be written."""
     if path == STDOUT:
         sys.stdout.write(text)
         return
@@ -32,7 +32,7 @@ def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None) -> None:
-    """Exits with code 2 if a file can't be written; called before the command's work."""
+    """Exits with code 2 if a file can't be written."""
     for path in (Path(path) for path in paths if path is not None and str(path) != STDOUT):
         is_new = not path.exists()
         try:
@@ -44,7 +44,6 @@ def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None)
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Yields each row as a line of aligned cells; columns in `right` are aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (text.rjust(width) if at in right else text.ljust(width)

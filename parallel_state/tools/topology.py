@@ -1,7 +1,4 @@
-"""`python -m parallel_state topology`: shows the GPUs of this machine and their connections.
-
-Without a driver it prints the reason; the exit code is 0 then, too.
-"""
+"""`python -m parallel_state topology`: shows this machine's GPUs and their connections."""
 
 from __future__ import annotations
 
@@ -40,8 +37,6 @@ def _as_json(topology: Topology, visible: Visible) -> dict[str, Any]:
     content["remarks"] = [*topology.remarks, *visible.remarks]
     return content
 
-
-# The text: a line per GPU, the matrix of `nvidia-smi topo -m`, and remarks.
 
 _STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), strict=True))
 
@@ -121,7 +116,7 @@ def _peers(topology: Topology) -> list[str]:
 
 
 def _peer_state(path: Path) -> str:
-    """Returns OK, or the driver's reason as nvidia-smi abbreviates it."""
+    """Abbreviates the driver's reason as nvidia-smi does."""
     return "/".join(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
 
 
@@ -142,7 +137,6 @@ def _remarks(topology: Topology, visible: Visible) -> Iterator[str]:
 
 
 def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> Iterator[str]:
-    """Yields one line for each unknown fact and reason, with the GPUs or pairs. Only facts that this text shows."""
     found: dict[str, list[str]] = {}
     for name, unknown in holders:
         for fact, reason in unknown.items():

@@ -1,8 +1,4 @@
-"""`python -m parallel_state trace FOLDER`: merges the ranks' traces, with arrows, and prints the longest waits.
-
-The arrows of a collective go from the rank that entered it last to all other ranks. A rank's wait is the time from its
-own entry to that of the last rank.
-"""
+"""`python -m parallel_state trace FOLDER`: merges the ranks' traces, with arrows, and prints the longest waits."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """One rank's wait in a collective until the last rank entered, or until its call completed without that rank."""
+    """Ends when the last rank entered, or when this rank's call completed without it."""
 
     seconds: float
     rank: int
@@ -40,7 +36,7 @@ class Wait(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes `FOLDER/trace.json` and prints the longest waits. Returns 0, or 2 without traces."""
+    """Returns 0, or 2 without traces."""
     parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="folder that the ranks gave to `with parallel_state.trace(folder)`")
     parser.add_argument("--json", action="store_true", help="print the longest waits as JSON")
@@ -66,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait]]:
-    """Returns the events with arrows, with times that begin at 0, and the waits."""
     first = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
     merged = [{**event, "ts": event["ts"] - first} if "ts" in event else event for event in events]
     waits: list[Wait] = []
@@ -87,11 +82,7 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
 
 
 def _collectives(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yields the events of each collective that at least two ranks have.
-
-    Each process counts its own groups, so the number in a group's name may differ between ranks. Groups with the same
-    stem and ranks are therefore matched by their order.
-    """
+    """Processes count their own groups: groups of the same stem and ranks are matched by order."""
     names: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event["ph"] == "X" and event["args"]["peer"] < 0:

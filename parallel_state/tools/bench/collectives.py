@@ -1,8 +1,4 @@
-"""Collectives of this library and of torch.distributed as candidates, with inputs, expected results and a loop.
-
-The loop is *tight*: it repeats the same call on one buffer. Candidates of other libraries, and a loop that writes each
-input and reads each output, are in `benchmarks/harness/`.
-"""
+"""Collectives of this library and of torch.distributed as candidates."""
 
 from __future__ import annotations
 
@@ -21,15 +17,13 @@ from parallel_state.tools.bench.worker import Timing, WrongAnswer
 
 Call = Callable[[Tensor], Tensor]
 ROWS = 4
-"""Rows of the matrix that all_gather gathers along its last dim, as sequences of a decode batch."""
 
 
 class Exchange(NamedTuple):
-    """One implementation of an operation. `call` takes a rank's input and returns its output, perhaps in place."""
+    """`call` takes a rank's input and returns its output."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
-    """Allocates the input; same arguments as torch.empty."""
 
 
 class Prepared(NamedTuple):
@@ -38,13 +32,13 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """The candidates of one library. Subclasses return its `Exchange`s by operation. `worker` describes a team."""
+    """The candidates of one library; `worker` describes a team."""
 
     rank: int
     size: int
     device = torch.device("cpu")
     only: Sequence[str] | None = None
-    """Candidates to measure; None: all."""
+    """None: all candidates."""
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         raise NotImplementedError
@@ -60,7 +54,6 @@ class TensorTeam:
         return exchange.empty(shape, dtype=dtype, device=self.device)
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """Prepares a case and returns its candidates. `values` has operation, dtype, and bytes per rank."""
         self._operation = values["operation"]
         dtype = getattr(torch, values["dtype"])
         count = max(1, values["bytes"] // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
@@ -80,7 +73,6 @@ class TensorTeam:
         return list(self._prepared)
 
     def check(self, name: str) -> str | None:
-        """Makes one call. Returns what is wrong with its result, or its error; None if it is right."""
         call, x = self._prepared[name]
         with torch.inference_mode():
             x.copy_(self._source)
@@ -104,7 +96,6 @@ class TensorTeam:
             return Timing(elapsed_s=loop(call, x, calls))
 
     def loop(self) -> Callable[[Call, Tensor, int], float]:
-        """Returns a function that times calls: (call, input, number of calls) -> seconds."""
         return self._run_tight
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
@@ -121,7 +112,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
-    """Returns the coordinator's call, and its in-place call or None. all_gather is along the last dim."""
+    """Returns the call, and its in-place form or None."""
     rank = group.rank_in_group
 
     def barrier(x: Tensor) -> Tensor:
@@ -146,8 +137,6 @@ def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Ca
 def ping_pong(
     rank: int, send: Callable[[Tensor, int], object], receive: Callable[[Tensor, int], Tensor], peer: int = 1
 ) -> Call:
-    """Returns the call of PING_PONG between rank 0 and `peer`. `receive` gets a tensor like the expected one."""
-
     def call(x: Tensor) -> Tensor:
         if rank == 0:
             send(x, peer)
@@ -162,13 +151,10 @@ def ping_pong(
 
 
 def beside(gathered: Tensor, size: int, shape: tuple[int, ...]) -> Tensor:
-    """Concatenates `size` parts of one shape, stored one after the other in `gathered`, along the last dim."""
     return gathered.view(size, *shape).movedim(0, -2).reshape(*shape[:-1], size * shape[-1])
 
 
 def torch_by_call(operation: str, group: Any, size: int) -> Call:
-    """Returns c10d's call, as a program without this library would make it. all_gather is along the last dim."""
-
     def all_reduce(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
         return x
@@ -222,7 +208,7 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
 
 
 def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns `(start + i) % 7 * factor + more`. Repeats one period: an int64 ramp takes four times the memory."""
+    """Repeats one period: an int64 ramp takes four times the memory."""
     period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
     return period.repeat(-(-count // 7))[:count].contiguous()
 
@@ -232,7 +218,6 @@ def given(count: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a rank's expected result, one-dimensional, for inputs `given(count, …)`."""
     ramp, part, ones = partial(_ramp, dtype=dtype, device=device), count // size, sum(range(size))
     return {
         "all_reduce": lambda: ramp(count, 0, size, ones),

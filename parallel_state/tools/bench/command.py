@@ -71,12 +71,12 @@ def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> Non
 
 
 def complete(options: argparse.Namespace) -> str | None:
-    """Sets the default device and number of ranks in `options`. Returns what is wrong with them, or None."""
+    """Completes `options`. Returns what is wrong with them, or None."""
     if options.ranks is not None and not 2 <= options.ranks <= 64:
         return f"--ranks must be from 2 to 64, but is {options.ranks}"
     gpus = 0
     if options.device != "cpu":
-        import torch  # imported here: its import takes seconds, and wrong arguments are reported before it
+        import torch  # imported after wrong arguments are reported: it takes seconds
 
         gpus = torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
@@ -88,9 +88,8 @@ def complete(options: argparse.Namespace) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints. Returns the exit code."""
     options = parse(arguments)
-    from parallel_state.tools.bench import ranks  # imported here: it needs torch, `--help` doesn't
+    from parallel_state.tools.bench import ranks  # needs torch
 
     plan, show = QUICK_PLAN if options.quick else PLAN, Shown(options)
     if options.started:
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Shown:
-    """Prints each operation's rows on rank 0, and rewrites the JSON, so that an interrupted run keeps its results."""
+    """An interrupted run keeps its results: each operation rewrites the JSON."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -117,7 +116,6 @@ class Shown:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Returns the lines of a table: medians in microseconds, and figures of this library's fastest candidate."""
     lines = []
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         chosen = [row for row in rows if row.case["operation"] == operation]
@@ -140,7 +138,7 @@ def _width(head: str) -> int:
 
 
 def _of_the_best(row: Row) -> tuple[float | None, ...]:
-    """Returns p99, ratio to torch's median, algbw and busbw of this library's fastest candidate."""
+    """Returns p99, ratio to torch's median, algbw and busbw."""
     ours = [us for name, us in row.us.items() if name.startswith(OWN)]
     torchs = [us for name, us in row.us.items() if not name.startswith(OWN)]
     if not ours:

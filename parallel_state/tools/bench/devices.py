@@ -1,7 +1,4 @@
-"""Differences between GPUs and the CPU for benchmarks: shared GPUs, clocks, CUDA graphs.
-
-Tests and benchmarks capture through `captured`, so that the same code runs on a machine without a GPU.
-"""
+"""Shared GPUs, clocks and CUDA graphs for benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from parallel_state.startup import environment
 
 
 def share_gpus() -> str:
-    """Lets ranks share GPUs if there are more ranks; called before CUDA starts. Returns a description, or ""."""
+    """Must be called before CUDA starts. Returns a description, or ""."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     if gpus == 0 or ranks <= gpus:
@@ -32,7 +29,6 @@ def share_gpus() -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Returns the device's facts for the report."""
     if device.type != "cuda":
         return {"device": "cpu"}
     properties, library = torch.cuda.get_device_properties(device), nccl_library.load()
@@ -47,7 +43,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 class Clock:
-    """Times calls: by events on a GPU's current stream, by the host's clock on the CPU."""
+    """Uses events on a GPU's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -59,7 +55,6 @@ class Clock:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Returns the time from the first to the last work that `run` gives to the device."""
         if not self._on_gpu:
             started = time.perf_counter()
             run()
@@ -73,10 +68,10 @@ class Clock:
 
 
 class Captured:
-    """A call captured in a CUDA graph: `replay()` repeats it with its inputs' current values and writes `outputs`."""
+    """`replay()` uses the inputs' current values and writes `outputs`."""
 
     standing_in = False
-    """True while the CPU makes a call that a graph would record on a GPU. Tests read it."""
+    """True while the CPU makes a call in place of a graph. Tests read it."""
 
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs
@@ -84,7 +79,6 @@ class Captured:
         self._graph = graph
 
     def replay(self) -> Any:
-        """Returns `outputs`, which the next replay overwrites."""
         if self._graph is not None:
             self._graph.replay()
             return self.outputs
@@ -95,11 +89,9 @@ class Captured:
 
 
 def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured:
-    """Captures `call` on `stream`, which comes from `graph_capture()` (None on the CPU).
+    """Captures `call` on `stream` of `graph_capture()` (None on the CPU).
 
-    `call` must read its inputs from tensors that keep their addresses. Run it once on this stream before, because
-    initializations at first use (cuBLAS, a communicator) can't be captured. Results may be in dicts, lists and tuples.
-    An exception of `call` is raised even if torch then raises another one for the broken capture.
+    Inputs must keep their addresses. Call it once on this stream before: first-use initializations can't be captured.
     """
     if stream is None:
         Captured.standing_in = True

@@ -1,4 +1,4 @@
-"""Shows how far a benchmark is and how long it still takes: a bar on a terminal, else a line each 10 s."""
+"""Shows a bar on a terminal, else a line each 10 s."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ LINE_S = 10.0
 
 
 class Progress:
-    """One bar over all parts of a run. Nothing runs in a thread: the bar is drawn after each step.
-
-    `total_s`: the expected duration of all steps. The time left is scaled by the speed so far.
-    """
+    """`total_s`: the expected duration of all steps."""
 
     def __init__(self, total_s: float, stream: TextIO | None = None) -> None:
         self.total_s, self.done_s = total_s, 0.0
@@ -31,7 +28,6 @@ class Progress:
         return left * (time.monotonic() - self._started) / self.done_s if self.done_s else left
 
     def step(self, expected_s: float, text: str) -> None:
-        """Records that a step with this expected duration is done, and that `text` comes next."""
         self.done_s += expected_s
         left = duration(self.left_s)
         if self._bar is not None:
@@ -43,7 +39,7 @@ class Progress:
             print(f"{percent} %, about {left} left: {text}", file=self._stream, flush=True)
 
     def hide(self) -> None:
-        """Erases the bar until the next step, so that other lines can be printed."""
+        """Erases the bar until the next step."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -1,7 +1,4 @@
-"""Candidates in the ranks of one program: calls of this library and of torch.distributed, on the CPU and on GPUs.
-
-Every rank makes the same calls of `rounds`, and a team gathers the ranks' answers over the group itself.
-"""
+"""The candidates of `bench`, in the ranks of one program."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ IN_PLACE = f"{OWN} in place"
 
 
 class GroupTeam(TensorTeam):
-    """A team whose ranks are those of a group; every rank has one."""
-
     name = "ranks"
 
     def __init__(self, group: ps.GroupCoordinator) -> None:
@@ -37,7 +32,7 @@ class GroupTeam(TensorTeam):
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method on this rank; all ranks must do so. Returns the results of all ranks."""
+        """Collective. Returns the results of all ranks."""
         mine = getattr(self, method)(*arguments)
         if isinstance(mine, Timing):
             return [Timing(elapsed_s) for elapsed_s in self.group.all_gather_object(mine.elapsed_s)]
@@ -64,7 +59,6 @@ class OwnAndTorch(GroupTeam):
 
 
 def cases_of(operations: Sequence[str], sizes: Sequence[int], ranks: int, dtype: str) -> list[dict[str, object]]:
-    """Returns the cases to measure for each operation and size. Sizes are rounded down to equal parts for all ranks."""
     unit = ROWS * ranks * getattr(torch, dtype).itemsize
     rounded = list(dict.fromkeys(max(unit, size // unit * unit) for size in sizes))
     common = {"part": "collectives", "ranks": ranks, "dtype": dtype, "loop": "tight"}
@@ -77,7 +71,6 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], ranks: int, dtype:
 
 @contextmanager
 def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]]]:
-    """Initializes this rank and one group of all ranks. Yields the group, and the facts that results depend on."""
     sharing = share_gpus() if device == "cuda" else ""
     os.environ.setdefault(settings.NCCL.name, "on")  # measured even if the default is off
     torch.set_num_threads(1)
@@ -91,11 +84,7 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
-    """Measures on one rank; all ranks must call it. Returns True if a candidate failed.
-
-    `show`: called on rank 0 with the rows of each operation once they are complete, and with the facts that the rows
-    depend on. An interruption ends with a call for the operation under way.
-    """
+    """Collective. Calls `show` on rank 0 after each operation. Returns True if a candidate failed."""
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)
         progress = Progress(len(cases) * plan.case_s) if group.is_first_rank else None

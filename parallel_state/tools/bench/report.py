@@ -1,4 +1,4 @@
-"""Formats measurements: figures, bandwidths, and JSON with machine, commit and versions."""
+"""Formats measurements, and writes JSON with machine, commit and versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from typing import Any
 from parallel_state.tools.bench.rounds import Row
 
 ROOT = Path(__file__).resolve().parents[3]
-"""The folder of both packages: a checkout, or site-packages."""
 PACKAGES = ("torch", "parallel-state", "numpy", "msgspec")
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -41,13 +40,13 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
-    """Returns algorithm and bus bandwidth in 10⁹ B/s. `size_bytes` is that of `nccl_bytes`."""
+    """Returns 10⁹ B/s; `size_bytes` is that of `nccl_bytes`."""
     algorithm = size_bytes / us / 1e3
     return algorithm, algorithm * BUS_FACTORS.get(operation, lambda n: 0.0)(ranks)
 
 
 def nccl_bytes(operation: str, given_bytes: int, ranks: int) -> int:
-    """Returns the size as nccl-tests define it, for a rank's input size: for all_gather, the size of the output."""
+    """nccl-tests count the output of all_gather."""
     return given_bytes * ranks if operation == "all_gather" else given_bytes
 
 
@@ -91,10 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns BENCHMARK_COMMIT's value, else git's commit (with a + if the tree differs), else `unknown`.
-
-    The variable has precedence because a copied tree may be inside another repository.
-    """
+    """A copied tree may be inside another repository: BENCHMARK_COMMIT comes first."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -125,6 +121,5 @@ def dumps(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _rounded(row: Row) -> dict[str, Any]:
-    """Rounds samples to nanoseconds; samples below 1 µs to picoseconds."""
     us = {name: [round(sample, 3 if sample >= 1 else 6) for sample in samples] for name, samples in row.us.items()}
     return {**dataclasses.asdict(row), "us": us}

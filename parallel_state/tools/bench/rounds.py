@@ -1,7 +1,6 @@
-"""Measures a case: checks every candidate, times them in turns, round by round, and checks them again.
+"""Checks each candidate, times them in turns, round by round, and checks again.
 
-Every rank makes the same number of calls. The sample of a round is the slowest rank's time per call. Candidates that
-return start and end times (messages) give a sample per call, from its start to its last end.
+A sample is the slowest rank's time per call.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from parallel_state.tools.bench.worker import TeamError, Timing, last_line
 
 @dataclass(frozen=True)
 class Plan:
-    """The number of rounds to measure, and the time of each."""
-
     rounds: int = 30
     round_s: float = 0.005
-    """Target duration of one candidate's round; determines its number of calls."""
     most_calls: int = 2000
     case_s: float = 8.0
     """Slow cases get fewer rounds, but at least 3."""
@@ -30,9 +26,8 @@ class Plan:
 class Row:
     case: dict[str, Any]
     us: dict[str, list[float]] = field(default_factory=dict)
-    """Candidate -> samples, in microseconds per call."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """Candidate -> its problem; such a candidate has no samples."""
+    """Candidate -> problem; it has no samples."""
     calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -42,7 +37,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures one case. A team that fails is removed from `teams`, and its candidates from the row."""
+    """Removes teams that fail, and their candidates."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]
@@ -58,7 +53,7 @@ def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
             durations[candidate.name] = call_s * row.calls[candidate.name] * 1.1 + 0.001
     rounds = max(3, min(plan.rounds, int(plan.case_s / max(sum(durations.values()), 1e-9))))
     for round_ in range(rounds):
-        start = round_ % max(1, len(candidates))  # each round begins with another candidate
+        start = round_ % max(1, len(candidates))
         for candidate in (*candidates[start:], *candidates[:start]):
             if candidate.name not in row.wrong and candidate.name in row.calls:
                 samples = _run(teams, row, candidate, row.calls[candidate.name])
@@ -88,7 +83,7 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Calls a team's method on all ranks. Returns their answers (of `prepare`, just one); None if the team failed."""
+    """Returns the ranks' answers; None if the team failed."""
     if team not in teams:
         return None
     try:

@@ -11,20 +11,19 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """The candidates of one library failed, or didn't answer in time."""
+    """A library's candidates failed, or didn't answer in time."""
 
 
 def last_line(text: str) -> str:
-    """Returns the last line with words, which in a traceback is the exception."""
     lines = (line.strip() for line in reversed(text.splitlines()))
     return next((line for line in lines if any(map(str.isalpha, line))), "no reason was given")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank: the total of all calls, or the start or end of each call, in ns of the host's clock.
+    """Totals, or each call's start or end in ns of the host's clock.
 
-    Only one rank has starts; a call lasts from its start to its last end on any rank.
+    Only one rank has starts; a call lasts until its last end on any rank.
     """
 
     elapsed_s: float = 0.0
@@ -33,7 +32,7 @@ class Timing:
 
 
 class WrongAnswer(str):
-    """A description of a wrong result, as `check` returns it, with the number of wrong elements."""
+    """`elements`: the number of wrong ones."""
 
     elements = 0
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LEAST_S = 5.0
 _GRACE_S = 15.0
-"""Time after --timeout at which a hanging rank exits: each step gets some seconds even if earlier steps were late."""
+"""A hanging rank exits this long after --timeout."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = _detect()
     if place is not None and place.world_size == (place.local_world_size or place.world_size):
         require_writable(parser, chosen.json)  # on several hosts the path may exist only on rank 0's
-    from parallel_state.tools.check import session  # imported here: it needs torch, `--help` doesn't
+    from parallel_state.tools.check import session  # needs torch
 
     options = session.Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     if place is None or place.source != "single":
@@ -104,7 +104,6 @@ def _export_place(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -
 
 
 def _detect() -> environment.ProcessEnvironment | None:
-    """Returns the launcher's environment, or None if variables are missing or wrong, which the check reports."""
     try:
         return environment.detect(rendezvous=False)
     except SettingError:
@@ -112,8 +111,6 @@ def _detect() -> environment.ProcessEnvironment | None:
 
 
 def _exit_after(limit_s: float) -> None:
-    """Exits this process if it still hangs after `limit_s`. The leader's report has named this rank by then."""
-
     from parallel_state.tools.check.facts import ERROR, EXIT_CODES
 
     def end() -> None:
@@ -125,7 +122,7 @@ def _exit_after(limit_s: float) -> None:
 
 
 def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Writes the leader's report. Ranks that couldn't reach the others write theirs to stderr, one per host."""
+    """Ranks that couldn't reach the others write to stderr, one per host."""
     report = outcome.report
     if report is None:
         return
@@ -142,6 +139,6 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
         if chosen.json is not None:
             content = msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
             write(parser, chosen.json, content + "\n")
-    finally:  # even if the file can't be written
+    finally:  # even if writing fails
         if chosen.json != STDOUT:
             print(text(report), end="")

@@ -1,4 +1,4 @@
-"""All ranks' facts and measurements, which the rules of `check` judge, and statistics robust to outliers."""
+"""All ranks' facts and measurements, which the rules of `check` judge."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that `check` collected and measured. Ranks are numbered from 1 in the order of their arrival."""
+    """Ranks are numbered from 1 in the order of their arrival."""
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -33,9 +33,9 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Number of each arrival that stopped answering -> its last stage."""
+    """Arrival that stopped answering -> its last stage."""
     met: bool = True
-    """False if this rank couldn't reach the others: the only arrival is its own."""
+    """False: the only known arrival is this rank's own."""
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -43,7 +43,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Arrived ranks by host. Hosts with the same name get ` (2)` and so on appended."""
+        """Hosts with the same name get ` (2)` and so on."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -78,7 +78,6 @@ class Evidence:
 
     @property
     def spans_hosts(self) -> bool:
-        """True if the job is known to run on several hosts."""
         place = self.arrivals[0].place
         return self.several_hosts or (not self.met and 0 < (place.local_world_size or 0) < place.world_size)
 
@@ -91,7 +90,6 @@ class Evidence:
 
     @cached_property
     def meeting_places(self) -> dict[str, list[int]]:
-        """Ranks by their MASTER_ADDR:MASTER_PORT."""
         places = {each.place.rank: each.place for each in self.arrivals if each.place.world_size > 1}
         found = by_value({rank: f"{each.master_addr}:{each.master_port}" for rank, each in places.items()})
         return {where: ranks for where, ranks in found.items() if not where.startswith(":")}
@@ -101,7 +99,6 @@ class Evidence:
         return [link for each in self.measured.values() for link in each.links]
 
     def expected_host(self, rank: int) -> str:
-        """Describes the host on which the launcher should have started a rank."""
         for facts in self.arrivals:
             by_slurm = _slurm_host(facts.place.variables, rank)
             if by_slurm:
@@ -122,7 +119,7 @@ class Evidence:
 
 
 def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
-    """Returns the host of a rank from SLURM's variables, for block and cyclic distribution; "" if unknown."""
+    """Knows block and cyclic distribution; returns "" if unknown."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
@@ -139,7 +136,6 @@ def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
 
 
 def hostlist(text: str) -> list[str]:
-    """Returns the hosts of a SLURM node list; [] if it can't be parsed."""
     try:
         return list(expand_hostlist(text))
     except SettingError:
@@ -165,11 +161,10 @@ def networks_of(interface: Interface) -> set[str]:
 
 
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
-    """Yields key, value and the median of all values for each outlier among positive values.
+    """Yields key, value and median for values off by more than a factor of `ratio` and three standard deviations.
 
-    An outlier differs from the median by a factor of more than `ratio` (twice that with fewer than four values), and by
-    more than three standard deviations. The deviation is that of logarithms, estimated from the median absolute
-    deviation, which is robust to a few outliers. Of two values the better one is the reference.
+    The deviation is that of logarithms, from the median absolute deviation. Fewer than four values must be off by twice
+    the ratio. Of two values the better one is the reference.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return
@@ -190,18 +185,17 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
-    """Groups keys by their values. Returns value -> keys, the most frequent value first."""
+    """The most frequent value comes first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 
 def core_times(evidence: Evidence, number: int) -> list[float]:
-    """Returns the times of a rank's core in milliseconds, before and after the traffic."""
     measured, traffic = evidence.measured.get(number), evidence.traffic.get(number)
     return [*(measured.cpu_ms if measured else ()), *(traffic.cpu_ms if traffic else ())]
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns kind -> ranks of a group -> the figures of its slowest rank."""
+    """Returns kind -> ranks of a group -> figures of its slowest rank."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

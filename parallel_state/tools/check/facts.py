@@ -1,7 +1,4 @@
-"""Records that ranks exchange: facts and measurements. `rules` judges them, and makes findings.
-
-Every record is a msgspec struct: it is sent through the store as JSON, and `--json` writes it.
-"""
+"""Records that ranks exchange as JSON, and that `--json` writes."""
 
 from __future__ import annotations
 
@@ -29,31 +26,24 @@ class Interface(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """The launcher and rank of this process, and the address of the store."""
-
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """Error in the environment; the numbers above are then those that could still be read."""
+    """Error in the environment; numbers are those that could be read."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
-    """True if the launcher serves the store."""
     started_by: list[str] = []
-    """Commands of this process' ancestors, the parent first."""
+    """Ancestors' commands, the parent first."""
     variables: dict[str, str] = {}
-    """Variables of launchers and libraries, selected by `system.VARIABLES`."""
 
 
 class Network(msgspec.Struct):
-    """The host's names, addresses and interfaces, and those that gloo and NCCL choose."""
-
     hostname: str = "?"
     namespace: str = ""
-    """Identifies the network namespace."""
     name_resolves_to: list[str] = []
     gloo_interface: str = "?"
     gloo_address: str = ""
@@ -69,14 +59,14 @@ class Versions(msgspec.Struct):
     torch: str = ""
     package: str = ""
     compiled: str = ""
-    """Digest of its sources; empty if the compiled library is missing."""
+    """Digest of its sources; empty if it is missing."""
     compiled_problem: str = ""
     nccl: str = ""
     driver: str = ""
 
 
 class Limits(msgspec.Struct):
-    """The limits of this process, such as that of open files; -1: no limit, or unknown."""
+    """-1: no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -88,18 +78,15 @@ class Limits(msgspec.Struct):
 
 
 class Cpu(msgspec.Struct):
-    """The cores that this rank may use."""
-
     online: int = 0
     affinity: list[int] = []
     siblings: dict[str, list[int]] = {}
     """With SMT: allowed core -> all threads of its physical core."""
     numa_nodes: dict[str, list[int]] = {}
     quota_cores: float = -1.0
-    """The cgroup's limit of CPU time in cores; -1: none."""
+    """-1: none."""
     cgroup: str = ""
     threads: int = 0
-    """Threads of torch for one operation."""
 
 
 class GpuFact(msgspec.Struct):
@@ -110,8 +97,6 @@ class GpuFact(msgspec.Struct):
 
 
 class GpuPath(msgspec.Struct):
-    """Connection between two GPUs, identified by their indices."""
-
     one: int
     two: int
     peer_problem: str = ""
@@ -125,19 +110,15 @@ class Gpus(msgspec.Struct):
     visible: list[str] = []
     """UUIDs, in CUDA's order."""
     own: str = ""
-    """UUID of this rank's GPU."""
     paths: list[GpuPath] = []
     problem: str = ""
     torch_cuda: bool = False
-    """True if torch was built with CUDA."""
     remarks: list[str] = []
     device_files: int = 0
-    """Number of the driver's device files in /dev, independent of NVML."""
+    """The driver's files in /dev, independent of NVML."""
 
 
 class Facts(msgspec.Struct):
-    """Facts of one rank and its host, known before it connects to others."""
-
     place: Place = msgspec.field(default_factory=Place)
     network: Network = msgspec.field(default_factory=Network)
     versions: Versions = msgspec.field(default_factory=Versions)
@@ -149,28 +130,24 @@ class Facts(msgspec.Struct):
     settings_unknown: list[str] = []
     settings_wrong: list[str] = []
     probe: list[str] = []
-    """Address, port and token of this rank's `links.Listener`; empty without one."""
+    """Address, port and token of `links.Listener`; empty without one."""
     late: dict[str, str] = {}
-    """Name of each fact that couldn't be collected -> the reason."""
+    """Fact that couldn't be collected -> reason."""
 
     @property
     def host_key(self) -> str:
-        """Returns a key that is equal for ranks of one host (one network namespace and host name)."""
         return f"{self.network.namespace or self.boot_id} {self.network.hostname}"
 
 
 class Link(msgspec.Struct):
-    """The speed of the network between two hosts, measured over TCP between two ranks."""
-
     source: int
-    """Number of the arrival that measured; `target` is a number, too."""
+    """Number of the arrival, as `target` is."""
     target: int
     problem: str = ""
     kind: str = ""
     """Kind of the problem: `refused`, `silent`, `unreachable`, `stranger` or `broken`."""
     rtt_us: float = 0.0
     bytes_per_s: float = 0.0
-    """Best of several runs, from source to target."""
     retransmitted: int = 0
     segments: int = 0
     clock_offset_s: float = 0.0
@@ -178,21 +155,16 @@ class Link(msgspec.Struct):
 
 
 class Measured(msgspec.Struct):
-    """The measurements of one rank before any group was made: links and cores."""
-
     cpu_ms: list[float] = []
-    """Times of `system.run_cpu`."""
     links: list[Link] = []
 
 
 class GroupTraffic(msgspec.Struct):
-    """Speed and correctness of one rank's calls in one group."""
-
     kind: str
-    """Name of the kind of group, or `world`."""
+    """Kind of group, or `world`."""
     ranks: list[int]
     route: str
-    """The communicators that carried it, in the order of message sizes."""
+    """Communicators, in the order of message sizes."""
     latency_us: float = 0.0
     latency_mad_us: float = 0.0
     bytes_per_s: float = 0.0
@@ -202,17 +174,12 @@ class GroupTraffic(msgspec.Struct):
 
 
 class Traffic(msgspec.Struct):
-    """Speed and correctness of one rank's calls in all groups of the layout, or the error that ended them."""
-
     groups: list[GroupTraffic] = []
     start_s: float = 0.0
     problem: str = ""
-    """The error of the start or of a call; empty if all succeeded."""
+    """Empty if all succeeded."""
     stage: str = ""
     cpu_ms: list[float] = []
-
-
-# Findings
 
 
 class Finding(msgspec.Struct):
@@ -235,7 +202,6 @@ def worst(findings: Sequence[Finding]) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Returns `rank 3` or `ranks 0-3, 7`."""
     each = sorted(set(ranks))
     return f"rank {each[0]}" if len(each) == 1 else f"ranks {format_ranks(each).strip('[]')}"
 

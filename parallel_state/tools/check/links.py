@@ -1,9 +1,7 @@
-"""Measures the links between hosts over TCP, before any group is created: reachability, speed, clock offsets.
+"""Measures the links between hosts over TCP: reachability, speed, clock offsets.
 
-One rank of each host listens at the address that gloo would announce, on a port that the kernel chooses, as gloo does.
-So a firewall, a wrong interface or a duplicate address has the same effect as in the job. With up to 24 hosts, a host
-is in at most one pair of each round, so that measurements don't disturb each other. The listener sends its token first;
-then each request is one byte.
+One rank of each host listens at gloo's address, on a port that the kernel chooses. So a firewall or a wrong interface
+has the same effect as in the job.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """Answers connections, each in its own thread, until it is closed. `entry` is its address, port and token."""
+    """`entry`: address, port, token; empty if `problem` is set."""
 
     def __init__(self, address: str) -> None:
-        """Listens at `address`. If that fails, `entry` is empty and `problem` has the error."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._socket: socket.socket | None = None
         self.entry: list[str] = []
@@ -95,8 +92,8 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Returns rounds of pairs of arrivals, given one arrival per host.
 
-    Up to 24 hosts, each host measures to every other one, in the rounds of a tournament (the circle method). With more,
-    each host measures to those at distances 1, 2, 4, … in `leaders`.
+    Up to 24 hosts: all pairs, by the circle method, so that a host is in at most one pair of a round. With more, each
+    host measures to those at distances 1, 2, 4, ….
     """
     count = len(leaders)
     if count < 2:
@@ -121,7 +118,6 @@ def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> Link:
-    """Measures a connection from this rank to the listener of arrival `target`; bandwidth takes about `budget_s`."""
     link = Link(source, target)
     address, port, token = entry
     try:
@@ -153,7 +149,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
 
 
 def _measure_latency(peer: socket.socket, link: Link) -> None:
-    """Measures round trips, and the offset of the other clock by the fastest of them, as NTP does."""
+    """The fastest round trip gives the offset, as in NTP."""
     trips, best_s = [], float("inf")
     for _ in range(40):
         before_s, started = time.time(), time.perf_counter()
@@ -168,7 +164,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Doubles the size until a run takes a quarter of the budget. Keeps the best bandwidth of all runs."""
+    """Doubles the size until a run takes a quarter of the budget."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):
@@ -186,7 +182,7 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Returns the better figures of two measurements, or the second one if it failed."""
+    """Returns the better figures, or `two` if it failed."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two
@@ -200,7 +196,6 @@ def better(one: Link, two: Link) -> Link:
 
 
 def host_leaders(arrivals: Sequence[Facts]) -> list[int]:
-    """Returns the number of the first listening arrival of each host."""
     found: dict[str, int] = {}
     for number, facts in enumerate(arrivals, 1):
         if facts.probe:

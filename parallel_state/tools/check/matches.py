@@ -1,8 +1,4 @@
-"""Selects the groups of ranks to which a rule applies, and fills in the rule's text.
-
-A predicate takes the evidence and yields matches. Most predicates are built here from a test of one group: the ranks of
-each host (`hosts`), the ranks of one host with the same key (`groups`), or all ranks with a key (`alike`).
-"""
+"""Selects the groups of ranks to which a rule applies, and fills in the rule's text."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ Words = Mapping[str, Any]
 
 
 class Match:
-    """Ranks to which a rule of `check` applies, with `words` to fill into the rule's text."""
-
     def __init__(
         self,
         group: Group = (),
@@ -31,26 +25,22 @@ class Match:
         fix: str = "",
         **words: Any,
     ) -> None:
-        """`ranks` and `hosts`: those to report, by default the ones in `group`.
-
-        `severity` and `fix`: in place of the rule's.
-        """
+        """`ranks` and `hosts` default to those of `group`, `severity` and `fix` to the rule's."""
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
 
 
 Predicate = Callable[[Evidence], Iterable[Match]]
 Test = Callable[[Evidence, Group], Words | bool | None]
-"""Returns the words for the rule's text, True if it needs none, or a false value without a match."""
+"""Returns words for the text, True if it needs none, or a false value without match."""
 
 
 def hosts(test: Test) -> Predicate:
-    """Makes a predicate that tests the ranks of each host."""
     return lambda evidence: _tested(evidence, evidence.hosts.values(), test)
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Makes a predicate that tests ranks of one host with equal keys together. A key of None excludes a rank."""
+    """Tests ranks of one host with equal keys together, without those with None."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -65,7 +55,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Makes a predicate that tests, for each key, all ranks that have it. The text may use `key`."""
+    """Tests, for each key, all ranks that have it."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
@@ -76,10 +66,7 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Makes a predicate for ranks for which `read` returns a text.
-
-    Words: `description` (the first text), `more` (a count).
-    """
+    """Words: `description` (the first text), `more` (a count)."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         group = [facts for facts in evidence.arrivals if read(facts)]
@@ -91,7 +78,7 @@ def described_by(read: Callable[[Facts], str]) -> Predicate:
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Makes a predicate for ranks whose value is rarer than others. `values` lists all values with their ranks."""
+    """Matches ranks with rarer values."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -118,11 +105,7 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Fills the words of a match into a rule's text.
-
-    A field is a word of the match, one of `_WORDS`, or a fact of the group's first rank. Its format may be one of
-    `_FORMS`.
-    """
+    """Fields are words of the match, of `_WORDS`, or facts of the first rank."""
     return _Formatter(evidence, match.group).vformat(found, (), match.words)
 
 
@@ -168,7 +151,6 @@ _WORDS: dict[str, Callable[[Evidence, Group], Any]] = {
     "interfaces": lambda _, group: _interfaces(group[0]),
     "ranks_of_host": lambda evidence, group: len(evidence.hosts[evidence.host(group[0])]),
 }
-"""Words of a group. `host` is the host of its first rank."""
 _FORMS: dict[str, Callable[[Any], str]] = {
     "size": _size,
     "rate": rate,

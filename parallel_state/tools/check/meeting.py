@@ -1,8 +1,7 @@
 """Exchanges the facts of all ranks before any group is created, through the launcher's store or rank 0's.
 
-Ranks register as arrival 1, 2, … instead of under their rank, so that duplicate and surplus ranks are detected, too.
-One rank is the leader: the one that serves the store, else the first arrival. It collects the arrivals, decides when to
-continue, and writes the report. Each wait has a deadline. A rank that can't connect reports the reason from its socket.
+Ranks register as arrival 1, 2, …: duplicate and surplus ranks are detected. The leader serves the store, or is the
+first arrival.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _HANDSHAKE_S = 3.0
 _OWN_NAME_S = 3.0
 _SETTLE_S = 0.2
 _LATE_S = 1.5
-"""Extra wait for further ranks if enough arrived but their ranks or world sizes conflict."""
+"""Extra wait for further ranks if ranks or world sizes conflict."""
 
 
 class NotMetError(Exception):
-    """Raised if this rank can't connect to the job's store, or serve it."""
+    """This rank can't connect to the job's store, or serve it."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -45,19 +44,18 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """The leader's message when it stops waiting: the ranks that have arrived, and the measurements to make."""
+    """The leader's message when it stops waiting."""
 
     arrivals: list[Facts]
-    """In the order of arrival: arrival n is `arrivals[n - 1]`."""
+    """Arrival n is `arrivals[n - 1]`."""
     links: list[list[tuple[int, int]]]
-    """Rounds of pairs (source, target) of arrivals, which measure at the same time."""
 
 
 class Meeting:
-    """Exchanges values between ranks through the job's store. Every method returns by its deadline."""
+    """Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """`leads`: True if this rank is the leader; None: the first arrival is."""
+        """None: the first arrival leads."""
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
         self._kept = store  # PrefixStore doesn't keep a store that is implemented in Python alive
         self.arrival = 0
@@ -72,7 +70,6 @@ class Meeting:
         self._store.set(f"arrival/{self.arrival}", msgspec.json.encode(facts).decode())
 
     def arrivals(self, seen: list[Facts], limit_s: float = 1.0) -> list[Facts]:
-        """Returns `seen` and the arrivals since then."""
         found = list(seen)
         for number in range(len(seen) + 1, int(self._store.add("arrivals", 0)) + 1):
             content = self.get(f"arrival/{number}", time.monotonic() + limit_s)
@@ -82,9 +79,9 @@ class Meeting:
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Waits until all ranks of the world have arrived. Returns all arrivals, also those of surplus ranks.
+        """Returns surplus arrivals, too.
 
-        Returns early if enough processes arrived but ranks are duplicate or world sizes differ: waiting can't fix that.
+        Returns early if enough processes arrived but ranks or world sizes conflict: waiting can't fix that.
         """
         found: list[Facts] = []
         late_until = None
@@ -102,12 +99,12 @@ class Meeting:
             time.sleep(PAUSE_S)
 
     def settle(self, seen: list[Facts]) -> list[Facts]:
-        """Waits 0.2 s for surplus ranks. Returns `seen` and the arrivals since then."""
+        """Waits 0.2 s for surplus ranks."""
         time.sleep(_SETTLE_S)
         return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
-        """Adds `amount` to a common counter, and waits until it reaches `total`, or until the deadline."""
+        """Adds to a counter, and waits until it is `total`, or until the deadline."""
         count = int(self._store.add(key, amount))
         for _ in looks(deadline):
             if count >= total:
@@ -118,7 +115,7 @@ class Meeting:
         self._store.set(key, msgspec.json.encode(value).decode())
 
     def get(self, key: str, deadline: float) -> bytes | None:
-        """Returns the content of `key` once another rank has put it, or None at the deadline."""
+        """Waits until another rank has put `key`."""
         for _ in looks(deadline):
             if self._store.check([key]):
                 return bytes(self._store.get(key))
@@ -129,7 +126,6 @@ class Meeting:
         return None if content is None else msgspec.json.decode(content, type=kind)
 
     def take_all(self, name: str, count: int, kind: type[T], deadline: float, skip: int) -> dict[int, T]:
-        """Returns arrival -> its value under `name`, for arrivals 1 to `count` except `skip` and late ones."""
         found = {}
         for number in (each for each in range(1, count + 1) if each != skip):
             value = self.take(f"{name}/{number}", kind, deadline)
@@ -139,7 +135,6 @@ class Meeting:
 
 
 def open_meeting(place: Place, deadline: float) -> Meeting:
-    """Connects to the job's store, or serves it as rank 0. Raises NotMetError with the reason if that fails."""
     prefix = f"parallel_state/check/{os.environ.get('TORCHELASTIC_RUN_ID', '') or 0}/" + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", "0"
     )
@@ -160,7 +155,7 @@ def open_meeting(place: Place, deadline: float) -> Meeting:
 
 
 def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist.Store, bool]:
-    """Serves the store as rank 0 and returns it with True; if another rank 0 serves one, returns that with False."""
+    """Returns False with the store of another rank 0."""
     try:
         listener = listen_on(None, address[1], 1024)
     except OSError as error:
@@ -195,7 +190,6 @@ def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
 
 
 def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.Store:
-    """Connects to the store as soon as it is served; retries until the deadline."""
     where = f"{address[0]}:{address[1]}"
     server = "the launcher's agent" if place.agent_store else "rank 0"
     while True:

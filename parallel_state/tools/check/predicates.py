@@ -27,8 +27,6 @@ from parallel_state.tools.check.evidence import (
 from parallel_state.tools.check.facts import INFO, WARNING, Facts, Interface, Limits, Place, named, rate
 from parallel_state.tools.check.matches import Group, Match, Predicate, Words, differing
 
-# Launcher and ranks.
-
 _FAMILIES = {
     "torchrun": ("RANK", "WORLD_SIZE"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -64,7 +62,7 @@ def one_of_many(evidence: Evidence) -> Iterator[Match]:
 
 
 def world_sizes(evidence: Evidence) -> Iterator[Match]:
-    # A rank whose environment is wrong may have no world size: compare it only for ranks outside the world.
+    # A rank with a wrong environment may have no world size.
     known = [each for each in evidence.arrivals if not each.place.problem or each.place.rank >= evidence.world_size]
     sizes = grouped(known, lambda facts: facts.place.world_size)
     if len(sizes) > 1:
@@ -104,9 +102,6 @@ def across_hosts(evidence: Evidence) -> Iterator[Match]:
         yield Match(spanning[0], spanning=len(spanning), groups=len(groups), severity=severity)
 
 
-# MASTER_ADDR and MASTER_PORT.
-
-
 def masters_differ(evidence: Evidence) -> Iterator[Match]:
     places = evidence.meeting_places
     if len(places) > 1:
@@ -114,7 +109,7 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Returns MASTER_ADDR if all ranks agree on it, the job spans hosts, and rank 0 serves the store; else ""."""
+    """Needs agreement of all ranks, several hosts, and a store of rank 0."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""
@@ -148,9 +143,6 @@ def unresolved_master(evidence: Evidence) -> Iterator[Match]:
     if local:
         text = f"MASTER_ADDR is {address}, a link-local address without its interface"
         yield Match(problem=text, fix=f"Set it to {address}%INTERFACE, or to a global address.")
-
-
-# Names, addresses, interfaces.
 
 
 def _given(facts: Facts) -> str:
@@ -208,7 +200,6 @@ def bridges(evidence: Evidence) -> Iterator[Match]:
 
 
 def _chosen(evidence: Evidence) -> dict[str, Interface]:
-    """Returns gloo's interface on each host; empty for a job on one host."""
     if not evidence.several_hosts:
         return {}
     found = {name: interface_of(each[0], each[0].network.gloo_interface) for name, each in evidence.hosts.items()}
@@ -230,7 +221,7 @@ def different_networks(evidence: Evidence) -> Iterator[Match]:
     hint = f"; all hosts have an interface in {', '.join(sorted(common))}" if common else ""
     usual = by_value({name: " ".join(sorted(each)) for name, each in nets.items()})
     odd = list(usual.values())[-1] if len(usual) < len(nets) else list(nets)
-    # Without a common network this is usually one routed network per rack, which is as good.
+    # Without a common network this is usually one routed network per rack.
     yield Match(evidence.facts_on(odd), networks=words + hint, severity="" if common else INFO)
 
 
@@ -256,17 +247,15 @@ def ports_down(evidence: Evidence, ranks: Group) -> Words | None:
     return {"down": ", ".join(f"{port} is {ports[port]}" for port in down)} if 0 < len(down) < len(ports) else None
 
 
-# Links.
-
 _CLOCK_S = 1.0
 _SLOW = 4.0
 _LATENCY = 5.0
 _LATENCY_US = 300.0
-"""Smaller differences are caused by the load of the hosts."""
+"""Smaller differences come from the hosts' load."""
 _NOMINAL = 0.1
 _GIGABIT = 0.9e9 / 8
 _LOSS = 0.012
-"""Share of retransmitted packets in both of two runs. A queue that overflows for a moment loses less."""
+"""In both of two runs: a queue that overflows for a moment loses less."""
 _FEW_SEGMENTS = 200
 
 
@@ -276,7 +265,7 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Yields links with a problem of this kind; `blocked`: any kind except `stranger` and `broken`."""
+    """`blocked`: any kind except `stranger` and `broken`."""
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)
@@ -304,7 +293,6 @@ def _speeds(evidence: Evidence) -> dict[tuple[int, int], float]:
 
 
 def _expected_speeds(evidence: Evidence) -> dict[tuple[int, int], str]:
-    """Returns, for each slow link, the speed of the other links, or else of its interface, in words."""
     speeds = _speeds(evidence)
     odd = outliers(speeds, _SLOW, high=False)
     found = {pair: f"the median of all links is {rate(middle)}" for pair, _, middle in odd}
@@ -346,7 +334,6 @@ def lossy_links(evidence: Evidence) -> Iterator[Match]:
 
 
 def clocks(evidence: Evidence) -> Iterator[Match]:
-    """Finds hosts whose clocks differ, measured by round trips between hosts."""
     offsets: dict[str, list[tuple[float, str]]] = {}
     for link in evidence.links:
         if not link.problem and abs(link.clock_offset_s) > _CLOCK_S + link.clock_error_s:
@@ -366,12 +353,10 @@ def _offset(offset_s: float) -> str:
     return f"{f'{seconds:.1f} s' if seconds < 120 else minutes} {'ahead of' if offset_s > 0 else 'behind'}"
 
 
-# Versions and settings.
-
 _OF_EACH_RANK = re.compile(
     r"(NCCL|GLOO)_SOCKET_IFNAME|NCCL_IB_HCA|NCCL_(DEBUG_FILE|TOPO_FILE|TOPO_DUMP_FILE|GRAPH_FILE|HOSTID|NODE_RANK)"
 )
-"""Variables that may differ between ranks or hosts."""
+"""May differ between ranks or hosts."""
 _COMPARED = re.compile(r"(NCCL|GLOO|TORCH_NCCL|PARALLEL_STATE)_\w+|OMP_NUM_THREADS")
 _CRIPPLING = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
@@ -380,7 +365,7 @@ _CRIPPLING = {
 
 
 def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
-    """If `none`, matches all ranks if no rank has the compiled library; else matches ranks whose libraries differ."""
+    """`none`: matches only if no rank has the library."""
     looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     if any(facts.versions.compiled for facts in looked) or not looked:
         return [] if none else differing(_compiled)(evidence)
@@ -407,8 +392,6 @@ def crippled(facts: Facts) -> list[str]:
     return [f"{name}={value}" for name, value in _CRIPPLING.items() if facts.place.variables.get(name) == value]
 
 
-# Limits.
-
 _SHM_BYTES = 512 << 20
 _SHM_FREE_BYTES = 128 << 20
 _MEMLOCK_BYTES = 1 << 30
@@ -418,7 +401,7 @@ _FILES = 1024
 
 
 def shm(state: str) -> Predicate:
-    """Matches, on each host, the ranks whose /dev/shm is `missing`, `small` or `full`."""
+    """`state`: `missing`, `small` or `full`."""
     return matches.groups(
         lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
         lambda _, group: _shm_state(group[0].limits) == state,
@@ -441,7 +424,7 @@ def several_shm(evidence: Evidence, ranks: Group) -> Words | None:
 
 def few_files(evidence: Evidence, group: Group) -> Words | None:
     limit, needed = group[0].limits.files_hard, group[0].limits.files_open + 64 + 8 * (evidence.world_size + 16)
-    # Below `needed` the job fails. Below 1024, the usual limit, it may fail because of the program's own files.
+    # Below 1024, the usual limit, the program's own files may exceed it.
     words = {"needed": max(needed, _FILES), "severity": "" if limit < needed else WARNING}
     return words if 0 <= limit < max(needed, _FILES) else None
 
@@ -452,8 +435,6 @@ def little_memlock(evidence: Evidence, group: Group) -> Words | None:
     return words if 0 <= group[0].limits.memlock_bytes < (_MEMLOCK_BYTES if rdma else _MEMLOCK_LEAST_BYTES) else None
 
 
-# Cores.
-
 _SLOW_CPU = 2.0
 
 
@@ -462,7 +443,7 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """Returns ranks that share fewer cores than there are ranks, for the smallest such set of cores."""
+    """The smallest set of cores with more ranks than cores counts."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):
@@ -500,14 +481,11 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Finds cores that are slower than others, by the best of many repetitions: momentary load doesn't count."""
+    """Momentary load doesn't count: each core's best time does."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
         yield Match([evidence.facts_of(number)], took_ms=took_ms, middle_ms=middle_ms)
-
-
-# GPUs.
 
 
 def no_driver(evidence: Evidence, ranks: Group) -> Words | None:
@@ -539,15 +517,12 @@ def far_from_gpu(evidence: Evidence) -> Iterator[Match]:
             yield Match([facts], gpu=own)
 
 
-# Traffic.
-
 _SLOW_GROUP = 5.0
 _SLOW_GROUP_US = 2_000.0
-"""Smaller differences in latency are caused by the kernel's time slices."""
+"""Smaller differences come from the kernel's time slices."""
 
 
 def failures(evidence: Evidence, starting: bool) -> Iterator[Match]:
-    """Yields, per stage, the lowest rank's error and the number of other ranks with errors."""
     failed = {number: each for number, each in evidence.traffic.items() if each.problem}
     for stage, numbers in grouped(failed, lambda number: failed[number].stage).items():
         first = min(numbers, key=lambda number: evidence.facts_of(number).place.rank)

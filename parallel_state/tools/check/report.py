@@ -15,7 +15,6 @@ from parallel_state.tools.output import columns
 
 _MOST_ROWS = 16
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""Title, head and rows."""
 
 
 def heading(report: Report) -> str:
@@ -117,7 +116,7 @@ def _groups(report: Report) -> Iterator[tuple[str, ...]]:
 
 
 def _short(text: str) -> str:
-    """Shortens a finding's text; the JSON has whole tracebacks."""
+    """The JSON has whole tracebacks."""
     return text if len(text) <= 1200 else f"{text[:1000]} … {text[-150:]}"
 
 

@@ -1,8 +1,6 @@
-"""The rules of `check`, one row each: severity, subject, predicate; and texts: what was found, why it matters, the fix.
+"""The rules of `check`, one row each; docs/check.md shows the table.
 
-`found` is a format over the facts of the ranks that the predicate matches (`matches.text_of`). Predicates longer than a
-line are in `predicates`. Rules only read the evidence: they make no system calls and don't wait. For rows with
-`by_session` the session itself detects the problem. docs/check.md shows the table.
+`found` is a format over the facts of the matching ranks (`matches.text_of`). Rules only read the evidence.
 """
 
 from __future__ import annotations
@@ -33,18 +31,15 @@ class Rule(NamedTuple):
     about: str
     where: Predicate
     found: str
-    """The format that `matches.text_of` fills in."""
     why: str
     fix: str
 
 
 def by_session(about: str, why: str, fix: str) -> Rule:
-    """Returns the row of an error that the session itself detects: it matches nothing."""
     return Rule(ERROR, about, lambda _: (), "", why, fix)
 
 
 RULES: dict[str, Rule] = {
-    # Launcher and ranks.
     "environment": Rule(ERROR, "the launcher's variables are missing or wrong",
         alike(lambda facts: filter(None, [facts.place.problem]),
               lambda evidence, group: any(facts.place.rank < evidence.world_size for facts in group)),
@@ -117,7 +112,6 @@ RULES: dict[str, Rule] = {
     "launch-failed": by_session("local ranks can't be started",
         "No job with several local processes can run here.",
         "Fix what the error reports, then run the check again."),
-    # MASTER_ADDR and MASTER_PORT.
     "port-taken": by_session("another program holds MASTER_PORT",
         "Rank 0 can't serve the store there, and other ranks may connect to that program.",
         "Choose another MASTER_PORT, the same on every rank, or stop the program that listens there."),
@@ -159,7 +153,6 @@ RULES: dict[str, Rule] = {
         "{master} resolves to {answers:on_ranks}",
         "Ranks look for rank 0 at different addresses; with an entry for 127.0.1.1, on their own host.",
         "Set MASTER_ADDR to a numeric address, or fix /etc/hosts."),
-    # Names, addresses, interfaces.
     "address-loopback": Rule(ERROR, "a host would announce a loopback address to other hosts",
         hosts(find.announces_loopback),
         "gloo on {host} announces {network.gloo_address}: its host name {network.hostname} resolves to {own}; "
@@ -207,7 +200,6 @@ RULES: dict[str, Rule] = {
         "InfiniBand on {host}: {down}",
         "NCCL on this host uses fewer rails or falls back to TCP, and all other hosts wait for it.",
         "Check `ibstat`, the cable and the subnet manager; or exclude the port with NCCL_IB_HCA on all hosts."),
-    # Links.
     "link-blocked": Rule(ERROR, "one host can't connect to another",
         partial(find.failed_links, kind="blocked"),
         "no connection {way}: {problem}; interfaces: {ends}",
@@ -251,7 +243,6 @@ RULES: dict[str, Rule] = {
         "the clock of {clock} is {offset} that of {other}",
         "Logs and traces of ranks can't be compared; certificates and time-based locks fail.",
         "Synchronize the clock of that host with chrony or systemd-timesyncd (`timedatectl`)."),
-    # Versions and settings.
     "version-torch": Rule(ERROR, "torch differs between ranks",
         differing(lambda facts: facts.versions.torch),
         "torch is {values}",
@@ -309,7 +300,6 @@ RULES: dict[str, Rule] = {
         "{key} disables a fast path of NCCL",
         "It is often left over from debugging.",
         "Unset it unless you need it."),
-    # Limits.
     "shm-missing": Rule(ERROR, "/dev/shm is unusable",
         find.shm("missing"),
         "/dev/shm of {host}: {limits.shm_problem}",
@@ -343,7 +333,6 @@ RULES: dict[str, Rule] = {
         "RDMA and GPU drivers lock the memory that they transfer: NCCL fails with `ibv_reg_mr` or falls back to TCP.",
         "Run `ulimit -l unlimited`, or set it in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd or "
         "`--ulimit memlock=-1`."),
-    # Cores.
     "cores-shared": Rule(WARNING, "several ranks are bound to the same cores",
         partial(find.crowded, bound=True),
         "{count} ranks on {host} may only use {cores:cores}",
@@ -380,7 +369,6 @@ RULES: dict[str, Rule] = {
         "ranks on {host} may run on any of {nodes} NUMA nodes",
         "A rank loses bandwidth if it moves to another node, or if its memory is on another node.",
         "Bind ranks to NUMA nodes: `PARALLEL_STATE_CORES=share`, `srun --cpu-bind=ldoms`, `mpirun --map-by numa`."),
-    # GPUs.
     "gpu-few": Rule(ERROR, "a host has fewer visible GPUs than ranks",
         some(lambda facts: bool(facts.gpus.visible) and not facts.gpus.own),
         "{host} has {gpus.visible:number} visible GPUs for {ranks_of_host} ranks",
@@ -419,7 +407,6 @@ RULES: dict[str, Rule] = {
         "GPU{gpu.index}",
         "Copies and kernel launches cross the link between the sockets.",
         "Bind ranks by their GPU's NUMA node: `srun --gpu-bind=closest`, or the cores of `nvidia-smi topo -m`."),
-    # Traffic.
     "axis-across-hosts": Rule(WARNING, "a tensor-parallel group spans hosts",
         find.across_hosts,
         "{spanning} of {groups} tp groups span hosts: {ranks}",
@@ -460,14 +447,13 @@ RULES: dict[str, Rule] = {
 def finding(
     code: str, found: str, ranks: Iterable[int] = (), hosts: Iterable[str] = (), *, severity: str = "", fix: str = ""
 ) -> Finding:
-    """Returns a finding with the texts of rule `code`; `severity` and `fix` replace the rule's."""
+    """`severity` and `fix` replace the rule's."""
     rule = RULES[code]
     where = sorted(set(ranks)), list(dict.fromkeys(hosts))
     return Finding(severity or rule.severity, code, found, rule.why, fix or rule.fix, *where)
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    """Returns the findings of all rules, in the order of the table."""
     return [_found(code, rule, evidence, match) for code, rule in RULES.items() for match in rule.where(evidence)]
 
 
@@ -478,6 +464,5 @@ def _found(code: str, rule: Rule, evidence: Evidence, match: Match) -> Finding:
 
 
 def sorted_by_severity(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings by severity, errors first; within a severity in the order of the table."""
     order = list(RULES)
     return sorted(findings, key=lambda each: (-SEVERITIES.index(each.severity), order.index(each.code), each.ranks))

@@ -1,6 +1,6 @@
-"""Runs the check on one rank: facts, exchange, measurements, traffic. One rank is the leader and writes the report.
+"""Runs the check on one rank: facts, exchange, measurements, traffic.
 
-Every problem becomes a finding in the leader's report, or in the rank's own report if it can't reach the leader.
+Every problem becomes a finding in a report.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
-"""The better of two measurements counts: other load passes, a slow link stays slow."""
+"""The better one counts: other load passes, a slow link stays slow."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
 """Reserved for the report and its acknowledgement."""
 MOST_RANKS = 64
 _START_S = 15.0
-"""Added to the launch timeout for local ranks to start and exit."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -55,13 +54,12 @@ class Report(msgspec.Struct, dict=True):
     sizes: dict[str, int]
     seconds: float
     complete: bool
-    """True if all ranks of the world arrived, and no others."""
     severity: str
     exit_code: int
     findings: list[Finding]
     hosts: dict[str, list[int]]
     ranks: list[Facts]
-    """In the order of arrival. Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
+    """Numbers in links, `measured` and `traffic` are positions from 1."""
     measured: dict[int, Measured]
     traffic: dict[int, Traffic]
 
@@ -80,7 +78,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """Runs the check on one rank. `run` ends at most `options.timeout_s` after `began`."""
+    """`run` ends at most `options.timeout_s` after `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -91,7 +89,6 @@ class Session:
         return self.began + self.options.timeout_s
 
     def _until(self, share: float) -> float:
-        """Returns the time at which `share` (0 to 1) of the time limit is over."""
         return self.began + share * self.options.timeout_s
 
     def run(self) -> Outcome:
@@ -212,7 +209,7 @@ class Session:
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:
-        """Sends traffic in a thread, which is abandoned if it doesn't finish in time."""
+        """Abandons the thread if it doesn't finish in time."""
         os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this check's store occupies the port
         stage = "nothing"
@@ -250,16 +247,12 @@ class Session:
 
 
 def _most_common(arrivals: list[Facts]) -> int:
-    """Returns the world size that most ranks have; in a tie, the larger one."""
+    """In a tie, the larger size counts."""
     sizes: Mapping[int, int] = Counter(each.place.world_size for each in arrivals)
     return max(sizes, key=lambda size: (sizes[size], size))
 
 
-# Local ranks that the check starts itself
-
-
 def ranks_for(sizes: dict[str, int], order: str | None) -> int:
-    """Returns the smallest number of ranks that the sizes fit; without sizes one per GPU, else 2 to 4 by the cores."""
     if not sizes:
         gpus = len(system.gpus().visible)
         return gpus if gpus > 1 else max(2, min(4, len(os.sched_getaffinity(0))))
@@ -274,7 +267,7 @@ def ranks_for(sizes: dict[str, int], order: str | None) -> int:
 
 
 def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
-    """Runs one local rank. Returns exit code, whether the ranks met, and the report as JSON (empty without one)."""
+    """Returns exit code, whether the ranks met, and the report as JSON."""
     outcome = Session(options).run()
     return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
 

@@ -1,7 +1,7 @@
-"""Collects the facts of one process: environment, files in /proc and /sys, limits, libraries.
+"""Collects the facts of one process.
 
-Nothing here waits for a peer. Slow readers (name server, driver, compiler) get a deadline from `collect`. A fact that
-can't be read is left out, with the reason, and the check continues.
+Nothing waits for a peer; slow readers (name server, driver, compiler) get a deadline. A fact that can't be read is left
+out, with the reason.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ VARIABLES = re.compile(
 
 
 def collect(deadline: float) -> Facts:
-    """Returns this rank's facts. Those that aren't known by `deadline` (monotonic) are listed in `late`."""
+    """Facts that aren't known by `deadline` (monotonic) are listed in `late`."""
     found = Facts(place(), boot_id=host.boot_id(), pid=os.getpid())
     parts: dict[str, Callable[[], Any]] = {
         "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
@@ -97,7 +97,7 @@ def collect(deadline: float) -> Facts:
 
 
 def with_set_cores(found: Facts) -> None:
-    """Sets `cpu.affinity` to the cores that PARALLEL_STATE_CORES will bind this rank to, if it is set."""
+    """PARALLEL_STATE_CORES, if set, will bind this rank."""
     try:
         own = binding.cores_as_set(found.place.local_rank, found.place.local_world_size)
         found.cpu.affinity = found.cpu.affinity if own is None else own
@@ -126,11 +126,7 @@ def _number(text: str, default: int = 0) -> int:
         return default
 
 
-# Launcher.
-
-
 def place(environ: Mapping[str, str] | None = None) -> Place:
-    """Returns the rank's place from its launcher's variables, or those that can be read if they are contradictory."""
     env = os.environ if environ is None else environ
     found = Place(
         variables={name: env[name] for name in sorted(env) if VARIABLES.fullmatch(name)},
@@ -191,11 +187,8 @@ def _program(words: list[str]) -> str:
     return name
 
 
-# The network.
-
-
 def network() -> Network:
-    """Returns the facts that need no name look-up."""
+    """Needs no name look-up."""
     found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
@@ -230,7 +223,7 @@ def read_interfaces() -> list[Interface]:
 
 
 def _folder_of(name: str) -> str:
-    """Returns the interface's folder in /sys; "" if /sys shows another network namespace than this process'."""
+    """Returns "" if /sys shows another network namespace."""
     folder, address = f"/sys/class/net/{name}", host.interface_ioctl(name, _SIOCGIFHWADDR)
     seen = _text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
@@ -249,10 +242,7 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Returns the interface that NCCL uses: NCCL_SOCKET_IFNAME's, else InfiniBand, others, docker's, loopback.
-
-    Same rules as NCCL's `ncclFindInterfaces` (src/misc/socket.cc). Returns "" if no interface matches.
-    """
+    """Follows NCCL's `ncclFindInterfaces` (src/misc/socket.cc)."""
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
     ]
@@ -290,9 +280,6 @@ def _infiniband() -> dict[str, str]:
     return found
 
 
-# Versions.
-
-
 def versions() -> Versions:
     found = Versions(
         python=platform.python_version(),
@@ -307,15 +294,12 @@ def versions() -> Versions:
 
 
 def compiled_part() -> tuple[str, str]:
-    """Returns a digest of the compiled library's sources, and a problem. Compiles the library if the job would."""
+    """Returns a digest and a problem. Compiles the library if the job would."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
         return "", str(error)
     return f"{native_build.sources_digest()}{'' if library.has_ops else ' (without ops)'}", library.note
-
-
-# Limits.
 
 
 def limits() -> Limits:
@@ -350,7 +334,7 @@ def _read_shared_memory(found: Limits) -> None:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Returns this process' cgroup folders (v2 or v1) of a controller, the innermost first."""
+    """Supports v2 and v1; the innermost comes first."""
     for line in _text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -366,7 +350,7 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def cpu_quota() -> tuple[float, str]:
-    """Returns the tightest CPU quota of this process' cgroups, in cores (-1: none), and that cgroup."""
+    """Returns the tightest quota in cores (-1: none), and its cgroup."""
     tightest, where = -1.0, ""
     for folder in _cgroup_folders("cpu"):
         words = _text(folder / "cpu.max").split()
@@ -376,9 +360,6 @@ def cpu_quota() -> tuple[float, str]:
         if quota > 0 and period > 0 and (tightest < 0 or quota / period < tightest):
             tightest, where = quota / period, str(folder)
     return tightest, where
-
-
-# The CPU.
 
 
 def cpu() -> Cpu:
@@ -395,7 +376,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> float:
-    """Returns the best time of a fixed piece of work of about 1.5 ms, in milliseconds."""
+    """Returns the best milliseconds of a fixed piece of work."""
     wall_ms = []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
@@ -405,11 +386,8 @@ def run_cpu(repeats: int = 25) -> float:
     return min(wall_ms)
 
 
-# GPUs.
-
-
 def gpus() -> Gpus:
-    """Returns the driver's facts about all GPUs, without creating a CUDA context. `own` is set by `with_own_gpu`."""
+    """Creates no CUDA context. `with_own_gpu` sets `own`."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 
@@ -434,7 +412,6 @@ def gpus() -> Gpus:
 
 
 def with_own_gpu(found: Facts) -> None:
-    """Sets the GPU that this rank uses: the only visible one, else the one of its local rank."""
     visible = found.gpus.visible
     index = 0 if len(visible) == 1 else found.place.local_rank
     found.gpus.own = visible[index] if index < len(visible) else ""

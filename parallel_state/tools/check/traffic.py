@@ -1,7 +1,6 @@
-"""Sends traffic through all groups of the layout: checks results of all routes, then measures latency and bandwidth.
+"""Sends traffic through all groups of the layout: checks results of all routes, then measures.
 
-Each rank measures in its own groups, one kind after another, so all groups of a kind work at the same time, as in a
-job. Values are small integers in float32: their sums are exact in any order, so every wrong bit is detected.
+All groups of a kind work at the same time. Small integers in float32 have exact sums in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
 SIZES = (256, 1 << 14, 1 << 18, 1 << 20)
-"""Numbers of float32 elements, below and above the bounds at which routes change."""
+"""Elements, below and above the sizes at which routes change."""
 QUICK_SIZES = (256, 1 << 17)
 _LARGE = 1 << 21
 _QUICK_LARGE = 1 << 19
@@ -32,11 +31,7 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Initializes world and layout as a job would, sends traffic, and destroys them. Every rank must call it.
-
-    `left_s` is the time limit, and must be equal on all ranks. An error is returned as `problem`, with its `stage`.
-    `note` is called with each stage as it begins.
-    """
+    """Collective. `left_s` must be equal on all ranks."""
     found = Traffic()
 
     def enter(stage: str) -> None:
@@ -53,7 +48,7 @@ def run(
         found.start_s = time.monotonic() - started
         for kind, group in groups_of(sizes):
             enter(f"traffic in {kind}")
-            # All ranks must make the same calls, so they agree on whether there is time for another kind.
+            # All ranks must make the same calls.
             if not _all_have_time(deadline):
                 break
             found.groups.append(_measure(kind, group, quick))
@@ -70,7 +65,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields this rank's groups of more than one rank, the world first, in the same order of kinds on all ranks."""
+    """All ranks yield kinds in the same order."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -108,13 +103,12 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
-    """Returns the microseconds of each all_reduce, without a first one that may include set-up."""
+    """Returns µs, without a first call that may include set-up."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 
 
 def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]]:
-    """Makes one call of each kind, and yields its name and whether its result is right on this rank."""
     rank, size = group.rank_in_group, group.size
     numel -= numel % size
     ramp = torch.arange(numel, device=group.device, dtype=torch.float32) % 97
@@ -137,7 +131,7 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Sends a tensor to the next rank. Even ranks, except the last, send first: otherwise all ranks could wait."""
+    """Even ranks, except the last, send first: otherwise all ranks could wait."""
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and rank != size - 1

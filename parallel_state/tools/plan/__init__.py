@@ -1,1 +1,1 @@
-"""`python -m parallel_state plan`: shows a layout without starting ranks. `command` is the entry point."""
+"""`python -m parallel_state plan`: shows a layout without starting ranks."""

@@ -1,8 +1,4 @@
-"""`python -m parallel_state plan`: shows groups, nodes and costs of a layout, without starting ranks.
-
-The exit code is 0, also with warnings, and 2 for invalid options and for sizes that don't fit. For those it prints the
-smallest change that would make them fit. `report` documents the content of `--json`.
-"""
+"""`python -m parallel_state plan`. The exit code is 2 for invalid options and for sizes that don't fit, else 0."""
 
 from __future__ import annotations
 

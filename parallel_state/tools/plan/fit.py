@@ -1,9 +1,4 @@
-"""Finds the smallest change that makes sizes fit, by trying candidates in order of distance with `resolve_layout`.
-
-The distance of a change is the ratio of new and old value; for two sizes the product of both ratios. Candidates for a
-size are the divisors of the world size; for the world size, multiples of the product of all sizes that fill whole
-nodes.
-"""
+"""Finds the smallest change that makes sizes fit: the product of the ratios of new and old values."""
 
 from __future__ import annotations
 
@@ -19,18 +14,17 @@ from parallel_state.layout.ranks import divisors, split_order
 from parallel_state.tools.plan.groups import Request
 
 MAX_TRIES = 200
-"""Tries per search; 200 take about 0.2 s with 16,384 ranks."""
+"""200 tries take about 0.2 s with 16,384 ranks."""
 MAX_VALUES = 12
-"""Candidates per size when two sizes change; a pair has the square of it."""
+"""Per size when two sizes change."""
 MAX_MULTIPLES = 16
-"""World sizes to try below, and above."""
 _TABLE = tuple(axis.name for axis in AXES)
 DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.experts and axis.within is None)
 
 
 @dataclass(frozen=True)
 class Change:
-    """New values that fit: option without dashes (`tp`, `world-size`, `order`) -> value; None: leave the option out."""
+    """Option without dashes (`tp`, `world-size`, `order`) -> new value; None: leave it out."""
 
     values: Mapping[str, int | str | None]
     before: Mapping[str, int | str | None]
@@ -44,7 +38,7 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """Returns changes that make `request` fit, the smallest first; empty if no change of one or two values does."""
+    """The smallest comes first; empty if none of one or two values fits."""
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
@@ -63,7 +57,6 @@ def _fits(request: Request) -> bool:
 
 
 def _orders(request: Request) -> Iterator[Change]:
-    """Yields presets with a similar name, the order completed, the same with pp at its end, then other presets."""
     if request.order in PRESETS:
         return
     tokens = [token.lower() for token in split_order(request.order)]
@@ -81,7 +74,7 @@ def _orders(request: Request) -> Iterator[Change]:
 
 
 def _insert(names: Sequence[str], name: str) -> list[str]:
-    """Returns `names` with `name` inserted at its place in the order of AXES, which is Megatron's."""
+    """Inserts `name` at its place in AXES."""
     if name in names:
         return list(names)
     later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]
@@ -114,7 +107,6 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
 
 
 def _experts_whole(request: Request) -> list[Change]:
-    """Returns `--etp 1` if --etp was left out and the sizes fit with 1: no given size changes."""
     tp = request.sizes.get("tp", 1)
     if "etp" in request.sizes or tp == 1 or request.sizes.get("ep", 1) == 1:
         return []
@@ -128,7 +120,6 @@ def _nearest(before: int, candidates: Sequence[int], limit: int) -> list[int]:
 
 
 def _distance(before: int, after: int | None) -> float:
-    """Returns the ratio of both values; leaving a size out is farther than every value."""
     if after is None:
         return 1e9
     before = max(1, before)
@@ -140,10 +131,7 @@ def _by_option(values: Mapping[str, int | None]) -> dict[str, int | str | None]:
 
 
 def _worlds(request: Request) -> list[Change]:
-    """Returns the nearest smaller and the nearest larger world size that fit.
-
-    They fill whole nodes, unless one node is enough.
-    """
+    """World sizes fill whole nodes, unless one node is enough."""
     known = _product(request.sizes)
     step = known if max(known, request.world_size) < request.gpus_per_node else lcm(known, request.gpus_per_node)
     down = (request.world_size - 1) // step
@@ -162,6 +150,5 @@ def _first_that_fits(request: Request, worlds: Iterable[int]) -> list[int]:
 
 
 def _product(sizes: Mapping[str, int | None]) -> int:
-    """Returns the product of the sizes of dense layers: the world size must be a multiple of it."""
     left_out = {"dp_shard", "dp_replicate"} if (sizes.get("dp") or 0) > 0 else {"dp"}
     return prod(max(1, size or 1) for name, size in sizes.items() if name in DENSE and name not in left_out)

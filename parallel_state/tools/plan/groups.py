@@ -1,8 +1,6 @@
-"""Computes the groups of a layout, with their sizes, ranks and nodes, and estimates the memory of their communicators.
+"""Computes the groups of a layout, and estimates the memory of their communicators.
 
-Nothing is measured here. The memory figures were published by others, each with its source. They differ by GPU, NCCL
-version and settings (`NCCL_BUFFSIZE`, `NCCL_MAX_NCHANNELS`), so the estimate is a range. `remarks` has the warnings,
-`report` the output.
+The figures were published by others and differ by GPU, NCCL version and settings, so the estimate is a range.
 """
 
 from __future__ import annotations
@@ -20,39 +18,30 @@ from parallel_state.layout.resolution import made_at_start, resolve_layout
 
 @dataclass(frozen=True)
 class Request:
-    """The requested layout: sizes by axis name; missing sizes follow from the others."""
-
     world_size: int
     sizes: Mapping[str, int]
     order: str
     gpus_per_node: int
 
     def resolve(self) -> Layout:
-        """Returns the layout. Raises LayoutError if the sizes don't fit."""
         return resolve_layout(self.world_size, self.sizes, self.order, ranks_per_node=self.gpus_per_node)
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Lists of ranks, each ascending."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """All groups of one name, such as `tp`, in a layout."""
-
     axis: Axis
     count: int
     size: int
     """Ranks in a group."""
     groups: Groups = field(repr=False, compare=False)
     nodes: int
-    """Largest number of nodes that a group spans."""
     crossing: int
-    """Number of groups that span more than one node."""
     same_as: tuple[str, ...]
-    """Other kinds with the same sets of ranks; each set is one process group."""
     made: bool
-    """True if initialize_model_parallel creates it; other kinds are created on demand."""
+    """False: created on demand."""
 
     @property
     def name(self) -> str:
@@ -65,12 +54,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request that fits, with its layout and groups."""
-
     request: Request
     layout: Layout
     kinds: tuple[Kind, ...]
-    """In the order of AXES."""
 
     @property
     def world_size(self) -> int:
@@ -85,16 +71,14 @@ class Plan:
         return -(-self.world_size // self.gpus_per_node)
 
     def kind(self, name: str) -> Kind | None:
-        """Returns the kind of group named `name`, or None if the layout doesn't have it."""
         return next((kind for kind in self.kinds if kind.name == name), None)
 
     def made(self, name: str) -> Kind | None:
-        """Returns the kind named `name` if it is created at start and its groups have several ranks, else None."""
         kind = self.kind(name)
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
     def process_group(self, kind: Kind) -> str:
-        """Returns which process group a kind uses: "own", "world", the name of an earlier kind, or "none"."""
+        """Returns "own", "world", "none", or the name of an earlier kind."""
         if kind.size == 1:
             return "none"
         if kind.size == self.world_size:
@@ -103,12 +87,11 @@ class Plan:
         return earlier[0] if earlier else "own"
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Returns node and GPU of `rank`."""
         return divmod(rank, self.gpus_per_node)
 
 
 class Steps(NamedTuple):
-    """One of the axes that a kind of group spans. `stride`: distance of neighbours, in ranks."""
+    """`stride`: distance of neighbours, in ranks."""
 
     axis: str
     size: int
@@ -116,13 +99,12 @@ class Steps(NamedTuple):
 
 
 def make_plan(request: Request) -> Plan:
-    """Returns the plan for `request`. Raises LayoutError if the sizes don't fit."""
     layout = request.resolve()
     names = [axis.name for axis in AXES if axis.name in layout.names]
     facts: dict[str, dict[str, Any]] = {}
     known: dict[object, dict[str, Any]] = {}
     for name in names:
-        # Kinds with the same steps have the same groups. Kinds that are part of another one are compared by ranks.
+        # Kinds with the same steps have the same groups. Parts of other kinds are compared by ranks.
         key = name if whole_of(layout, name) else frozenset(each[1:] for each in steps_of(layout, name))
         if key not in known:
             groups = tuple(map(tuple, layout.groups(name)))
@@ -142,7 +124,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind of group whose groups are divided to get those of `name`; None if there is none."""
+    """Returns the kind that is divided into those groups, or None."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
@@ -154,17 +136,14 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:
-    """Returns the axes of more than one rank that a kind of group spans, fastest first.
-
-    A kind that is part of another one has the axes of the whole.
-    """
+    """Returns axes of more than one rank, fastest first. A part has the axes of the whole."""
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
     return [Steps(axis, grid.size(axis), grid.stride(axis)) for axis in axes if grid.size(axis) > 1]
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Returns `rank`'s position on every axis of more than one rank, dense axes before expert axes."""
+    """Returns positions on axes of more than one rank."""
     found: dict[str, int] = {}
     for grid in layout.grids:
         here = grid.coordinates(rank - layout.rank_offset)
@@ -175,11 +154,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """Returns a short text for ascending `ranks`.
-
-    Consecutive ranks: `0–7`. Several runs of one form: `0–7 128–135 … 896–903`, or with a step `0:8:2 16:24:2`, as in a
-    Python slice. All others: the first three and the last, `0 8 16 … 56`.
-    """
+    """Returns `0–7`, `0–7 128–135 …`, `0:8:2 16:24:2`, or the first three and the last."""
     ranks = list(ranks)
     if len(ranks) < 3:
         return " ".join(map(str, ranks)) or "none"
@@ -205,8 +180,6 @@ def _shorten(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """Memory that NCCL takes on one GPU, as someone published it."""
-
     what: str
     megabytes: float
     source: str
@@ -224,29 +197,22 @@ BASIS = "cited, not measured here"
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of one rank: one for each set of ranks that contains it."""
-
     made: tuple[tuple[str, ...], ...]
-    """Per set, the kinds that share it: those that initialize_model_parallel creates, and the world."""
+    """Per set, the kinds that share it."""
     all_kinds: tuple[tuple[str, ...], ...]
-    """The same with every kind of the layout."""
     groups_made: int
-    """Process groups in the whole world; torch creates each on every rank."""
+    """In the whole world; torch creates each on every rank."""
     groups_of_all_kinds: int
     all_to_all: bool
-    """True if expert-parallel ranks exchange tokens."""
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Estimates the GPU memory of so many communicators, least and most: their number times a published figure.
-
-        The most includes an all-to-all between expert-parallel ranks, which may connect every pair of ranks.
-        """
+        """An all-to-all may connect every pair of ranks."""
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
 
 
 def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
-    """Returns the communicators of `rank`. Rank 0 has the most: only first stages have both embedding groups."""
+    """Rank 0 has the most: only first stages have both embedding groups."""
     made = [kind for kind in plan.kinds if kind.made]
     return Communicators(
         made=_sets_of(plan, rank, made),

@@ -1,8 +1,6 @@
-"""Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, and a panel for one rank.
+"""Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, a panel for one rank.
 
-Styles and script are in the page, and its policy forbids external resources. Neither drawing nor lists of ranks are in
-it: its script, `page.js`, computes groups from the axes, as `layout.Grid` does, and draws the nodes. It sets text only,
-never HTML.
+`page.js` computes groups from the axes, as `layout.Grid` does. It sets text only, never HTML.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ _COLORS = 12
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
-    """Returns the page; `name` is the kind of group that it shows first."""
     data = json.dumps(page_data(plan, name), separators=(",", ":"), ensure_ascii=False)
     style, script = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -67,15 +64,14 @@ max="{plan.world_size - 1}" value="0"></form>
 
 
 def for_script(text: str) -> str:
-    """Escapes JSON so that it can't close its script element."""
+    """JSON must not close its script element."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the data of the page's script. Kinds with the same sets of ranks are one entry, with all their names.
+    """The script computes the groups from `grids` and axes.
 
-    A kind has an index into `grids`, and axes of that grid, from which the script computes the groups. Ends of
-    pipelines have `places`, and parts of groups `parts`: positions in the whole group.
+    Ends of pipelines have `places`, parts of groups `parts`: positions in the whole group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {
@@ -90,7 +86,6 @@ def page_data(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def default_kind(plan: Plan) -> str:
-    """Returns the kind of group that the page shows first: the first with more than one rank, else tp."""
     return next((kind.name for kind in plan.kinds if kind.made and kind.size > 1), plan.kinds[0].name)
 
 
@@ -102,7 +97,6 @@ def _shown(kind: Kind) -> str:
 
 
 def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
-    """Returns one kind for each set of kinds with the same groups, without those of one rank (except `chosen`)."""
     return [
         kind
         for kind in plan.kinds

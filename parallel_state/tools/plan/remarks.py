@@ -1,8 +1,4 @@
-"""Warnings and notes on a layout. Each check is a function in `CHECKS`.
-
-A *warning* is a problem to fix. A *note* explains an effect of the layout. These are normal and get neither: a pipeline
-over nodes, data-parallel groups over nodes, one node that isn't full.
-"""
+"""Warnings (problems to fix) and notes on a layout, a function each."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from parallel_state.tools.plan.groups import Kind, Plan, steps_of
 
 @dataclass(frozen=True)
 class Remark:
-    """A warning or a note on a layout. `code` names the check and stays the same across versions."""
+    """`code` stays the same across versions."""
 
     level: str
     code: str
@@ -23,7 +19,7 @@ class Remark:
 
 
 def remarks_on(plan: Plan) -> list[Remark]:
-    """Returns all remarks on a plan, warnings first."""
+    """Returns warnings first."""
     found = [remark for check in CHECKS for remark in check(plan)]
     return sorted(found, key=lambda remark: remark.level != "warning")
 

@@ -1,26 +1,14 @@
 """Writes a plan as text for a terminal, and as JSON for programs.
 
-The keys of the JSON are stable: new ones may be added, none is removed. The texts in it may change. The keys are:
+The keys of the JSON are stable: new ones may be added, none is removed. The texts in it may change.
 
-    format            1
-    world_size, gpus_per_node, nodes, order
-    layout            the sizes in words
-    sizes             axis -> size, for every axis that has a size option
-    groups            a list of {name, long_name, about, count, size, first (all ranks of the first group), nodes (the
-                      most that a group spans), crossing (number of groups on several nodes), same_as (kinds with the
-                      same sets of ranks), process_group ("own", "world", "none", or the kind that owns it), made (True
-                      if initialize_model_parallel creates it), steps (the axes it spans, fastest first, as {axis, size,
-                      stride}), ends_of (for embedding groups and parts of groups: the whole group's kind, to which
-                      `steps` belong)}.
-                      A group's ranks are its first rank plus all sums of index · stride
-    missing           name -> reason why this layout doesn't have that kind of group
-    warnings          a list of {level ("warning" or "note"), code, text}
-    communicators     {made, all_kinds: {sets (lists of kinds that share a set of ranks), per_rank, in_world,
-                      megabytes: [least, most]}, basis, figures: [{what, megabytes, source}]}
-    rank              with --rank: {rank, node, gpu, coordinates, stage, stages, first_stage, last_stage, previous,
-                      next, groups: name -> {ranks, rank_in_group}}, only kinds that have a group with this rank
-
-For sizes that don't fit: {format, error, changes: [{values: option -> new value or null, text}]}.
+    groups           nodes: the most that a group spans. crossing: number of groups on several nodes. same_as: kinds
+                     with the same sets of ranks. process_group: "own", "world", "none", or the kind that owns it.
+                     steps: axes, fastest first; a group's ranks are `first[0]` plus all sums of index · stride.
+                     ends_of: the whole group's kind, to which `steps` belong
+    communicators    sets: kinds that share a set of ranks. megabytes: [least, most]
+    rank             with --rank: only kinds that have a group with this rank
+    error, changes   for sizes that don't fit
 """
 
 from __future__ import annotations
@@ -149,7 +137,6 @@ def _paragraph(text: str, indent: str = "") -> str:
 def plan_json(
     plan: Plan, remarks: Sequence[Remark], communicators: Communicators, rank: int | None = None
 ) -> dict[str, Any]:
-    """Returns the plan, and the groups of `rank` if given; the module's docstring lists the keys."""
     found: dict[str, Any] = {
         "format": 1,
         "world_size": plan.world_size,

@@ -32,7 +32,7 @@ RUN_S = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if no row was written for some number of ranks, 2 without a GPU."""
+    """Returns 1 without a row for some number of ranks, 2 without a GPU."""
     parser = command_parser("tune", "[options]", __doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, up to the number of GPUs")
     parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes per rank")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file to write instead of the user's rows")
     options = parser.parse_args(arguments)
     require_writable(parser, options.out)
-    import torch  # imported here, as `tuning`: the import takes seconds, and `--help` doesn't need it
+    import torch  # imported here: it takes seconds, and `--help` doesn't need it
 
     from device_communicators.peer.thresholds import user_path
     from parallel_state.tools.tune.tuning import Plan, tune_rank
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _keep(row: Thresholds | None, path: Path) -> None:
-    """Writes the row, which only the first rank has, and reports it."""
+    """Only the first rank has a row."""
     from parallel_state.tools.tune.tuning import write
 
     if row is None:

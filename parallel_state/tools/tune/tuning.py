@@ -1,4 +1,4 @@
-"""Measures candidate kernels, chooses their size limits, proves the choice, and writes it down as a row."""
+"""Measures kernels, chooses their size limits, proves the choice, and writes a row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from parallel_state.tools.bench.rounds import measure
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
 OTHER, TORCHS = "other", "torch's"
-"""Names of candidates: the communicator that is used without peer memory; torch's group, if that is another one."""
+"""The communicator without peer memory; torch's group, if that is another one."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -64,7 +64,7 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Returns the fused norm's sum. The norm itself isn't checked: its last bits vary, and group creation proved it."""
+    """The norm itself isn't checked: its last bits vary, and group creation proved it."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -80,7 +80,6 @@ CALLS: dict[str, Callable[[Communicator, Tensor], Tensor]] = {
 
 
 def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
-    """Returns the first communicator that supports tensors of this device without peer memory."""
     request = Request("all_reduce", torch.bfloat16, device_type, 1, "sum")
     for each in route:
         if each.name != "peer_memory" and each.refusal(request) is None:
@@ -91,7 +90,7 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
 
 
 class Tuning:
-    """Measures one group, and chooses size limits for its kernels. All its ranks must make the same calls."""
+    """All ranks of the group must make the same calls."""
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
         """`peers`: the peer-memory communicator, admitted with UNBOUNDED thresholds."""
@@ -102,15 +101,13 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Measures candidates, chooses size limits, and tests them. Raises TuneError on all ranks or on none."""
+        """Raises TuneError on all ranks or on none."""
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
         chosen = choose(times, conditions, source)
         self.prove(chosen)
         return replace(chosen, proven_calls=self.plan.proof_calls)
-
-    # Measuring.
 
     def candidates(self, operation: str) -> dict[str, Call]:
         call, other, torchs = CALLS[operation], self._other, self._torchs
@@ -121,7 +118,6 @@ class Tuning:
         return found
 
     def _only(self, call: Callable[[Communicator, Tensor], Tensor], name: str) -> Call:
-        """Returns the call with thresholds that select this kernel at every size."""
         kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
         kinds.update({each: each for each in ALGORITHMS})
         never: dict[str, Any] = {bound: 0 for bound, kind in kinds.items() if kind != name}
@@ -137,19 +133,14 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Returns candidate -> median of the slowest rank's microseconds, without candidates with wrong results."""
+        """Returns candidate -> median of the slowest rank's µs."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
 
-    # Proving.
-
     @torch.inference_mode()
     def prove(self, chosen: Thresholds) -> None:
-        """Makes random calls with `chosen` thresholds and random delays of ranks, and checks each result.
-
-        Raises TuneError on all ranks if a result was wrong on one of them.
-        """
+        """Delays ranks at random. Raises TuneError on all ranks or on none."""
         same, own = random.Random(self.size), random.Random(self.rank * 1000 + self.size)
         cases = [(operation, size) for operation in ORDERS for size in self._proof_sizes(operation, chosen)]
         calls = {operation: self._by(CALLS[operation], chosen) for operation in ORDERS}
@@ -174,7 +165,7 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns this rank's input and the expected result. Input elements are `number` larger than in `bench`."""
+        """Input elements are `number` larger than in `bench`."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -184,7 +175,6 @@ class Tuning:
         return x, expected + number * self.size
 
     def _proof_sizes(self, operation: str, chosen: Thresholds) -> list[int]:
-        """Returns numbers of elements: the smallest, and those around each bound of up to 1 MiB."""
         bounds = {"all_gather": ("all_gather_push", "all_gather"), FUSED: ("fused",)}
         bounds["reduce_scatter"] = ("reduce_scatter_push", "reduce_scatter")
         at = [getattr(chosen, name) for name in bounds.get(operation, ALGORITHMS)]
@@ -202,8 +192,6 @@ class Tuning:
 
 
 class Candidates(GroupTeam):
-    """The kernels that one operation can use, in the form in which `bench` measures them. Every rank creates one."""
-
     name = "tune"
 
     def __init__(self, group: ps.GroupCoordinator, calls: Mapping[str, Call]) -> None:
@@ -215,7 +203,7 @@ class Candidates(GroupTeam):
         return {name: Exchange(call) for name, call in self._candidates.items()}
 
     def check(self, name: str) -> str | None:
-        """Checks a candidate's result. Captures the candidate in a graph if the result is right on all ranks."""
+        """Captures the candidate in a graph if the result is right on all ranks."""
         problem = super().check(name)
         call, x = self._prepared[name]
         if any(self.group.all_gather_object(problem is not None)) or call in self._graphs:
@@ -238,7 +226,7 @@ class Candidates(GroupTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the graph for at least `calls` calls. Returns the time scaled to `calls`."""
+        """Replays the graph for at least `calls` calls, and scales the time."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
@@ -249,7 +237,6 @@ def _collective(operation: str) -> str:
 
 
 def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-    """Returns the thresholds for `conditions`. Raises TuneError if an operation has no times."""
     ranks = conditions.world_size
     for operation in ORDERS:
         if not any(times.get(operation, {}).values()):
@@ -276,7 +263,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
 
 
 def write(row: Thresholds, path: Path) -> None:
-    """Adds a row to the file; replaces a row with the same conditions."""
+    """Replaces a row with the same conditions."""
     names = [field.name for field in fields(peer_thresholds.Conditions)]
     key = [getattr(row, name) for name in names]
     others = load(path).rows if path.exists() else ()
@@ -286,11 +273,8 @@ def write(row: Thresholds, path: Path) -> None:
     whole.replace(path)
 
 
-# Starting.
-
-
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Initializes this rank, tunes, and destroys the world. Returns the row on the first rank, else None."""
+    """Collective. Returns the row on the first rank, else None."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     # The peer-memory communicator is created below, with UNBOUNDED thresholds.
@@ -322,11 +306,10 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
-    """Returns, for each candidate but the last of `order`, the largest size in bytes for which it is used (0: none).
+    """Returns candidate -> largest size in bytes for which it is used (0: none), without the last of `order`.
 
-    `order` lists candidates from the one for the smallest sizes to the one for the largest. Of all divisions the one
-    with the smallest product of times is chosen, so that every size has the same weight. `times`: size -> candidate ->
-    time of the slowest rank. A candidate without a time at a size isn't used there.
+    `order` goes from the smallest sizes to the largest. The division with the smallest product of times wins, so that
+    every size has the same weight. A candidate without a time isn't used.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
