@@ -1,9 +1,7 @@
-"""Entry points of vLLM and SGLang. They do nothing unless PARALLEL_STATE_PLUGIN names the engine.
+"""Entry points of vLLM and SGLang. They do nothing unless PARALLEL_STATE_PLUGIN names the engine (`vllm,sglang`).
 
-Example: `PARALLEL_STATE_PLUGIN=vllm,sglang`. If the engine isn't named, its version isn't tested, or an error occurs,
-the engine runs unchanged. In the last two cases its log has one line with the reason.
-
-This module is outside the package `parallel_state` because importing that package imports torch.
+If the engine's version isn't tested, or an error occurs, it runs unchanged and logs the reason. This module is outside
+`parallel_state` because importing that package imports torch.
 """
 
 import logging
@@ -14,20 +12,18 @@ import zlib
 VARIABLE = "PARALLEL_STATE_PLUGIN"
 ENGINES = ("vllm", "sglang")
 VLLM_VERSIONS = ((0, 32), (0, 34))
-"""Tested versions: at least the first, below the second."""
+"""At least the first, below the second."""
 
 SGLANG_VERSIONS = ((0, 5, 23), (0, 5, 24))
 
 _LOGGED = "_PARALLEL_STATE_PLUGIN_LOGGED"
-"""Environment variable with the checksums of logged lines; child processes inherit it and don't repeat them."""
+"""Checksums of logged lines. Child processes inherit them and don't repeat the lines."""
 
 
 _ASKED: set[str] = set()
-"""Engines that called their platform entry point in this process."""
 
 
 def is_wanted(engine: str) -> bool:
-    """Returns True if PARALLEL_STATE_PLUGIN names this engine. Warns about unknown names."""
     names = [name.strip().lower() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
@@ -43,7 +39,7 @@ def is_wanted(engine: str) -> bool:
 
 
 def vllm_platform() -> "str | None":
-    """Returns the platform class's qualified name, or None. Entry point of `vllm.platform_plugins`."""
+    """Entry point of `vllm.platform_plugins`."""
     if not is_wanted("vllm"):
         return None
     _ASKED.add("vllm")
@@ -58,7 +54,7 @@ def vllm_platform() -> "str | None":
 
 
 def vllm_general() -> None:
-    """Replaces vLLM's message queue if the platform is ours. Entry point of `vllm.general_plugins`."""
+    """Entry point of `vllm.general_plugins`. Replaces vLLM's message queue if the platform is ours."""
     if not is_wanted("vllm"):
         return
     try:
@@ -75,7 +71,7 @@ def vllm_general() -> None:
 
 
 def sglang_general() -> None:
-    """Makes `parallel_state` the backend of SGLang's CPU groups. Entry point of `sglang.srt.plugins`."""
+    """Entry point of `sglang.srt.plugins`."""
     if not is_wanted("sglang"):
         return
     try:
@@ -89,10 +85,7 @@ def sglang_general() -> None:
 
 
 def log_once(engine: str, level: int, text: str) -> None:
-    """Writes a line to the engine's log, once among this process and its children.
-
-    An INFO line isn't counted as written while the engine's logger has no handler.
-    """
+    """Logs once among this process and its children. An INFO line doesn't count while the logger has no handler."""
     logger = logging.getLogger(f"{engine}.parallel_state")  # a child of the engine's logger uses its handlers
     key = f"{engine}:{zlib.crc32(text.encode()):08x}"
     logged = os.environ.get(_LOGGED, "").split("|")
@@ -103,7 +96,6 @@ def log_once(engine: str, level: int, text: str) -> None:
 
 
 def _check_version(engine: str, names: "tuple[str, ...]", tested: "tuple[tuple[int, ...], tuple[int, ...]]") -> None:
-    """Raises RuntimeError unless a tested version of the engine is installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     for name in names:

@@ -1,4 +1,4 @@
-"""Base class of the engines' group coordinators: the calls that have the same names in several engines."""
+"""The calls that have the same names in several engines' group coordinators."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -16,14 +16,14 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """A group of this library with an engine's method names. The view and the group share one `__dict__`."""
+    """The view and the group share one `__dict__`."""
 
     _made: GroupCoordinator
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the engine's view of a group, always the same object. The class's `_show` receives `facts`."""
-        # The view refers to the group. Kept in a table, it would keep the group alive.
+        """Returns the group's only view. The class's `_show` receives `facts`."""
+        # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)
         if found is None:
@@ -33,7 +33,6 @@ class GroupView(GroupCoordinator):
 
     @staticmethod
     def _make(lists: list[list[int]], local_rank: int, backend: Any, name: str | None, **options: bool) -> Any:
-        """Makes a group from rank lists that cover the world, and the world itself if there is none."""
         if state.try_get_world_group() is None:
             state.init_distributed_environment(allow_pickle=True)
         return state.init_model_parallel_group(
@@ -65,7 +64,7 @@ class GroupView(GroupCoordinator):
     )
 
     def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Returns the tensor that rank `src` (default: the previous) sends. `size` is a shape or an int."""
+        """Receives from rank `src` (default: the previous). `size` is a shape or an int."""
         return super().recv((size,) if isinstance(size, int) else size, dtype, src)
 
     def broadcast_tensor_dict(
@@ -75,5 +74,4 @@ class GroupView(GroupCoordinator):
         group: Any = None,
         metadata_group: Any = None,
     ) -> dict[str, Any] | None:
-        """Returns the dict of `src` on every rank. `group` and `metadata_group` are ignored."""
         return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)

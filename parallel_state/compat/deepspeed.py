@@ -1,16 +1,7 @@
-"""A model-parallel unit for DeepSpeed: `deepspeed.initialize(…, mpu=parallel_state.compat.deepspeed)`.
+"""A model-parallel unit for DeepSpeed 0.19: `deepspeed.initialize(…, mpu=parallel_state.compat.deepspeed)`.
 
-It has the getters that DeepSpeed 0.19 calls on an `mpu`. They return torch ProcessGroups of these groups:
-
-* *slice* and *tensor model* parallel: `tp`
-* *pipe* and *pipeline model* parallel: `pp`
-* *model* parallel: `model` (tp × pp, as in DeepSpeed's own grid)
-* *sequence* parallel: `cp`
-* *sequence data* parallel: `dp_cp`
-
-Call `initialize_model_parallel` after deepspeed.init_distributed (or any init_process_group) and before
-deepspeed.initialize. Without that call, the first getter calls it with all sizes 1, so that all ranks are data
-parallel. Every rank must then call that getter first, as DeepSpeed does.
+Call `initialize_model_parallel` after deepspeed.init_distributed and before deepspeed.initialize. Without it, the first
+getter, which every rank must then call first, makes all ranks data parallel.
 """
 
 from __future__ import annotations
@@ -46,7 +37,7 @@ _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
     "sequence_parallel": ("cp", _USUAL),
     "sequence_data_parallel": ("dp_cp", _USUAL),
 }
-"""DeepSpeed's name of a group -> our name, and the facts for which DeepSpeed has getters."""
+"""DeepSpeed's name of a group -> our name, and the facts with getters."""
 
 NOTES: dict[str, str] = {
     "get_model_parallel_rank": "the rank in tp × pp, as in DeepSpeed's grid; Megatron's is the rank in tp",

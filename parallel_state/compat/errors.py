@@ -10,23 +10,19 @@ from device_communicators.base.errors import AlreadyInitializedError, GroupNotIn
 
 
 class NotInitializedError(GroupNotInitializedError, AssertionError):
-    """The requested group does not exist."""
+    pass
 
 
 class InitializedError(AlreadyInitializedError, AssertionError):
-    """The groups exist already."""
+    pass
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Sizes, order or ranks don't fit. Megatron raises RuntimeError or AssertionError."""
+    """Megatron raises RuntimeError or AssertionError for wrong sizes."""
 
 
 @contextmanager
 def raised_as(*kinds: type[Exception]) -> Iterator[None]:
-    """Converts an error of the body to the first kind in `kinds` whose first base class matches it.
-
-    Other errors are raised unchanged.
-    """
     try:
         yield
     except kinds:

@@ -1,8 +1,4 @@
-"""A communicator for mini-sglang. Call `minisgl.install()` in each process before its engine starts.
-
-mini-sglang has no plug-in entry points. Its tensor-parallel ranks are those of torch's default group, which it creates
-itself and which this communicator uses.
-"""
+"""A communicator for mini-sglang: call `minisgl.install()` in each process before its engine starts."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _MODULE = "minisgl.distributed.impl"
 
 
 class CoordinatorImpl:
-    """Runs mini-sglang's collectives over torch's default group. The first call makes the group on all ranks."""
+    """All ranks must make the first call, which makes the group."""
 
     def __init__(self, fallback: Any) -> None:
         """`fallback`: the implementation for device tensors."""
@@ -39,21 +35,20 @@ class CoordinatorImpl:
         return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sums `x` over the ranks in place; returns `x`."""
+        """Works in place; returns `x`."""
         return self._coordinator().all_reduce_(x) if x.is_cpu else self._fallback.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Returns the ranks' tensors, concatenated along dim 0."""
+        """Concatenates along dim 0."""
         return self._coordinator().all_gather(x, 0) if x.is_cpu else self._fallback.all_gather(x)
 
     def close(self) -> None:
-        """Destroys the group, but not torch's default group. Every rank calls it; repeated calls do nothing."""
+        """Every rank calls it. Idempotent."""
         if self._group is not None:
             self._group.destroy()
 
 
 def implementation() -> Any:
-    """Returns a communicator that is an instance of mini-sglang's `DistributedImpl`."""
     module = importlib.import_module(_MODULE)
     before = module.DistributedCommunicator.plugins
     theirs = before[-1] if before else module.TorchDistributedImpl()  # destroy_distributed() leaves none
@@ -61,10 +56,9 @@ def implementation() -> Any:
 
 
 def install() -> None:
-    """Appends this communicator to `DistributedCommunicator.plugins`, whose last entry mini-sglang uses. Logs it.
+    """Idempotent, until `destroy_distributed()` removes the communicator.
 
-    May be called twice. `destroy_distributed()` removes the communicator; call `install()` again after it. Raises
-    UnsupportedError if CUDA is available: mini-sglang's tensors are then on the GPU, and NCCL carries them.
+    mini-sglang uses the last of `DistributedCommunicator.plugins`. Raises UnsupportedError if CUDA is available.
     """
     if torch.cuda.is_available():
         raise UnsupportedError(

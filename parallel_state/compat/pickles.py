@@ -1,4 +1,4 @@
-"""Pickles with the bytes of tensors inside or out of band. Unpickle only data of trusted peers: it can run code."""
+"""Pickles with the bytes of tensors inside or out of band. Unpickling can run code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ loads = pickle.loads
 
 
 def dumps(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None) -> memoryview:
-    """Returns an object's pickle. A strided CPU tensor adds only its own bytes, not the whole storage that it views.
-
-    `buffer_callback` has the meaning of `pickle.dumps`: it may keep the tensors' bytes out of the pickle.
-    """
+    """A strided CPU tensor adds its own bytes, not its whole storage. `buffer_callback`: see `pickle.dumps`."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
     pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce}

@@ -1,4 +1,4 @@
-"""Exact division and the list of layers per pipeline stage, as several engines define them."""
+"""Layers of pipeline stages, as several engines define them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ divide = utilities.divide
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises InvalidArgumentError unless `denominator` divides `numerator`."""
     divide(numerator, denominator)
 
 
 def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] | None:
-    """Returns each stage's number of layers from an environment variable such as `5,2`, or None if it is unset.
-
-    Raises InvalidArgumentError unless the variable has `pp_size` numbers whose sum is `num_hidden_layers`.
-    """
+    """Reads a variable such as `5,2`; returns None if it is unset."""
     given = os.environ.get(variable)
     if not given:
         return None

@@ -1,6 +1,6 @@
-"""Exchange of objects over a store, without a process group: the base of vLLM's and SGLang's StatelessProcessGroup.
+"""Exchange of objects over a store: the base of vLLM's and SGLang's StatelessProcessGroup.
 
-Objects are pickled, as in both projects. Use only a store whose clients are trusted to run code in this process.
+Objects are pickled: clients of the store must be trusted to run code in this process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ ANSWER_S = 1.0
 
 @dataclasses.dataclass
 class StoreGroup:
-    """Exchanges small objects over a store. Sender and receiver, or all ranks, must call in the same order.
-
-    A sent object stays in the store for at least `data_expiration_seconds`. `dst` and `src` are ranks.
-    """
+    """Sender and receiver, or all ranks, must call in the same order."""
 
     rank: int
     world_size: int
@@ -43,22 +40,21 @@ class StoreGroup:
 
     @property
     def bounded(self) -> BoundedStore:
-        """Returns the store with a deadline for one operation: the store's timeout plus 1 s for the reply."""
         return self._bounded.within(self.store.timeout.total_seconds() + ANSWER_S)
 
     def send_obj(self, obj: Any, dst: int) -> None:
-        """Sends an object to rank `dst` without waiting for it to be received."""
+        """Doesn't wait for the receiver."""
         self._put(f"send_to/{dst}/{self.rank}/{self.send_dst_counter[dst]}", obj)
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
-        """Returns the next object that rank `src` sends. Waits at most the store's timeout."""
+        """Waits at most the store's timeout."""
         obj = self._get(f"send_to/{self.rank}/{src}/{self.recv_src_counter[src]}")
         self.recv_src_counter[src] += 1
         return obj
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Returns the object of rank `src`. Every rank calls it."""
+        """Every rank calls it."""
         if self.rank == src:
             self._put(f"broadcast_from/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1
@@ -68,12 +64,10 @@ class StoreGroup:
         return found
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, in rank order."""
         self.broadcast_obj(obj, self.rank)
         return [obj if src == self.rank else self.broadcast_obj(None, src) for src in range(self.world_size)]
 
     def expire_data(self) -> None:
-        """Deletes objects from the store that this rank sent more than `data_expiration_seconds` ago."""
         while self.entries and time.perf_counter() - self.entries[0][1] > self.data_expiration_seconds:
             self.bounded.delete_key(self.entries.popleft()[0])
 

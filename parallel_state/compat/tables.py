@@ -1,4 +1,4 @@
-"""Builds an engine's module from tables: names of other modules, functions that call a method, and missing names."""
+"""Builds an engine's module from tables of names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns the objects that a table lists, by name. Keys are modules, values are names separated by blanks.
-
-    `*` stands for the public functions and classes that the module defines.
-    """
+    """Maps modules to names separated by blanks; `*`: the module's public functions and classes."""
     found: dict[str, Any] = {}
     for module, names in table.items():
         for name in names.split():
@@ -31,10 +28,7 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 
 
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
-    """Inverts a table of reasons: returns each name's reason.
-
-    A reason's names are separated by blanks. `MessageQueue.(recv buffer)` stands for two members of a class.
-    """
+    """Inverts reason -> names. `MessageQueue.(recv buffer)` stands for two members of a class."""
     found = {}
     for reason, names in table.items():
         for owner, members, name in re.findall(r"(\w+\.)\(([^)]*)\)|(\S+)", names):
@@ -43,13 +37,11 @@ def reasons(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def absent(module: str, name: str, missing: Mapping[str, str]) -> AttributeError:
-    """Returns the AttributeError of a missing name, with its reason if `missing` has one."""
     why = f": {missing[name]}" if name in missing else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}")
 
 
 def named(module: str, function: Callable[..., Any], name: str, text: str) -> Any:
-    """Sets the module, name and docstring of a generated function; returns the function."""
     function.__module__ = module
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
@@ -57,7 +49,7 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 
 
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
-    """Returns a function that calls `method` on the object `find()`. `of` describes this object in the docstring."""
+    """`of` describes the object in the docstring."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +61,7 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Returns `method` with an engine's parameter names, `names`, instead of our first parameters.
+    """Gives `method` an engine's parameter names.
 
     `dst!` removes the parameter's default. `group?` adds an ignored parameter; ignored ones must be last. `then`
     converts the result.

@@ -6,9 +6,7 @@
     mpu.initialize_model_parallel(tensor_model_parallel_size=2)
     mpu.get_tensor_model_parallel_group()                  # a torch ProcessGroup
 
-`install()` replaces Megatron's own module, for programs that import it. Getters return torch ProcessGroups: of the
-backend "parallel_state" on the CPU, of NCCL on GPUs. They belong to the groups that `get_tp_group()` and the other
-getters of `parallel_state` return. `NOTES` and `MISSING` list the differences from Megatron.
+Groups have the backend "parallel_state" on the CPU, NCCL on GPUs. `NOTES` and `MISSING` list the differences.
 """
 
 from __future__ import annotations
@@ -49,17 +47,16 @@ _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the process group for one of Megatron's module variables (`_TENSOR_MODEL_PARALLEL_GROUP`, …), or None."""
+    """Returns the group of one of Megatron's variables (`_TENSOR_MODEL_PARALLEL_GROUP`, …), or None."""
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
     raise absent(__name__, name, MISSING)
 
 
 def install() -> None:
-    """Replaces `megatron.core.parallel_state` by this module for later imports of this process. Idempotent.
+    """Replaces `megatron.core.parallel_state` for later imports of this process. Idempotent.
 
-    Raises UnsupportedError without megatron-core, AlreadyInitializedError if Megatron's own module is imported already:
-    the modules that imported it hold its functions.
+    Raises UnsupportedError without megatron-core, AlreadyInitializedError if Megatron's own module is imported already.
     """
     ours = sys.modules[__name__]
     if sys.modules.get(_NAME) not in (None, ours):
@@ -74,7 +71,7 @@ def install() -> None:
 
 
 def _has_core() -> bool:
-    """Returns True if megatron-core can be imported. Finds it without the import of `megatron.core`, which is large."""
+    """Doesn't import `megatron.core`, which is large."""
     spec = importlib.util.find_spec("megatron")
     paths = [] if spec is None else list(spec.submodule_search_locations or [])
     return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None

@@ -15,7 +15,7 @@ from parallel_state.compat.megatron.lookup import BUFFERS, required
 
 
 class GlobalMemoryBuffer:
-    """Keeps one growing tensor per name and dtype, on the device of the groups (which may be the CPU)."""
+    """One growing tensor per name and dtype, on the device of the groups (maybe the CPU)."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -23,10 +23,7 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Callable[[], Any] | None = None
     ) -> torch.Tensor:
-        """Returns an uninitialized tensor. The next call with this name and dtype returns the same memory.
-
-        A larger tensor is allocated within `mem_alloc_context()`.
-        """
+        """Returns uninitialized memory, the same at the next call with this name and dtype."""
         shape = torch.Size(tensor_shape)
         found = self.buffer.get((name, dtype))
         if found is None or found.numel() < shape.numel():
@@ -60,13 +57,12 @@ def set_global_symmetric_memory_buffer() -> None:
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Returns the buffer that initialize_model_parallel made. Raises NotInitializedError without one."""
     found: GlobalMemoryBuffer = _get("memory")
     return found
 
 
 def get_global_symmetric_memory_buffer() -> Any:
-    """Returns Megatron's own GlobalSymmetricMemoryBuffer. Raises NotInitializedError unless it was set."""
+    """Returns Megatron's own buffer. Raises NotInitializedError unless it was set."""
     return _get("symmetric_memory")
 
 

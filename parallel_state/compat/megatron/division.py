@@ -24,10 +24,7 @@ from parallel_state.process_groups.options import GroupOptions
 logger = logging.getLogger("parallel_state")
 
 _LOGGED: set[str] = set()
-"""Options that were logged as having no effect."""
 _JOINED: list[weakref.ref[Any]] = []
-"""torch's default group, if `_join_world` made the world over it; else empty."""
-
 _GLOO_KINDS = ("dp", "dp_cp", "intra_dp_cp", "edp", "intra_edp")
 
 
@@ -58,16 +55,13 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Makes the groups that Megatron makes. Every rank of torch's default group calls it with the same arguments.
+    """Makes all of Megatron's groups now. Every rank of torch's default group calls it.
 
-    All groups are made now; groups with equal ranks share one process group. `create_gloo_process_groups` also makes
-    gloo groups of the data-parallel ones. `distributed_timeout_minutes` is the timeout of each call of the groups.
-    Options without effect (SHARP; on the CPU those of NCCL) are logged once.
+    `create_gloo_process_groups` also makes gloo groups of the data-parallel ones. Options without effect (SHARP; on the
+    CPU those of NCCL) are logged once. Keyword-only arguments must have their defaults.
 
-    The last four are arguments of Megatron's main, and must have their defaults.
-
-    Raises NotInitializedError before init_process_group, InitializedError if the groups exist (both AssertionErrors),
-    RefusedError (RuntimeError and AssertionError) if sizes don't fit.
+    Raises NotInitializedError before init_process_group, InitializedError if the groups exist, RefusedError if sizes
+    don't fit.
     """
     _check_sharp(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
     if gtp_remat_size * expert_gtp_remat_size != 1 or rank_offset or local_world_size is not None:
@@ -117,7 +111,7 @@ def initialize_model_parallel(
             )
         lookup.OPTIONS["gloo"] = create_gloo_process_groups
         if create_gloo_process_groups:
-            for kind in _GLOO_KINDS:  # made now, on all ranks: later perhaps not all ranks of a group call the getter
+            for kind in _GLOO_KINDS:  # made now: later perhaps not all ranks of a group call the getter
                 lookup.gloo_group_of(kind)
         if create_all_gather_group:
             lookup.OPTIONS["dp_cp_ag"] = _apart("dp_cp", timeout)
@@ -132,7 +126,6 @@ def initialize_model_parallel(
 
 
 def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: timedelta) -> None:
-    """Makes the hierarchical groups of `cp`, by level, and the hybrid groups of `dp_cp`, by size."""
     me = dist.get_rank()
     for ranks in _lists("cp") if levels else ():
         made, _ = process_groups.create_hierarchical_groups(
@@ -149,7 +142,7 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups and resets the values of setters. Every rank calls it, even repeatedly. The world stays."""
+    """The world stays. Every rank calls it. Idempotent."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     lookup.forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
@@ -161,10 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Makes the world over torch's default group, unless there is one. Raises NotInitializedError without that group.
-
-    A world that this function made over an earlier default group is destroyed first.
-    """
+    """A world over an earlier default group is destroyed first."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -196,7 +186,6 @@ def _log_unused(**options: Any) -> None:
 
 
 def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str, GroupOptions]:
-    """Returns the options of Megatron's YAML file and of groups with a high-priority stream, by our kinds."""
     found: dict[str, dict[str, Any]] = {}
     if path is not None:
         try:
@@ -216,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Makes another process group of the ranks of a kind of group. Calls on the two don't wait for each other."""
+    """Calls on this group and on the kind's own don't wait for each other."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -228,11 +217,7 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Returns second groups of the ranks of `dp_cp` and `edp`. Every rank of the world calls it.
-
-    An all-gather over them can overlap a reduce-scatter over `dp_cp` and `edp`. The second is None unless
-    `for_expert_parallelism` and `ep` has several ranks.
-    """
+    """Returns second groups of `dp_cp` and `edp`, whose calls can overlap the first's. Every rank calls it."""
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
     dense = _apart("dp_cp", timeout)
@@ -242,10 +227,7 @@ def create_all_gather_groups(
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
-    """Sets the timeout of a process group; without one, of all groups and torch's default group.
-
-    All ranks of the group (or of the default group) call it: it runs a barrier.
-    """
+    """Sets the timeout of `pg`, or of all groups. All ranks of `pg` (or of the world) call it: it runs a barrier."""
     groups = [pg]
     if pg is None:
         kinds = [lookup.group_of(kind) for kind in dict.fromkeys(lookup.VARIABLES.values())]

@@ -1,4 +1,4 @@
-"""Megatron's getters and setters. Most are generated from a table."""
+"""Megatron's getters and setters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from parallel_state.compat.errors import NotInitializedError, RefusedError
 from parallel_state.compat.megatron import lookup
 from parallel_state.compat.tables import named
 
-# These return the kind for Megatron's flags. Names, order and defaults of the flags are those of Megatron's getters.
-# Flags of main's axis `gtp_remat`, which has one rank here, change nothing.
+# These return the kind for Megatron's flags. Flags of main's axis `gtp_remat`, which has one rank here, change nothing.
 
 
 def _data_parallel(
@@ -58,7 +57,7 @@ _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
     "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
     "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
 }
-"""Stem of Megatron's getters -> kind of group (or a function of the getter's flags that returns it), and getters."""
+"""Stem -> kind of group (or a function of the getter's flags), getters."""
 _TEXTS = {
     "group": "Returns this rank's {} process group. Without one, returns None unless `check_initialized`, else raises "
     "NotInitializedError.",
@@ -69,7 +68,7 @@ _TEXTS = {
     "rank": "Returns this rank's position in its {} group, or the setter's value.",
 }
 _NOT_ZERO = ("tp", "pp")
-"""Kinds whose size and rank raise before init. Those of other kinds are 0 then, as in Megatron."""
+"""Kinds whose size and rank raise before init; those of others are 0 then."""
 _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "pipeline_model_parallel_world_size",
             "pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_world_size",
             "expert_model_parallel_world_size", "expert_model_parallel_rank", "expert_tensor_parallel_world_size",
@@ -162,18 +161,15 @@ def _warn(name: str, instead: str) -> None:
 
 
 def is_initialized() -> bool:
-    """Returns True if there are data-parallel groups."""
     return lookup.has_group("dp")
 
 
 def is_unitialized() -> bool:
-    """Returns `not is_initialized()`, with a DeprecationWarning. The spelling is Megatron's."""
     _warn("is_unitialized", "use is_initialized instead")
     return not is_initialized()
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns True if there are tensor-, pipeline- and data-parallel groups."""
     return all(map(lookup.has_group, ("tp", "pp", "dp")))
 
 
@@ -184,42 +180,31 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns the process group of `dp`; `with_context_parallel` of `dp_cp`; `partial_data_parallel` of `intra_dp_cp`.
-
-    `intra_dp_cp` is this optimizer instance's part of `dp_cp`. `independent_all_gather` selects the group that
-    `create_all_gather_group` made.
-    """
+    """Returns the group of `dp`, `dp_cp`, or `intra_dp_cp` (this optimizer instance's part of `dp_cp`)."""
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")
     return lookup.required(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def has_separate_all_gather_group() -> bool:
-    """Returns True if initialize_model_parallel had `create_all_gather_group=True`."""
     return lookup.group_of("dp_cp_ag") is not None
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the first global rank of `dp`, or of `dp_cp`."""
     return lookup.ranks_of("dp_cp" if with_context_parallel else "dp")[0]
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
-    """Returns the group for the reduction of FP8 scales: `tp_dp` or `tp`, each with `_cp` if asked for."""
     return lookup.required(("tp" if tp_only_amax_red else "tp_dp") + ("_cp" if with_context_parallel else ""))
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    """Returns `get_expert_data_parallel_group(…)`, with a DeprecationWarning."""
     _warn("get_data_modulo_expert_parallel_group", "use get_expert_data_parallel_group instead")
     return lookup.required(_expert_data_parallel(partial_expert_data_parallel))
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Returns this rank's hierarchical context-parallel groups, one for each level.
-
-    If there are none, returns None, or raises NotInitializedError if `check_initialized`.
-    """
+    """Without any, raises NotInitializedError if `check_initialized`, else returns None."""
     if not lookup.HIERARCHICAL and check_initialized:
         raise NotInitializedError(
             "there are no hierarchical context-parallel groups; pass hierarchical_context_parallel_sizes to "
@@ -229,28 +214,18 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Any:
-    """Returns this rank's group of `group_size` neighbors in `dp_cp`; `dp_cp` itself for its own size.
-
-    Raises KeyError for a size without a group.
-    """
+    """Raises KeyError for a size without a group."""
     if (0 if lookup.is_before_start() else lookup.size_of(_data_parallel(True))) == group_size:
         return lookup.required("dp_cp") if check_initialized else lookup.group_of("dp_cp")
     return lookup.HYBRID[group_size]  # type: ignore[index]
 
 
-# Virtual pipeline stages.
-
-
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the virtual stage that was set last, or None."""
     return lookup.CHOSEN.get("get_virtual_pipeline_model_parallel_rank")
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets the virtual pipeline stage that the getters here return. Warns with DeprecationWarning.
-
-    If the groups of `parallel_state` have a virtual stage of this number, they use it too.
-    """
+    """Also sets the virtual stage of `parallel_state`'s groups, if they have this one."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None
@@ -259,7 +234,6 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Returns the number of virtual stages of each pipeline rank, or None."""
     return lookup.CHOSEN.get("get_virtual_pipeline_model_parallel_world_size")
 
 
@@ -275,17 +249,16 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True on the first pipeline stage; with `ignore_virtual=False` only if `vp_stage` is its first, too."""
+    """With `ignore_virtual=False`, `vp_stage` must be the first, too."""
     return _is_stage(False, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True on the last pipeline stage; with `ignore_virtual=False` only if `vp_stage` is its last, too."""
     return _is_stage(True, ignore_virtual, vp_stage)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this rank shares the word embedding; with `ignore_virtual=False` if its `vp_stage` does."""
+    """With `ignore_virtual=False`, `vp_stage` must share the word embedding."""
     if lookup.group_of("embedding") is None:
         return False
     ranks, rank = lookup.ranks_of("embedding"), dist.get_rank()
@@ -299,7 +272,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Returns this rank's positions in tp, dp, cp, pp and ep as `0_1_0_3_0`, for names of shards."""
+    """Positions in tp, dp, cp, pp and ep as `0_1_0_3_0`, for names of shards."""
     stems = ("tensor_model_parallel", "data_parallel", "context_parallel", "pipeline_model_parallel",
              "expert_model_parallel")  # fmt: skip
     return "_".join(str(_get(f"{stem}_rank") or 0) for stem in stems)

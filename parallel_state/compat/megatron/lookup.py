@@ -1,7 +1,7 @@
 """Finds this rank's groups by kind, and keeps the values of Megatron's setters.
 
-A kind is a row of the axis table, or `dp_cp_ag`, which only Megatron has. Its group is the one that a program assigned
-to Megatron's module variable, else the one of `parallel_state.state`.
+A kind is a row of the axis table, or `dp_cp_ag`, which only Megatron has. A group that a program assigned to Megatron's
+module variable precedes ours.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from parallel_state import state
 from parallel_state.compat.errors import NotInitializedError, as_megatrons
 
 CHOSEN: dict[str, Any] = {}
-"""Values of setters, by the name of the getter."""
 HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Options of the last initialize_model_parallel. `gloo`: True if it made gloo groups; `dp_cp_ag`: its all-gather
-group."""
+"""Of the last init. `dp_cp_ag`: its all-gather group."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -45,18 +43,15 @@ VARIABLES = {
     }.items()
     for name, kind in kinds.items()
 }  # fmt: skip
-"""Megatron's module variable -> kind. A group that a tool assigns to the variable replaces ours."""
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""Kind -> the first variable: the others are those of main's axis `gtp_remat`, which has one rank here."""
+"""The first variable counts: the others are those of main's axis `gtp_remat`, which has one rank here."""
 
 
 def _assigned(kind: str) -> Any:
-    """Returns the group that the program assigned to a variable of Megatron's module, or None."""
     return vars(sys.modules[__package__]).get(_VARIABLE_OF.get(kind, ""))
 
 
 def forget() -> None:
-    """Resets all values of setters, assigned variables, and groups that only this module knows."""
     for name in VARIABLES:
         vars(sys.modules[__package__]).pop(name, None)
     for kept in (CHOSEN, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):
@@ -64,7 +59,6 @@ def forget() -> None:
 
 
 def group_of(kind: str) -> Any:
-    """Returns this rank's process group of a kind, or None."""
     assigned = _assigned(kind)
     if assigned is not None:
         return assigned
@@ -79,18 +73,16 @@ def group_of(kind: str) -> Any:
 
 
 def has_group(kind: str) -> bool:
-    """Returns True if this rank has a group of this kind, without making it. Only for kinds that every layout has."""
+    """Doesn't make the group. Only for kinds that every layout has."""
     return _assigned(kind) is not None or state.model_parallel_is_initialized()
 
 
 def ranks_of(kind: str) -> list[int]:
-    """Returns the global ranks of this rank's group. Raises NotInitializedError without a group."""
     with as_megatrons():
         return state.get_group_ranks(kind)
 
 
 def required(kind: str) -> Any:
-    """Returns this rank's process group of a kind. Raises NotInitializedError without a group."""
     group = group_of(kind)
     if group is None:
         raise NotInitializedError(f"the {kind} group is not initialized; call initialize_model_parallel() first")
@@ -98,7 +90,6 @@ def required(kind: str) -> Any:
 
 
 def gloo_group_of(kind: str) -> Any:
-    """Returns the gloo group of a kind. Raises NotInitializedError if create_gloo_process_groups was False."""
     if not OPTIONS.get("gloo", True):
         raise NotInitializedError(
             f"the {kind} group has no gloo group, because initialize_model_parallel was called with "
@@ -109,13 +100,11 @@ def gloo_group_of(kind: str) -> Any:
 
 
 def size_of(kind: str) -> int:
-    """Returns the number of ranks in this rank's group. Raises NotInitializedError without a group."""
     assigned = _assigned(kind)
     return len(ranks_of(kind)) if assigned is None else int(assigned.size())
 
 
 def rank_of(kind: str) -> int:
-    """Returns this rank's position in its group. Raises NotInitializedError without a group."""
     assigned = _assigned(kind)
     if assigned is not None:
         return int(assigned.rank())
@@ -124,5 +113,4 @@ def rank_of(kind: str) -> int:
 
 
 def is_before_start() -> bool:
-    """Returns True if neither groups nor torch's default group exist. Most of Megatron's sizes are 0 then."""
     return not dist.is_initialized() and not state.model_parallel_is_initialized()

@@ -1,4 +1,4 @@
-"""Process groups from rank lists, as Megatron's `create_group` makes them, their NCCL options, and collections."""
+"""Process groups from rank lists, as Megatron makes them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,10 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_BACKEND = "parallel_state"
 CREATED: list[Any] = []
-"""Groups of this rank that `create_group` made, oldest first."""
 
 
 def backend_of_groups() -> str | None:
-    """Returns the backend of new groups: on the CPU, this library's. None means the backend of the default group.
-
-    It is also None if PARALLEL_STATE_CPU_BACKEND is set to another backend, or if the backend can't be compiled.
-    """
+    """Returns None for the default group's backend, also if ours can't be compiled."""
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
         return None
@@ -49,7 +45,6 @@ def backend_of_groups() -> str | None:
 
 
 def forget_groups() -> None:
-    """Destroys the groups in CREATED on this rank, unless torch.distributed has destroyed them already."""
     while CREATED:
         group = CREATED.pop()
         if dist.is_initialized() and is_registered(group):
@@ -64,10 +59,7 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Returns torch's `new_group` of these global ranks; the default `backend` is `backend_of_groups()`.
-
-    All ranks of the world call it in the same order; with `use_local_synchronization` only `ranks` do.
-    """
+    """All ranks of the world call it in the same order; with `use_local_synchronization` only `ranks` do."""
     given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
     group = dist.new_group(**given)
     if ranks is None or dist.get_rank() in ranks:
@@ -84,11 +76,10 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Returns this rank's group of each level, and its gloo group (or None) of each level.
+    """Returns this rank's group of each level, and its gloo group (or None). All ranks of the world call it.
 
-    All ranks of the world call it. Sizes [2, 2, 4] divide 16 ranks into pairs of neighbors, pairs with stride 2, and
-    groups of 4 with stride 4. `pg_options` is for all levels, or a list with one per level. Ranks outside `ranks` get
-    empty lists.
+    Sizes [2, 2, 4] divide 16 ranks into pairs of neighbors, pairs with stride 2, and groups of 4 with stride 4. Ranks
+    outside `ranks` get empty lists.
     """
     groups: list[Any] = []
     gloo_groups: list[Any] = []
@@ -106,7 +97,7 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Returns this rank's groups of 2, 4, … neighbors among `ranks`, by size. All ranks of the world call it."""
+    """All ranks of the world call it."""
     made = {}
     for members in hybrid_ranks(ranks):
         group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{len(members)}")
@@ -127,24 +118,22 @@ KINDS = {
     "expt_dp": "edp", "expt_dp_gtp_remat": "edp", "intra_expt_dp": "intra_edp", "intra_dist_opt": "intra_dist_opt",
     "gtp_remat": "dp_replicate", "expt_gtp_remat": "dp_replicate",
 }  # fmt: skip
-"""Megatron's name of a group, in its file of NCCL options or in a ProcessGroupCollection -> our kind."""
 _NCCLS = ("cga_cluster_size", "min_ctas", "max_ctas")
 _FIELDS = {"is_high_priority_stream": "high_priority_stream", **{name: name for name in _NCCLS}}
 
 
 class UnsupportedNetError(InvalidArgumentError, RuntimeError):
-    """The option `net_name` names a network that NCCL doesn't have."""
+    pass
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts one group's options in Megatron's YAML file. Raises RuntimeError for an unknown net, like Megatron."""
+    """Raises RuntimeError for an unknown net, like Megatron."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Returns the ProcessGroupNCCL.Options of a group, by Megatron's name, or None if it has no options."""
     if pg_name not in nccl_comm_cfgs:
         return None
     chosen = options_of(nccl_comm_cfgs[pg_name])
@@ -159,17 +148,11 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
 def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
 ) -> None:
-    """Sets one option of one group in `nccl_comm_cfgs`, in place."""
     nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
 
 
 def process_group_collection(groups: ParallelGroups | None = None) -> Any:
-    """Returns Megatron's ProcessGroupCollection of `groups` (default: the current ones). Every rank calls it.
-
-    It has the fields of the installed megatron-core; fields without a group are None. Missing groups are made. After
-    `install()`, Megatron's own `ProcessGroupCollection.use_mpu_process_groups()` does the same for the groups of
-    `initialize_model_parallel`.
-    """
+    """Missing groups are made; fields without a group are None. Every rank calls it."""
     kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     groups = groups or state.get_parallel_groups()
     known = {field.name for field in fields(kind_of_collection)}
@@ -181,10 +164,9 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns a GroupCoordinator for each named field of a ProcessGroupCollection, by field: `tp`, `dp_cp`, ….
+    """Returns a GroupCoordinator for each named field that has a group. It borrows the process group.
 
-    Every rank of the groups calls it with the same fields in the same order. Fields without a group on this rank are
-    left out. The coordinators borrow the process groups: `destroy()` ends only what a coordinator made itself.
+    Every rank of the groups calls it with the same fields in the same order.
     """
     found = {name: getattr(collection, name, None) for name in names}
     return {

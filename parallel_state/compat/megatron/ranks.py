@@ -1,4 +1,4 @@
-"""Megatron's rank arithmetic, on the grids of `layout`: its RankGenerator, and rank lists within a group."""
+"""Megatron's rank arithmetic, on the grids of `layout`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from parallel_state.layout.ranks import Grid
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: list[int], mask: list[bool]
 ) -> list[list[int]]:
-    """Returns the lists of ranks that differ only in the axes where `mask` is True. The first axis varies fastest.
+    """Returns lists of ranks that differ only in the axes where `mask` is True; the first axis varies fastest.
 
-    If `world_size` is below the product of the sizes, only the first lists are returned. Raises RefusedError if it is
-    above the product.
+    A smaller `world_size` gets the first lists only.
     """
     if world_size > prod(parallel_size):
         raise RefusedError(
@@ -28,10 +27,7 @@ def generate_masked_orthogonal_rank_groups(
 
 
 class RankGenerator:
-    """Numbers the ranks of a world by axes, fastest axis first, and returns the rank lists of groups.
-
-    Megatron uses one for dense layers (`ep` 1) and one for expert layers (`cp` 1). The first rank is `rank_offset`.
-    """
+    """Numbers ranks by axes, fastest first: in Megatron one for dense layers (`ep` 1), one for experts (`cp` 1)."""
 
     def __init__(
         self,
@@ -43,7 +39,6 @@ class RankGenerator:
         order: str,
         rank_offset: int = 0,
     ) -> None:
-        """Raises RefusedError if both `ep` and `cp` exceed 1, or if `order` lacks an axis whose size isn't 1."""
         if ep != 1 and cp != 1:
             raise RefusedError(f"ep or cp must be 1 in a RankGenerator, but they are {ep} and {cp}")
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
@@ -59,7 +54,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis of `order`, True if `token` (`tp-dp`) names it. Raises ValueError for other axes."""
+        """`token` names axes, such as `tp-dp`. Raises ValueError for others."""
         names, wanted = order.split("-"), token.split("-")
         unknown = [name for name in wanted if name not in names]
         if unknown:
@@ -67,14 +62,12 @@ class RankGenerator:
         return [name in wanted for name in names]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Returns all groups that span the axes of `token`, such as `tp-dp`."""
         mask = self.get_mask(self.order, token)
         lists = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
         return [[rank + self.rank_offset for rank in ranks] for ranks in lists]
 
 
 def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Returns the rank lists of each level. The lists of the first level have neighbors."""
     if prod(sizes) != len(ranks):
         raise RefusedError(f"the product of the hierarchical sizes {list(sizes)} must be {len(ranks)}")
     grid = Grid(tuple((str(level), size) for level, size in enumerate(sizes)))
@@ -82,16 +75,14 @@ def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[
 
 
 def hybrid_ranks(ranks: Sequence[int]) -> list[list[int]]:
-    """Returns lists of 2, 4, … neighbors among `ranks`, for each power of two below their number."""
+    """Returns lists of 2, 4, … neighbors, for powers of two below their number."""
     sizes = [2**power for power in range(1, int(log2(len(ranks))))]
     return [list(ranks[at : at + size]) for size in sizes for at in range(0, len(ranks), size)]
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Returns the ranks with the word embedding: a pipeline's first and last stage; one rank if they are the same."""
     return list(dict.fromkeys((pp_ranks[0], pp_ranks[-1])))
 
 
 def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Returns the rank with the position embedding, in a list: the pipeline's first stage."""
     return [pp_ranks[0]]

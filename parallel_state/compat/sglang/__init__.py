@@ -1,13 +1,13 @@
 """SGLang's parallel state (0.5.23): the names of `sglang.srt.distributed` and of `layers.dp_attention`.
 
     from parallel_state.compat import sglang
+
     sglang.init_distributed_environment(backend="gloo")
     sglang.get_parallel().override_permanently(tp_size=4, ep_size=2)
     sglang.initialize_model_parallel()
     x = sglang.tensor_model_parallel_all_reduce(x)
 
-Or call `sglang.install()` before the first import of SGLang; its own layers then use this library. `NOTES` lists
-differences, `MISSING` missing names.
+Or call `sglang.install()` before the first import of SGLang. `NOTES` lists differences, `MISSING` missing names.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ globals().update(collect({
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the group for one of SGLang's module variables, such as `_TP`."""
     if name in MISSING:
         raise absent(__name__, name, MISSING)
     return getattr(parallel_state, name)
 
 
 def install() -> None:
-    """Replaces the modules of `sglang.srt.distributed` for later imports of this process. May be called twice.
+    """Replaces the modules of `sglang.srt.distributed` for later imports of this process. Idempotent.
 
-    SGLang's `layers.dp_attention` then runs on them. Raises AlreadyInitializedError if SGLang's own modules are already
-    imported.
+    Raises AlreadyInitializedError if they are already imported.
     """
     places = {
         f"sglang.srt.distributed.{part.__name__.rpartition('.')[2]}": part

@@ -1,4 +1,4 @@
-"""`sglang.srt.distributed.communication_op`: the collectives that model layers call, each on one group."""
+"""`sglang.srt.distributed.communication_op`: collectives on one group each."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ globals().update(of_groups(__name__, _CALLS))
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """Concatenates the tp group's tensors along `dim`."""
     return get_parallel().tp_group.all_gather(input_, dim)
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
-    """Returns the dict of the tp group's rank `src`, or `tensor_dict` itself before init."""
     return get_parallel().tp_group.broadcast_tensor_dict(tensor_dict, src) if dist.is_initialized() else tensor_dict
 
 
 def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:
-    """Returns the objects of the first rank of attention's cp and tp groups, on all of their ranks."""
     tp, cp = get_parallel().attn_tp_group, get_parallel().attn_cp_group
     if tp.rank_in_group == 0:
         data = cp.broadcast_object(data)

@@ -1,7 +1,4 @@
-"""SGLang's `get_parallel()`: sizes, this rank's positions and the groups, which SGLang's code reads and overrides.
-
-In a process that imported SGLang, this library uses SGLang's own context: reads sizes from it, writes groups to it.
-"""
+"""SGLang's `get_parallel()`: sizes, this rank's positions and the groups, which SGLang reads and overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ SIZES = {
     "tp_size": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "ep_size": 1, "attn_dp_size": 1, "attn_cp_size": 1,
     "moe_dp_size": 1, "shared_experts_tp_size": None, "max_ep_size": None, "ep_join_rank_offset": 0,
 }  # fmt: skip
-"""Configured values and their defaults. SGLang's own context has no values until it is configured."""
+"""Configured values and defaults; SGLang's own context has no defaults."""
 
 GROUPS = {
     each: f"{each}_group"
@@ -47,16 +44,13 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
     "max_world_size": lambda of: of.max_ep_size or of.launch_world_size,
     **{f"{each}_rank": _rank_in(group) for each, group in GROUPS.items() if each not in ("world", "shared_experts_tp")},
 }
-"""Values computed from sizes and groups, unless overridden."""
-
 NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 
 
 class ParallelContext:
-    """Sizes, ranks and groups by name.
+    """A scoped override precedes a permanent one.
 
-    A scoped override takes precedence over a permanent one, and that over the default. Reading a group that isn't made
-    raises GroupNotInitializedError; an unknown name raises AttributeError.
+    Reading a group that isn't made raises GroupNotInitializedError; an unknown name raises AttributeError.
     """
 
     __slots__ = ("_overrides", "_stamp")
@@ -80,11 +74,7 @@ class ParallelContext:
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
-        """Sets values until `clear_stamp`, or sets nothing if it raises.
-
-        Raises InvalidArgumentError for an unknown name. Raises LayoutError if sizes don't divide, a rank is not below
-        its size, or a group has another size.
-        """
+        """Sets values until `clear_stamp`. Raises InvalidArgumentError or LayoutError without setting any."""
         saved = self._stamp
         self._stamp = {**saved, **_known(values)}
         try:
@@ -94,12 +84,11 @@ class ParallelContext:
             raise
 
     def clear_stamp(self) -> None:
-        """Removes all permanent values."""
         self._stamp = {}
 
     @contextmanager
     def override(self, **kwargs: Any) -> Iterator[ParallelContext]:
-        """Sets values within the body; can be nested. Raises the errors of override_permanently."""
+        """Can be nested. Raises the errors of override_permanently."""
         saved = self._overrides
         self._overrides = {**saved, **_known(kwargs)}
         try:
@@ -146,14 +135,12 @@ _PARALLEL = ParallelContext()
 
 
 def get_parallel() -> Any:
-    """Returns SGLang's own context if its module is imported in this process, else ours with the same interface."""
+    """Returns SGLang's own context if its module is imported, else ours."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     return _PARALLEL if theirs is None else theirs.get_parallel()
 
 
 def field_getter(module: str, name: str, field: str, fact: str = "") -> Callable[[], Any]:
-    """Makes a function that returns a field of the context or, with `fact`, that attribute of the field."""
-
     def get() -> Any:
         found = getattr(get_parallel(), field)
         return getattr(found, fact) if fact else found

@@ -1,7 +1,4 @@
-"""SGLang's GroupCoordinator: a view of one of our groups with SGLang's names, parameters and return types.
-
-Objects of unregistered types are pickled, as in SGLang: `allow_pickle=True`.
-"""
+"""SGLang's GroupCoordinator: a view of one of our groups. Unregistered objects are pickled, as in SGLang."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -34,18 +31,16 @@ REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 
 @dataclass
 class P2PWork:
-    """A started transfer. `work` has `wait()`; `payload` is the tensor that must not change before that returns."""
+    """`payload` must not change before `work.wait()` returns."""
 
     work: Any | None
     payload: Tensor | None
 
 
 _groups: dict[str, Callable[[], GroupCoordinator | None]] = {}
-"""Weak references to the coordinators, by `unique_name`."""
 
 
 def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: int | None = None) -> None:
-    """Raises UnsupportedError for elastic ranks, which SGLang supports over Mooncake's process groups."""
     if recovered_rank or rank_offset or max_world_size is not None:
         raise UnsupportedError(
             "recovered_rank, rank_offset and max_world_size are unsupported: they belong to elastic expert parallelism "
@@ -54,11 +49,10 @@ def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: i
 
 
 class GroupCoordinator(GroupView):
-    """A group of this library with SGLang's interface. `group` is our GroupCoordinator, which shares its state.
+    """`group` is our GroupCoordinator.
 
-    `all_reduce` and `broadcast` work in place and return the tensor. Every rank of the group calls a collective, with
-    tensors of the same device and dtype. `src` and `dst` are ranks in the group; `first_rank`, `last_rank`, `next_rank`
-    and `prev_rank` are global. Calls raise the errors of our GroupCoordinator.
+    `all_reduce` and `broadcast` work in place and return the tensor. `src` and `dst` are ranks in the group;
+    `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
     """
 
     use_pynccl = use_mscclpp = use_torch_symm_mem_all_reduce = False
@@ -104,7 +98,7 @@ class GroupCoordinator(GroupView):
     def group(self) -> Ours:
         return self._made
 
-    # SGLang stores these functions of its NCCL allocator in the group. Without NCCL's memory they do nothing.
+    # SGLang stores functions of its NCCL allocator in the group.
 
     is_symmetric_memory_enabled = is_allocation_symmetric = staticmethod(lambda: False)
     debug_check_symmetric_mempool = staticmethod(lambda *_, **__: None)
@@ -112,20 +106,17 @@ class GroupCoordinator(GroupView):
     @staticmethod
     @contextmanager
     def use_symmetric_memory(group_coordinator: Any = None, disabled: bool = False) -> Iterator[None]:
-        """Does nothing but run the body. Use `group.empty` for tensors in shared memory."""
+        """Does nothing. Use `group.empty` for tensors in shared memory."""
         yield
 
     @contextmanager
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None, stream: Any = None
     ) -> Iterator[GraphCaptureContext]:
-        """Prepares the group for the capture of a CUDA graph, on the context's stream, on `stream` or on a new one."""
         if graph_capture_context is None and stream is not None:
             graph_capture_context = GraphCaptureContext(stream)
         with self.group.graph_capture(graph_capture_context) as context:
             yield context
-
-    # Tensors.
 
     all_reduce = renamed(Ours.all_reduce_, "input_", "Sums `input_` over the ranks in place; returns it.")
     quant_all_reduce = renamed(Ours.all_reduce_, "input_", "Calls `all_reduce`, as SGLang does without an NPU.")
@@ -145,13 +136,13 @@ class GroupCoordinator(GroupView):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> tuple[Tensor, ...] | None:
-        """Returns None, as SGLang does without ROCm: there is no such kernel, and callers quantize themselves."""
+        """Returns None, as SGLang does without ROCm: callers quantize themselves."""
         return None
 
     def all_gather(
         self, input_: Tensor, dim: int = -1, output_tensor_list: list[Tensor] | None = None
     ) -> Tensor | None:
-        """Concatenates along `dim`. With `output_tensor_list`, copies each rank's tensor there and returns None."""
+        """With `output_tensor_list`, copies each rank's tensor there and returns None."""
         if output_tensor_list is None:
             return self.group.all_gather(input_, dim)
         for output, gathered in zip(output_tensor_list, self.group.all_gather_to_list(input_), strict=True):
@@ -159,14 +150,14 @@ class GroupCoordinator(GroupView):
         return None
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Concatenates the ranks' `input` into `output`, which has `world_size` times the elements."""
+        """Concatenates into `output`, which has `world_size` times the elements."""
         rows = output.view(self.world_size, -1)
         self.group.all_gather(input.reshape(1, -1), 0, out=rows)
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """Concatenates each tensor along dim 0; rank r has `sizes[r]` rows. Returns a list, also for one tensor."""
+        """Concatenates along dim 0; rank r has `sizes[r]` rows. Always returns a list."""
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
             raise InvalidArgumentError("all_gatherv with output needs a single tensor, but input_ is a list")
@@ -174,11 +165,11 @@ class GroupCoordinator(GroupView):
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Writes this rank's part of the sum of `input` into `output`. `input` has `world_size` times the elements."""
+        """Writes this rank's part of the sum; `input` has `world_size` times the elements."""
         self._copy(output, self.group.reduce_scatter(input.reshape(self.world_size, -1), 0))
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> Tensor:
-        """Sums the r-th tensors of the ranks' lists into `output` on rank r; returns it."""
+        """Sums the r-th tensors of the lists on rank r."""
         self.reduce_scatter_tensor(output, torch.stack(list(input_list)))
         return output
 
@@ -187,22 +178,20 @@ class GroupCoordinator(GroupView):
     )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-        """Returns this rank's `sizes[rank]` rows of the sum, in `output` if given."""
+        """Returns this rank's `sizes[rank]` rows of the sum."""
         scattered = self.group.reduce_scatterv(input_, 0, sizes)
         return scattered if output is None else output.copy_(scattered)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        """Sends the r-th of `world_size` equal parts of `input` to rank r; writes the received parts to `output`."""
+        """Sends the r-th of `world_size` equal parts to rank r."""
         self._copy(output, self.group.all_to_all(input.reshape(self.world_size, -1)))
 
     @staticmethod
     def _copy(output: Tensor, flat: Tensor) -> None:
         output.copy_(flat.reshape(output.shape))
 
-    # Objects and dicts.
-
     def send_object(self, obj: Any, dst: int, async_send: bool = False, tag: int = 0) -> list[P2PWork]:
-        """Sends an object to a recv_object with the same `tag`. With `async_send`, returns the started transfers."""
+        """With `async_send`, returns the started transfers."""
         if tag:
             return self._send_tagged(obj, dst, async_send, tag)
         if async_send:
@@ -211,11 +200,10 @@ class GroupCoordinator(GroupView):
         return []
 
     def recv_object(self, src: int, tag: int = 0) -> Any:
-        """Returns the object that rank `src` sends with this `tag`."""
         return self._recv_tagged(src, tag) if tag else self.group.recv_object(src)
 
     def _send_tagged(self, obj: Any, dst: int, async_send: bool, tag: int) -> list[P2PWork]:
-        """Sends the length and then the pickled object with torch's isend: our messages have no tags."""
+        """Uses torch's isend: our messages have no tags."""
         body = torch.frombuffer(bytearray(pickles.dumps(obj)), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
@@ -239,7 +227,7 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Sends a dict. Returns the started transfers: none without `async_send`. A group of one returns the dict."""
+        """Returns the started transfers. A group of one returns the dict."""
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]
@@ -258,7 +246,7 @@ class GroupCoordinator(GroupView):
         send_all_gather_group: Any | None = None,
         recv_all_gather_group: Any | None = None,
     ) -> dict[str, Any] | None:
-        """Sends a dict while receiving one; returns the received dict, or None in a group of one."""
+        """A group of one returns None."""
         if self.world_size == 1:
             return None
         sending = self.group.isend_tensor_dict(send_tensor_dict, send_dst, send_all_gather_group)
@@ -268,7 +256,6 @@ class GroupCoordinator(GroupView):
 
 
 def named(group_name: str) -> GroupCoordinator:
-    """Returns the coordinator with this `unique_name`. Raises GroupDestroyedError if there is none."""
     group = _groups.get(group_name, lambda: None)()
     if group is None:
         raise GroupDestroyedError(f"there is no group {group_name!r}")
@@ -276,17 +263,16 @@ def named(group_name: str) -> GroupCoordinator:
 
 
 def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
-    """Calls the named group's `all_reduce`, in place."""
     named(group_name).all_reduce(tensor)
 
 
 def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
-    """Returns the sum over the named group's ranks as a new tensor."""
+    """Returns a new tensor."""
     return named(group_name).group.all_reduce(tensor)
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Makes functions that call a method of a group. `table`: function -> group and method, as `tp.all_reduce`."""
+    """`table`: function -> group and method, as `tp.all_reduce`."""
 
     found = {}
     for name, call in table.items():

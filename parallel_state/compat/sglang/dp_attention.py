@@ -1,7 +1,4 @@
-"""The part of `sglang.srt.layers.dp_attention` that is parallel state: attention's sizes, ranks and groups.
-
-It also has getters of earlier releases: `get_attention_tp_group`, `get_attention_dp_rank`, …
-"""
+"""The parallel state of `sglang.srt.layers.dp_attention`, with getters of earlier releases."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from parallel_state.compat.sglang.coordinator import GroupCoordinator, of_groups
 def compute_dp_attention_world_info(
     tp_rank: int, tp_size: int, attn_dp_size: int, attn_cp_size: int = 1
 ) -> tuple[int, int, int, int]:
-    """Returns `(attn_tp_rank, attn_tp_size, attn_dp_rank, attn_dp_size)` of the stage's rank `tp_rank`."""
     attn_tp_size = tp_size // attn_dp_size // attn_cp_size
     return tp_rank % attn_tp_size, attn_tp_size, tp_rank // (attn_tp_size * attn_cp_size), attn_dp_size
 
@@ -27,22 +23,16 @@ def initialize_dp_attention_flags(server_args: Any) -> None:
 
 
 def initialize_dp_attention(server_args: Any) -> None:
-    """Sets `attn_dp_size` and `attn_dp_rank` of `get_parallel()`."""
     at = get_parallel()
     place = compute_dp_attention_world_info(at.tp_rank, at.tp_size, at.attn_dp_size, at.attn_cp_size)
     at.override_permanently(attn_dp_size=place[3], attn_dp_rank=place[2])
 
 
 def deployment_attn_dp_size() -> int:
-    """Returns the number of batches that run in parallel: one for each dp rank of attention."""
     return int(get_parallel().num_dp_ranks) if get_parallel().attn_dp_enabled else 1
 
 
 def dp_slot_in(per_rank: Any) -> int:
-    """Returns the index of this rank's entry in a sequence with one entry per dp rank, or with a single entry.
-
-    Raises InvalidArgumentError for other lengths.
-    """
     width = get_parallel().attn_dp_size
     if len(per_rank) not in (1, width):
         raise InvalidArgumentError(
@@ -52,32 +42,30 @@ def dp_slot_in(per_rank: Any) -> int:
 
 
 def world_dp_gather_enabled() -> bool:
-    """Returns False: SGLang gathers over the world only with elastic ranks, which are unsupported."""
+    """SGLang gathers over the world only with elastic ranks."""
     return False
 
 
 def is_allocation_symmetric() -> bool:
-    """Returns False: no tensor needs NCCL's memory."""
+    """No tensor needs NCCL's memory."""
     return False
 
 
 def get_dp_tp_group() -> GroupCoordinator:
-    """Returns the group that runs one batch: attention's tp group if attention has a dp axis, else the tp group."""
     return get_parallel().attn_tp_group if get_parallel().attn_dp_enabled else get_parallel().tp_group
 
 
 def is_enable_moe_cp_allgather() -> bool:
-    """Returns True if attention's cp size exceeds the experts' dp size. Tokens are then gathered before experts."""
+    """Tokens are then gathered before experts."""
     return bool(get_parallel().attn_cp_size > get_parallel().moe_dp_size)
 
 
 def attn_tp_all_reduce(input: Tensor) -> Tensor:
-    """Sums `input` over attention's tp group in place; returns it."""
+    """Works in place; returns `input`."""
     return get_parallel().attn_tp_group.all_reduce(input)
 
 
 def attn_tp_all_gather(output_list: list[Tensor], input: Tensor) -> None:
-    """Copies `input` of attention's tp rank r into the r-th tensor of the list."""
     return get_parallel().attn_tp_group.all_gather(input, output_tensor_list=output_list)
 
 
@@ -104,9 +92,6 @@ _GETTERS = {
     "get_attention_dp_rank": ("attn_dp_rank",),
     "get_attention_dp_size": ("attn_dp_size",),
 }
-"""Getter -> field of `get_parallel()` and optionally an attribute of it.
-
-SGLang calls the experts' dp group "moe_cp". It is attention's cp group if that is larger.
-"""
+"""SGLang calls the experts' dp group "moe_cp". It is attention's cp group if that is larger."""
 globals().update(of_groups(__name__, _CALLS))
 globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})

@@ -1,8 +1,7 @@
-"""`sglang.srt.distributed.parallel_state`: SGLang's init, groups and getters, over this library's groups.
+"""`sglang.srt.distributed.parallel_state`: SGLang's init, groups and getters.
 
-SGLang's `tp_size` is the number of ranks of a stage. Attention divides them into tp, cp and dp; the experts divide them
-into tp, ep and dp. In this library each of these is an axis: `get_tp_group()` is our `tp_dp_cp`, `get_attn_tp_group()`
-our `tp`.
+Attention divides a stage's `tp_size` ranks into tp, cp and dp; experts into tp, ep and dp. `get_tp_group()` is our
+`tp_dp_cp`, `get_attn_tp_group()` our `tp`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ logger = logging.getLogger("parallel_state")
 
 globals().update(collect({coordinator: "REDUCE_OP_SUM P2PWork _groups flashinfer_allreduce inplace_all_reduce"}))
 _made: dict[str, GroupCoordinator] = {}
-"""Existing groups by their name in the context. Groups that have all ranks of a stage are one object."""
+"""By name in the context. Groups of all ranks of a stage are one object."""
 _patched: set[str] = set()
-"""Names of groups that a `patch_…` scope has replaced."""
 _vllms: dict[str, Any] = {}
-"""vLLM's own getters, to restore them."""
 _GLOBALS = {
     **{f"_{name.upper()}": group for name, group in GROUPS.items()},
     "_SELF_PP": "self_pp_group",
@@ -45,16 +42,12 @@ _GLOBALS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the group for SGLang's globals (`_TP`, …), which its tests and diffusion engine read, or None."""
     if name == "_WORLD":
         world = state.try_get_world_group()
         return None if world is None else GroupCoordinator.of(world)
     if name in _GLOBALS:
         return _made.get(_GLOBALS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# Init.
 
 
 def init_distributed_environment(
@@ -68,10 +61,9 @@ def init_distributed_environment(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> None:
-    """Makes the world, over torch's default group, which it makes if there is none. Every rank calls it.
+    """Makes the world over torch's default group, which it makes if there is none. Every rank calls it.
 
-    `timeout` is in seconds. Objects may be pickled, as in SGLang. A second call only checks the world's size. Raises
-    the errors of `parallel_state.init_distributed_environment`, and UnsupportedError for elastic ranks.
+    `timeout` is in seconds. A second call only checks the world's size.
     """
     refuse_elastic(recovered_rank, 0, max_world_size)
     if state.try_get_world_group() is None:
@@ -106,7 +98,7 @@ def init_world_group(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Returns the group of all ranks, over torch's default group. Every rank calls it."""
+    """Every rank calls it."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -125,10 +117,7 @@ def init_model_parallel_group(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Returns this rank's group from lists of global ranks.
-
-    Every rank of the world passes the same lists and is in one of them.
-    """
+    """Every rank of the world passes the same lists and is in one of them."""
     custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(
         group_ranks, local_rank, backend, False, False, custom, False, False, False,
@@ -144,11 +133,7 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> None:
-    """Makes the groups from the sizes in `get_parallel()`, and writes them there. Every rank passes the same arguments.
-
-    `duplicate_tp_group` makes a second group of tp's ranks, with its own process groups. `enable_symm_mem` is ignored.
-    Raises the errors of `parallel_state.initialize_model_parallel`.
-    """
+    """Makes the groups from the sizes in `get_parallel()`, and writes them there. Every rank calls it."""
     refuse_elastic(recovered_rank, rank_offset, max_world_size)
     asked, world = get_parallel(), state.get_world_group()
     if asked.tp_size * asked.pp_size != world.world_size:
@@ -199,7 +184,7 @@ def initialize_model_parallel(
 
 
 def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
-    """Returns a ProcessGroup of `group_ranks`. Every rank of the world calls it; members pass the same ranks."""
+    """Every rank of the world calls it; members pass the same ranks."""
     mine = sorted(set(group_ranks))
     asked = state.get_world_group().all_gather_object(mine)
     made = {each: dist.new_group(list(each), backend=backend) for each in sorted({tuple(each) for each in asked})}
@@ -207,12 +192,11 @@ def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") 
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns True if there are tp and pp groups."""
     return {"tp_group", "pp_group"} <= _made.keys()
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups; the world stays. Every rank calls it; repeated calls do nothing."""
+    """Every rank calls it; the world stays. Idempotent."""
     bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
     if bootstrap is not None:  # SGLang's own bootstrap may run again in this process
         bootstrap.reset_parallel_initialised()
@@ -226,10 +210,7 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys the world and torch's default group, as SGLang does. Every rank calls it; repeated calls do nothing.
-
-    It also destroys a default group that the program made.
-    """
+    """Also destroys torch's default group, even the program's own. Every rank calls it. Idempotent."""
     destroy_model_parallel()
     state.destroy_distributed_environment()
     if dist.is_initialized():
@@ -237,7 +218,7 @@ def destroy_distributed_environment() -> None:
 
 
 def abort_distributed_environment() -> None:
-    """Aborts this rank's waits in all process groups, without contacting other ranks. Logs errors, raises none."""
+    """Contacts no rank; logs errors, raises none."""
     if not dist.is_initialized():
         return
     world = state.try_get_world_group()
@@ -252,24 +233,19 @@ def abort_distributed_environment() -> None:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroys groups and world, and frees unused memory. Optionally shuts Ray down."""
     destroy_distributed_environment()
     aliases.cleanup_dist_env_and_memory(shutdown_ray)
 
 
-# Scopes.
-
-
 @contextmanager
 def pdmux_prefill_tp_group() -> Iterator[None]:
-    """Within the body, `get_tp_group()` returns the duplicate of the tp group."""
     with get_parallel().override(tp_group=_of("pdmux_prefill_tp_group")):
         yield
 
 
 @contextmanager
 def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
-    """Replaces the pipeline group within the body, for a draft model without stages. Can't be nested."""
+    """Replaces the group within the body, for a draft model without stages. Can't be nested."""
     values = {"pp_size": pp_group.world_size, "pp_rank": pp_group.rank_in_group, "pp_group": pp_group}
     with _replaced("pp_group", pp_group), get_parallel().override(**values):
         yield
@@ -277,10 +253,9 @@ def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: bool) -> Iterator[None]:
-    """Replaces the tp group within the body, for a draft model. Can't be nested.
+    """Replaces the group within the body, for a draft model. Can't be nested.
 
-    With `owns_attention` it is also attention's tp group, and all other axes have size 1. As in SGLang, this rank keeps
-    its slot in the gather over attention's dp ranks.
+    With `owns_attention` it is also attention's tp group, and all other axes have size 1.
     """
     size, rank = tp_group.world_size, tp_group.rank_in_group
     values: dict[str, Any] = {"tp_size": size, "tp_rank": rank, "tp_group": tp_group}
@@ -296,7 +271,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Keeps this rank's slot for gathers over attention's dp in SGLang's flags, because the replaced sizes lose it."""
+    """Sets this rank's slot in SGLang's flags, because the replaced sizes would lose it."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:
@@ -329,7 +304,6 @@ def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
-    """Prepares the groups of model layers for the capture of a CUDA graph, on `stream` or on a new one."""
     names = ("tp", "pp", "dcp", "attn_tp", "shared_experts_tp", "moe_ep", "moe_tp")
     groups = {id(group): group for name in names if (group := _made.get(f"{name}_group")) is not None}
     with contextlib.ExitStack() as stack:
@@ -347,7 +321,7 @@ set_custom_all_reduce = state.set_custom_all_reduce
 
 
 def _no_such_kernel(enable: bool) -> None:
-    """Has no effect: this library doesn't use these kernels of SGLang. The route chooses the kernel."""
+    """Has no effect: the route chooses the kernel."""
 
 
 set_mscclpp = set_torch_symm_mem_all_reduce = set_flashinfer_allreduce_only = _no_such_kernel
@@ -358,27 +332,22 @@ def _tag_groups_for_flashinfer_allreduce_only() -> None:
 
 
 def get_default_distributed_backend(device: str) -> str:
-    """Returns PARALLEL_STATE_BACKEND if set, else NCCL for CUDA and gloo for other devices."""
     return settings.BACKEND.get() or ("nccl" if device == "cuda" else "gloo")
 
 
 def get_mooncake_transfer_engine() -> Any | None:
-    """Returns the Mooncake transfer engine that SGLang started in this process, or None."""
     theirs = sys.modules.get("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
     return None if theirs is None else theirs.get_mooncake_transfer_engine()
 
 
 def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
-    """Replaces vLLM's world, tp and pp getters by ours, if vLLM is installed. `reverse` restores its own."""
+    """Does nothing without vLLM. `reverse` restores vLLM's own getters."""
     with contextlib.suppress(ImportError):
         import vllm.distributed.parallel_state as theirs
 
         for getter in (get_world_group, get_tp_group, get_pp_group):
             own = _vllms.setdefault(getter.__name__, getattr(theirs, getter.__name__))
             setattr(theirs, getter.__name__, own if reverse else getter)
-
-
-# Getters.
 
 
 def _of(name: str) -> GroupCoordinator:
@@ -399,14 +368,12 @@ _GETTERS = {
     "get_world_size": ("world_group", "world_size"),
     "get_world_rank": ("world_group", "rank_in_group"),
 }
-"""SGLang's getter -> field of `get_parallel()` and optionally an attribute of it."""
 globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})
 get_world_group, get_tp_group, get_pp_group = (globals()[f"get_{name}_group"] for name in ("world", "tp", "pp"))
 get_tensor_model_parallel_group, get_pipeline_model_parallel_group = get_tp_group, get_pp_group
 
 
 def get_self_pp_group() -> GroupCoordinator:
-    """Returns a pipeline group with this rank only, for a draft model without stages."""
     return _of("self_pp_group")
 
 

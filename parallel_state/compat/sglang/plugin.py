@@ -1,7 +1,4 @@
-"""Makes `parallel_state` the backend of groups in SGLang's CPU engine, if PARALLEL_STATE_PLUGIN names sglang.
-
-SGLang still makes the groups itself and calls torch.distributed on them.
-"""
+"""Makes `parallel_state` the backend of groups in SGLang's CPU engine (setting PARALLEL_STATE_PLUGIN)."""
 
 from __future__ import annotations
 
@@ -15,20 +12,16 @@ _TARGET = "sglang.srt.distributed.parallel_state.get_default_distributed_backend
 
 
 def backend_of(original: Callable[[str], str], device: str) -> str:
-    """Returns our backend for the CPU, and SGLang's choice for other devices."""
     return "parallel_state" if device == "cpu" else original(device)
 
 
 def install() -> str:
-    """Registers the hook; returns a text for the log.
-
-    Raises RuntimeError if SGLang doesn't run on the CPU, UnsupportedError if the backend can't be compiled.
-    """
+    """Returns a text for the log."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
     if torch.cuda.is_available() or not is_cpu():
         raise RuntimeError("SGLang doesn't run on the CPU; set SGLANG_USE_CPU_ENGINE=1")
-    creation.load()  # fails here, where SGLang still stays on gloo, and not at the engine's first group
+    creation.load()  # fails here, where SGLang still stays on gloo
     HookRegistry.register(_TARGET, backend_of, HookType.AROUND)
     return "SGLang's CPU groups have the backend parallel_state instead of gloo"

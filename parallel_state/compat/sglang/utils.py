@@ -23,7 +23,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 class _Resources:
-    """Holds the store, unless SGLang is imported: its context has a field for it."""
+    """Used unless SGLang, whose context has this field, is imported."""
 
     tcp_store: Any = None
 
@@ -38,7 +38,6 @@ def set_global_tcp_store(store: dist.Store) -> None:
 
 
 def get_global_tcp_store() -> dist.Store | None:
-    """Returns the store that all ranks share. Returns None and logs a warning if it isn't set."""
     store = _resources().tcp_store
     if store is None:
         logger.warning("there is no global TCPStore; call set_global_tcp_store() first")
@@ -46,21 +45,15 @@ def get_global_tcp_store() -> dist.Store | None:
 
 
 def get_group_rank_size(group: Any) -> tuple[int, int]:
-    """Returns this rank's position in the group and the group's size; (0, 1) for None."""
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
 def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False) -> Any:
-    """Returns a tuple of `num_partitions` equal slices of the last dim, as views unless asked to be contiguous."""
     return tuple(utilities.split_tensor_along_last_dim(tensor, num_partitions, contiguous_split_chunks))
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the first layer of stage `pp_rank` and the layer after its last.
-
-    If layers don't divide evenly, the last stages get one more each. SGLANG_PP_LAYER_PARTITION (`9,11`) overrides this
-    for several stages; raises InvalidArgumentError if it doesn't fit.
-    """
+    """Returns a stage's first layer and the layer after its last; the last stages have one more if needed."""
     layers = layers_in("SGLANG_PP_LAYER_PARTITION", num_hidden_layers, pp_size) if pp_size > 1 else None
     if layers is None:
         layers = [num_hidden_layers // pp_size] * pp_size
@@ -71,16 +64,13 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 @dataclasses.dataclass
 class StatelessProcessGroup(StoreGroup):
-    """Exchanges objects over a store."""
-
     def barrier(self) -> None:
-        """Waits until every rank has called it."""
         self.all_gather_obj(None)
 
     @staticmethod
     def create(
         host: str, port: int, rank: int, world_size: int, data_expiration_seconds: int = 3600
     ) -> StatelessProcessGroup:
-        """Returns a group over a TCPStore that rank 0 serves at this address. Every rank calls it."""
+        """Rank 0 serves the store. Every rank calls it."""
         store = dist.TCPStore(host, port, world_size, is_master=rank == 0)
         return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)

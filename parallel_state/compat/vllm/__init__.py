@@ -1,15 +1,12 @@
 """vLLM's `parallel_state`, `communication_op` and message queue, over this library's groups.
 
     from parallel_state.compat import vllm as ps
+
     ps.init_distributed_environment(world_size, rank, "tcp://…", local_rank, "gloo")
     ps.ensure_model_parallel_initialized(2, 2)
 
-Names, parameters and return types are those of vLLM 0.33; `NOTES` lists differences, `MISSING` missing names. The
-modules `utils`, `parallel_state`, `communication_op` and `device_communicators.shm_broadcast` have the same paths as in
-`vllm.distributed`.
-
-`plugin`, `platform` and `communicator` import vLLM and run its CPU engine on this library (see the setting
-PARALLEL_STATE_PLUGIN). All other modules, also `message_queue`, work without vLLM.
+Names, parameters and return types are those of vLLM 0.33; `NOTES` lists differences, `MISSING` missing names. Only
+`plugin`, `platform` and `communicator` import vLLM.
 """
 
 from __future__ import annotations
@@ -85,35 +82,30 @@ _NAMES = {
     stateless: "*",
     capture_stream: "GraphCaptureContext",
 }
-"""vLLM's names that other modules define."""
 globals().update(collect(_NAMES))
 
 
 def _each_communicator(method: str) -> None:
-    """Calls a method of all groups' communicators that have it, in the same order on all ranks."""
+    """Uses the same order on all ranks."""
     for route in routes():
         for communicator in route.communicators:
             getattr(communicator, method, lambda: None)()
 
 
 def suspend_device_comms() -> None:
-    """Frees the memory of communicators that support it. Every rank calls it, while no other call is in progress."""
+    """Frees communicators' memory. Every rank calls it, while no other call is in progress."""
     _each_communicator("suspend")
 
 
 def resume_device_comms() -> None:
-    """Undoes `suspend_device_comms`. Every rank calls it."""
+    """Every rank calls it."""
     _each_communicator("resume")
 
 
 checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = suspend_device_comms, resume_device_comms
 
 
-# The world.
-
-
 def _usable(backend: str | None) -> str | None:
-    """Returns the backend, or gloo if it is unavailable on this machine, as vLLM does."""
     is_there = backend is None or (
         dist.is_backend_available(backend) and (backend != "nccl" or torch.cuda.is_available())
     )
@@ -128,10 +120,9 @@ def init_distributed_environment(
     backend: str = "nccl",
     timeout: timedelta | None = None,
 ) -> None:
-    """Makes the world; every rank calls it; repeated calls do nothing.
+    """Every rank calls it. Idempotent.
 
-    If vLLM's config has several data-parallel replicas or nodes, `rank` and `world_size` are those of a replica. The
-    world then has the ranks of all replicas.
+    `rank` and `world_size` are those of a replica if vLLM's config has several replicas or nodes; the world has all.
     """
     config = parallel_config()
     is_part = config is not None and config.distributed_executor_backend != "external_launcher"
@@ -167,7 +158,6 @@ def __getattr__(name: str) -> Any:
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
-    """Makes the world's group over torch's default group."""
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, _usable(backend) or "gloo", allow_pickle=True))
 
 
@@ -180,7 +170,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Returns this rank's group from lists of global ranks. Every rank of the world passes the same lists."""
+    """Every rank of the world passes the same lists."""
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
@@ -188,24 +178,20 @@ def init_model_parallel_group(
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys the world and torch's default group. May be called twice."""
+    """Also destroys torch's default group. Idempotent."""
     state.destroy_distributed_environment()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroys all groups and the world, and frees their memory."""
     aliases.cleanup_dist_env_and_memory(shutdown_ray)
     destroy_distributed_environment()
 
 
 def _node_count(pg: Any) -> int:
-    """Returns the number of hosts of a group's ranks. Every rank of the group calls it."""
+    """Every rank of the group calls it."""
     return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
-
-
-# The model's groups.
 
 
 def _divide(divide: Callable[..., None], backend: str | None, **sizes: int | None) -> None:
@@ -222,7 +208,7 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Makes the model's groups, in the order ExternalDP × DP × PP × PCP × TP. Remaining ranks are data parallel."""
+    """Remaining ranks are data parallel."""
     _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 
@@ -233,7 +219,7 @@ def ensure_model_parallel_initialized(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Makes the model's groups unless they exist. Raises ConfigMismatchError if they have other sizes."""
+    """Raises ConfigMismatchError if the groups have other sizes."""
     given = locals()
     if not model_parallel_is_initialized():
         initialize_model_parallel(**given)
@@ -245,7 +231,6 @@ def ensure_model_parallel_initialized(
 
 
 def get_world_group() -> GroupCoordinator:
-    """Returns the group of all ranks."""
     with as_assertion():
         return GroupCoordinator.of(state.get_world_group())
 
@@ -272,17 +257,15 @@ get_etp_group, get_eplb_group = get_tp_group, get_ep_group
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
-    """Returns None: each data-parallel replica holds the whole engram table."""
+    """Each data-parallel replica holds the whole engram table."""
     return None
 
 
 def get_engram_dp_size() -> int:
-    """Returns 1: an engram table isn't divided over data-parallel replicas."""
     return 1
 
 
 def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
-    """Returns the size of the decode-context group and this rank in it; (1, 0) if not `enabled` or before init."""
     if not enabled or not model_parallel_is_initialized():
         return 1, 0
     return len(state.get_group_ranks("dcp")), state.get_group_rank("dcp")
@@ -301,12 +284,9 @@ get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "
 
 @contextlib.contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Prepares the tp, pp and dp groups for CUDA graphs that the body captures."""
+    """Prepares the tp, pp and dp groups."""
     with _graph_capture(device) as capture:
         yield capture
-
-
-# communication_op.
 
 
 for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
@@ -315,5 +295,4 @@ for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
-    """Returns the dict of the tensor-parallel group's rank `src`, on all of its ranks."""
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src)

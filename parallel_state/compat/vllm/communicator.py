@@ -1,4 +1,4 @@
-"""The communicator of vLLM's CPU groups. Each runs on a GroupCoordinator of the same ranks. Imports vLLM."""
+"""The communicator of vLLM's CPU groups. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class Communicator(CpuCommunicator):
-    """Runs the collectives and transfers of one of vLLM's groups.
+    """Results are new tensors, but `broadcast` works in place.
 
-    Ranks are positions in the group, as in vLLM. Results are new tensors, but `broadcast` works in place. Errors name
-    the missing ranks. If any rank of the engine exits, even one outside this group, all waits raise.
+    If any rank of the engine exits, even one outside this group, all waits raise.
     """
 
     supports_tensor_dict = True
@@ -72,11 +71,11 @@ for _name in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "redu
     setattr(Communicator, _name, _of_group(_name))
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
-"""torch's default group -> its coordinator, which detects exits of all ranks, and the communicators that use it."""
+"""torch's default group -> its coordinator, which detects exits of all ranks."""
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """Returns the coordinator over torch's default group. vLLM's first communicator, which has all ranks, makes it."""
+    """vLLM's first communicator, which has all ranks, makes the coordinator."""
     everyone = dist.group.WORLD
     if everyone not in _outer:
         _outer[everyone] = GroupCoordinator.from_process_group(everyone, name="world", timeout=timeout), set()
@@ -86,7 +85,6 @@ def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
 
 
 def _leave(member: Communicator) -> None:
-    """Destroys the coordinator over the default group when its last communicator leaves."""
     for everyone, (outer, members) in list(_outer.items()):
         members.discard(member)
         if not members:

@@ -1,7 +1,7 @@
-"""Fixes expert parallelism of vLLM's CPU engine: passes local expert ids to its kernel.
+"""Passes local expert ids to the kernel of vLLM's CPU engine.
 
-vLLM 0.32 and 0.33 pass global expert ids to `cpu_fused_moe`, which has only this rank's experts: it reads past the end
-of the weights and crashes. vLLM's `apply` receives the map from global to local ids, but doesn't use it.
+vLLM 0.32 and 0.33 pass global ids to `cpu_fused_moe`, which has only this rank's experts: it reads past the end of the
+weights and crashes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def install() -> bool:
-    """Wraps `CPUUnquantizedExperts.apply` so that it applies `expert_map`. Returns False if vLLM has no such class."""
+    """Returns False if vLLM has no such class."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     except ImportError:
@@ -37,8 +37,7 @@ def install() -> bool:
 def localized(weights: Tensor, ids: Tensor, expert_map: Tensor, applied_to_input: bool) -> dict[str, Any]:
     """Returns arguments of `apply` with local ids. Experts of other ranks get weight 0.
 
-    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has the local id of each expert, or -1 for those of other
-    ranks. With `applied_to_input` the weights of local experts become 1.
+    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has each expert's local id, or -1.
     """
     local = expert_map[ids.long()]
     weights = torch.ones_like(weights) if applied_to_input else weights

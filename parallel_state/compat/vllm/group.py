@@ -1,4 +1,4 @@
-"""vLLM's GroupCoordinator: a view of one of our groups with vLLM's names, parameters and return types."""
+"""vLLM's GroupCoordinator: a view of one of our groups."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -23,30 +23,26 @@ _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
 
 
 class Handle(Protocol):
-    """A transfer in progress, as vLLM's callers expect it."""
-
     def is_completed(self) -> bool: ...
 
     def wait(self) -> Any: ...
 
 
 class GroupCoordinator(GroupView):
-    """A group of this library with vLLM's interface.
-
-    `src` and `dst` are ranks in the group. `rank`, `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
+    """`src` and `dst` are ranks in the group; `rank`, `first_rank`, `last_rank`, `next_rank` and `prev_rank` are
+    global.
     """
 
     device_communicator: GroupCoordinator | None
-    """This coordinator itself; None in a group of one rank or without `use_device_communicator`."""
+    """This coordinator; None in a group of one rank or without `use_device_communicator`."""
     mq_broadcaster: MessageQueue | None
-    """Always None: objects use the group's own queues."""
+    """None: objects use the group's own queues."""
     device_index: int
     group_ranks: list[list[int]]
     torch_distributed_backend: str
     cpu_timeout: timedelta | None
     use_device_communicator: bool
     use_custom_op_call: bool
-    """Always True: each collective is a registered op."""
     use_cpu_custom_send_recv: bool
 
     def __init__(
@@ -59,10 +55,7 @@ class GroupCoordinator(GroupView):
         group_name: str | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """Makes the group. Every rank of the world passes the same lists of global ranks, and is in one of them.
-
-        Makes the world first if there is only torch's default group.
-        """
+        """Every rank of the world passes the same lists of global ranks, and is in one of them."""
         if not dist.is_initialized():
             state.get_world_group()  # raises if there is no world
         made = self._make(
@@ -91,7 +84,7 @@ class GroupCoordinator(GroupView):
         self._sizes: list[int] = []
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
-        """Makes another process group of the same ranks. Every rank of the world calls it."""
+        """Every rank of the world calls it."""
         made = [
             (ranks, dist.new_group(ranks, backend=self.torch_distributed_backend, group_desc=group_desc))
             for ranks in self.group_ranks
@@ -101,7 +94,7 @@ class GroupCoordinator(GroupView):
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
     ) -> MessageQueue:
-        """Makes a queue from one rank of the group to all others. Every rank of the group calls it."""
+        """Every rank of the group calls it."""
         return MessageQueue.create_from_process_group(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
         )
@@ -109,7 +102,7 @@ class GroupCoordinator(GroupView):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """Makes a queue from each rank to one reader. Returns this rank's queue, and on the reader all handles."""
+        """Every rank of the group calls it. Returns this rank's queue, and on the reader all handles."""
         reader = self.ranks[reader_rank_in_group]
         return MessageQueue.create_from_process_group_single_reader(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
@@ -120,8 +113,6 @@ class GroupCoordinator(GroupView):
         "graph_capture_context",
         "Prepares the group for CUDA graphs that the body captures.",
     )
-
-    # Tensors.
 
     all_reduce = renamed(Ours.all_reduce, "input_", "Returns the sum over all ranks as a new tensor.")
     all_gather = renamed(Ours.all_gather, "input_ dim", "Concatenates the ranks' tensors along `dim`.")
@@ -140,12 +131,9 @@ class GroupCoordinator(GroupView):
     def reduce_scatterv_into_output(
         self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> Tensor:
-        """Writes the result of reduce_scatterv into `output`; returns it."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
     cpu_all_reduce_ = renamed(Ours.all_reduce_, "tensor", "Sums a CPU tensor over all ranks in place; returns it.")
-
-    # Objects and dicts.
 
     send_object = renamed(Ours.send_object, "obj dst!", "Sends an object to rank `dst`.")
     recv_object = renamed(Ours.recv_object, "src!", "Returns the object that rank `src` sends.")
@@ -182,7 +170,6 @@ class GroupCoordinator(GroupView):
     def _dispatch(
         self, tensors: list[Tensor], extra_tensors: list[Tensor] | None, is_sequence_parallel: bool
     ) -> tuple[Any, ...]:
-        """Returns the tensors with the rows of all ranks, then the list of extra tensors if given."""
         gathered = [*tensors, *(extra_tensors or ())]
         if self._all2all:
             group, rows = self._expert_group(is_sequence_parallel), tensors[0].shape[0]
@@ -200,7 +187,7 @@ class GroupCoordinator(GroupView):
     ) -> Any:
         """Returns the tensors, `[tokens, …]`, with the rows of all data-parallel ranks.
 
-        With `is_sequence_parallel` the rows of all ranks of this group. Returns the inputs without `use_all2all`.
+        With `is_sequence_parallel`: of all ranks of this group. Without `use_all2all`: the inputs.
         """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 
@@ -212,11 +199,11 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Works as dispatch_router_logits, for tokens whose experts are already chosen."""
+        """Dispatches tokens whose experts are already chosen."""
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Returns the sum of the ranks' results for this rank's tokens of the last dispatch."""
+        """Sums the results for this rank's tokens of the last dispatch."""
         if not self._all2all:
             return hidden_states
         return self._expert_group(is_sequence_parallel).reduce_scatterv(hidden_states, 0, self._sizes)
@@ -224,9 +211,8 @@ class GroupCoordinator(GroupView):
     def allocate_combine_input(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
     ) -> Tensor | None:
-        """Returns None: `combine` takes any tensor."""
+        """`combine` takes any tensor."""
         return None
 
     def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Writes the result of `combine` into `output`; returns it."""
         return output.copy_(self.combine(hidden_states, is_sequence_parallel))

@@ -1,8 +1,6 @@
-"""vLLM's MessageQueue over this library's queue: one writer process, reader processes, no process group.
+"""vLLM's MessageQueue over this library's queue, between processes of one host without a process group.
 
-All ends are on one host and share a ring in a segment (see `device_communicators.cpu.message_queue`). Waiting ends spin
-for at most 100 µs and then sleep. Messages are pickled, as in vLLM: give a handle only to processes that are trusted to
-run code in this one.
+Messages are pickled: give a handle only to processes that are trusted to run code here.
 """
 
 from __future__ import annotations
@@ -49,9 +47,9 @@ _PAGE_BYTES = 4096
 _CHUNK_BYTES = 256 << 10
 _SPIN_NS, _CROWDED_SPIN_NS = 100_000, 2_000
 _LOG_S = 60.0
-_FOREVER_S = 1e9  # waits have no timeout: they end if the other end's process exits
+_FOREVER_S = 1e9  # no timeout: a wait ends if the other end's process exits
 _GRACE_S = 0.5
-"""Delay before PeerDiedError, so that the program's own handling of the exit (`shutdown`) can run first."""
+"""Delays PeerDiedError: the program's own handling of the exit (`shutdown`) runs first."""
 _NAP_S = 0.001
 _READY = b"READY"
 _OUT_OF_BAND_BYTES = 1 << 20
@@ -59,11 +57,9 @@ _OUT_OF_BAND_BYTES = 1 << 20
 
 @dataclass
 class Handle:
-    """A queue's address, with which another process opens it for reading. Picklable."""
-
     local_reader_ranks: list[int] = field(default_factory=list)
     buffer_handle: tuple[int, int, int, str] | None = None
-    """Number of local readers, bytes per chunk, number of chunks, name of the segment."""
+    """Local readers, bytes per chunk, chunks, name of the segment."""
     local_subscribe_addr: str | None = None
     """Unused, as are the next fields; vLLM's callers expect them."""
     local_notify_addr: str | None = None
@@ -73,7 +69,7 @@ class Handle:
 
 
 class _Ring:
-    """The memory of a queue as this process has mapped it, and its end of the queue. `me` is 0 for the writer."""
+    """`me` is 0 for the writer."""
 
     def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
@@ -99,12 +95,11 @@ class _Ring:
         self._opening = threading.Lock()
 
     def pid(self, index: int) -> int:
-        """Returns the PID of the process at an end of the queue, or 0 if none has opened it."""
         return int(self._facts[2 * index])
 
     @property
     def end(self) -> Any:
-        """Returns this end's Sender or Receiver. The first call makes it and starts to watch the other processes."""
+        """The first call starts to watch the other processes."""
         with self._opening:
             if self._end is None:
                 ends, me = self._place.ranks, self._members.rank
@@ -119,12 +114,12 @@ class _Ring:
             return self._end
 
     def leave(self) -> None:
-        """Marks this end as closed, so that waits here and at the other ends raise."""
+        """Waits here and at the other ends raise."""
         if self._end is not None:
             self._end.leave()
 
     def close(self) -> None:
-        """Frees the end and its memory, unless a thread still uses it."""
+        """Does nothing while a thread uses the end."""
         if self._end is not None:
             if not self._end.close():
                 return
@@ -133,8 +128,6 @@ class _Ring:
 
 
 class MessageQueue:
-    """A queue from one process to others, with the interface of vLLM's class."""
-
     HANDLE = Handle
     handle: Handle
     n_local_reader: int
@@ -155,8 +148,7 @@ class MessageQueue:
         """Makes the writing end. Pass `export_handle()` to the readers.
 
         The queue holds `max_chunks` unread messages (at least 2), each of at most `max_chunk_bytes` and 256 KiB. The
-        writer of a longer message waits for its readers. Raises UnsupportedError without shared memory, or if some
-        readers aren't local.
+        writer of a longer message waits for its readers.
         """
         if not 0 <= n_local_reader <= n_reader:
             raise UsageError(f"n_local_reader must be in 0 … {n_reader} (n_reader), but is {n_local_reader}")
@@ -169,14 +161,13 @@ class MessageQueue:
         shape = Shape(min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
         with _needing_shared_memory("a message queue"):
             segment = Segment.make()
-            # The name is unlinked when all readers have opened it, at the latest with this object or process.
+            # Unlinked when all readers have opened it, at the latest with this object or process.
             self._unlink = weakref.finalize(self, _unlink, segment, os.getpid())
             self._ring = _Ring(segment, shape, n_local_reader, 0)
         handle.buffer_handle = (n_local_reader, *shape, segment.name)
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """Returns the reading end of `rank`. It must be one of the handle's local readers."""
         if rank not in handle.local_reader_ranks or handle.buffer_handle is None:
             raise UsageError(
                 f"rank {rank} isn't a reader of this message queue; its readers are ranks {handle.local_reader_ranks}"
@@ -200,7 +191,7 @@ class MessageQueue:
         return self.handle
 
     def wait_until_ready(self) -> None:
-        """Waits until all ends have opened the queue. Every process of the queue calls it."""
+        """Every process of the queue calls it."""
         if self._is_writer:
             while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
                 self._check()
@@ -213,7 +204,7 @@ class MessageQueue:
             raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
 
     def shutdown(self) -> None:
-        """Closes this end: waits here raise RuntimeError, and the other ends detect it. Callable from any thread."""
+        """Waits here raise RuntimeError, and the other ends detect it. Callable from any thread."""
         self.shutting_down = True
         self._ring.leave()
 
@@ -222,7 +213,7 @@ class MessageQueue:
             raise RuntimeError("cancelled")
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        """Sends an object to all readers. If the queue is full for `timeout` s, raises TimeoutError without sending."""
+        """If the queue is full for `timeout` s, raises TimeoutError without sending."""
         if not self._is_writer:
             raise UsageError("only the writer of a message queue can enqueue")
         head, bodies = _encode(obj)
@@ -242,10 +233,9 @@ class MessageQueue:
             self._check()
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Returns the next object. Raises TimeoutError after `timeout` seconds.
+        """Raises TimeoutError after `timeout` seconds.
 
-        A wait without `timeout` is logged every 60 s unless `indefinite`. Raises PeerDiedError if the writer's process
-        exited and all of its messages were read, RuntimeError after `shutdown`.
+        Raises PeerDiedError if the writer exited and all its messages were read, RuntimeError after `shutdown`.
         """
         if self._is_writer:
             raise UsageError("only the readers of a message queue can dequeue")
@@ -266,7 +256,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Adds the PID of an exited process to errors of the block. After `shutdown` raises RuntimeError instead."""
+        """Adds an exited process' PID to errors. After `shutdown` raises RuntimeError instead."""
         try:
             yield
         except (PeerDiedError, GroupDestroyedError) as error:
@@ -284,7 +274,7 @@ class MessageQueue:
             ) from error
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """On the writer, sends `obj` and returns it. On readers, returns the next object."""
+        """Returns `obj` on the writer, the next object on readers."""
         if self._is_writer:
             self.enqueue(obj)
             return obj
@@ -294,10 +284,7 @@ class MessageQueue:
     def create_from_process_group_single_reader(
         pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
-        """Makes a queue from each rank to the global `reader_rank`. Every rank of the group calls it.
-
-        Returns this rank's queue, and on the reader the handles of all ranks' queues (elsewhere an empty list).
-        """
+        """Every rank of the group calls it. Returns this rank's queue, and on the global `reader_rank` all handles."""
         _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))
         queue = MessageQueue(1, 1, None, max_chunk_bytes, max_chunks)
         handles = _exchange(pg, queue.handle)
@@ -314,10 +301,9 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """Returns the queue from `writer_rank`, a rank in the group, to the others. Every rank of the group calls it.
+        """`writer_rank` is a rank in the group. Every rank of the group calls it.
 
-        If `external_writer_handle` is given, another process is the writer: `writer_rank` shares the handle with the
-        group and is a reader, too.
+        With `external_writer_handle` another process writes, and `writer_rank` reads, too.
         """
         queue, handle = None, external_writer_handle
         _check_local(same := in_the_same_node_as(pg, writer_rank))
@@ -372,7 +358,7 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
-    """Returns the head (number and sizes of the long buffers, then the pickle) and the long buffers."""
+    """The head has number and sizes of the long buffers, then the pickle."""
     bodies: list[Any] = []
 
     def is_in_band(buffer: Any) -> bool:

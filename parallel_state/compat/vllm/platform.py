@@ -1,4 +1,4 @@
-"""The platform class that vLLM's plug-in loads: vLLM's CPU platform with this library's communicator. Imports vLLM."""
+"""vLLM's CPU platform with this library's communicator. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ _Base: Any = resolve_obj_by_qualname(platforms.builtin_platform_plugins["cpu"]()
 
 
 class ParallelStateCpuPlatform(_Base):
-    """vLLM's CPU platform with this library's communicator."""
-
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         return "parallel_state.compat.vllm.communicator.Communicator"

@@ -1,7 +1,6 @@
 """Decides if vLLM runs on this library, and installs the message queue. Imports vLLM.
 
-vLLM itself loads the platform class and its communicator. It has no hook for the queue, so `install` replaces the class
-in vLLM's modules. `experts` fixes a crash of expert parallelism.
+vLLM has no hook for the queue, so `install` replaces the class in vLLM's modules.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _asking = threading.local()
 
 
 class StandBackError(Exception):
-    """Raised if vLLM must run without this library. The text is the reason."""
+    """vLLM must run without this library; the text is the reason."""
 
 
 def find_platform() -> str | None:
-    """Returns the name of the platform class. Raises StandBackError unless vLLM would use its own CPU platform."""
+    """Raises StandBackError unless vLLM would use its own CPU platform."""
     if vars(_asking):  # another platform plug-in calls this one from within _check_alone
         return None
     _asking.now = True
@@ -56,7 +55,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """Returns the result of a platform plug-in, or None if it fails: vLLM also treats that as inactive."""
+    """vLLM also treats a plug-in that fails as inactive."""
     try:
         return ask()
     except Exception:
@@ -64,7 +63,7 @@ def _answer(ask: Any) -> Any:
 
 
 def install() -> str | None:
-    """Replaces vLLM's queue and experts if vLLM runs on this library. Returns a text for the log, or None."""
+    """Returns a text for the log, or None if nothing was replaced."""
     from vllm.platforms import current_platform
 
     if type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:
@@ -90,7 +89,7 @@ def install() -> str | None:
 
 
 def queue_class(theirs: Any) -> Any:
-    """Returns a subclass of our queue that makes vLLM's own queue if some readers are on other hosts."""
+    """Makes vLLM's own queue if some readers are on other hosts."""
 
     class Queue(MessageQueue):
         def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's StatelessProcessGroup: exchange of metadata over a store, without a process group."""
+"""vLLM's StatelessProcessGroup, over a store."""
 
 from __future__ import annotations
 
@@ -25,26 +25,22 @@ _REDUCE: dict[Any, Any] = {
 
 @dataclasses.dataclass
 class StatelessProcessGroup(StoreGroup):
-    """Exchanges objects and tensors over a store."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._barriers = 0
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Returns the tensor of rank `src` on every rank; rank `src` gets its own tensor back."""
+        """Rank `src` gets its own tensor back."""
         return self.broadcast_obj(tensor, src)
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Sends a tensor to rank `dst` without waiting for it to be received."""
         self.send_obj(tensor, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
-        """Copies the tensor that rank `src` sends into `tensor`; returns it."""
         return tensor.copy_(self.recv_obj(src))
 
     def all_reduce(self, tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
-        """Returns a new tensor with the reduction over all ranks, in rank order."""
+        """Returns a new tensor, reduced in rank order."""
         first, *others = self.all_gather_obj(tensor)
         result = first.clone()
         for each in others:
@@ -52,10 +48,7 @@ class StatelessProcessGroup(StoreGroup):
         return result
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Waits until every rank has called it. Rank 0, which may serve the store, returns last.
-
-        Raises CollectiveTimeoutError, a RuntimeError, with the ranks that are missing after `timeout` seconds.
-        """
+        """Rank 0, which may serve the store, returns last."""
         self._barriers += 1
         for phase in ("came", "left"):
             keys = [f"barrier/{self._barriers}/{phase}/{rank}" for rank in range(self.world_size)]
@@ -73,7 +66,7 @@ class StatelessProcessGroup(StoreGroup):
                 )  # fmt: skip
 
     def same_node(self, source_rank: int) -> list[bool]:
-        """Returns, for each rank, True if it shares memory with `source_rank`. Every rank calls it."""
+        """Every rank calls it."""
         return same_node.find_sharers(
             self.rank == source_rank, lambda name: self.broadcast_obj(name, source_rank), self.all_gather_obj
         )
@@ -88,10 +81,7 @@ class StatelessProcessGroup(StoreGroup):
         store_timeout: int = 300,
         listen_socket: socket.socket | None = None,
     ) -> StatelessProcessGroup:
-        """Returns a new group over a TCPStore that rank 0 serves at `host` and `port`. Every rank calls it.
-
-        If `listen_socket` is given, the store serves on it and owns it.
-        """
+        """Rank 0 serves the store, which owns `listen_socket`. Every rank calls it."""
         given: dict[str, Any] = {} if listen_socket is None else {"master_listen_fd": listen_socket.detach()}
         store = dist.TCPStore(
             host, port, world_size, rank == 0, timedelta(seconds=store_timeout), use_libuv=False, **given
@@ -100,7 +90,7 @@ class StatelessProcessGroup(StoreGroup):
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, for each rank of a process group, True if it shares memory with `source_rank`. Every rank calls it."""
+    """Every rank of the group calls it."""
     if isinstance(pg, StatelessProcessGroup):
         return pg.same_node(source_rank)
     return same_node.in_the_same_node_as(pg, source_rank)

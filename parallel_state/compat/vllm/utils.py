@@ -1,4 +1,4 @@
-"""vLLM's `distributed.utils`, and the names other than the queue that vLLM imports from `shm_broadcast`."""
+"""vLLM's `distributed.utils`, and names that vLLM imports from `shm_broadcast`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def parallel_config() -> Any:
-    """Returns `parallel_config` of vLLM's current config, or None without a current config."""
     config = sys.modules.get("vllm.config")
     current = None if config is None else config.get_current_vllm_config_or_none()
     return None if current is None else current.parallel_config
 
 
 def get_worker_rank_suffix(global_rank: int | None = None) -> str:
-    """Returns this rank's positions for file names: dp0_pp0_tp1_dcp0_ep0_rank1, or just rank1 before init."""
+    """Returns dp0_pp0_tp1_dcp0_ep0_rank1 for file names, or just rank1 before init."""
     parts = []
     if state.model_parallel_is_initialized():
         parts = [f"{axis}{state.get_group_rank(axis)}" for axis in ("dp", "pp", "tp", "dcp", "ep")]
@@ -48,7 +47,6 @@ def get_worker_rank_suffix(global_rank: int | None = None) -> str:
 def verify_group_size_divides_partition(
     input_size_per_partition: int, group_size: int, layer_name: str | None = None, extra_suggestion: str = ""
 ) -> None:
-    """Raises ValueError unless `group_size`, of quantization, divides a layer's input size on each rank."""
     if input_size_per_partition % group_size:
         raise ValueError(
             f"the input size of {layer_name or 'a layer'} on each rank, {input_size_per_partition}, must be a multiple "
@@ -57,7 +55,7 @@ def verify_group_size_divides_partition(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the layer after its last. VLLM_PP_LAYER_PARTITION (5,2) overrides them."""
+    """Returns a stage's first layer and the layer after its last. VLLM_PP_LAYER_PARTITION (5,2) sets them."""
     layers = layers_in("VLLM_PP_LAYER_PARTITION", num_hidden_layers, pp_size)
     if layers is None:
         return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
@@ -65,7 +63,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:
-    """Returns True if the tensor is contiguous, or has as many bytes as its storage from the tensor's offset on."""
+    """Accepts gaps if the tensor has as many bytes as its storage from its offset on."""
     rest_bytes = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
     return inp.is_contiguous() or rest_bytes == inp.numel() * inp.element_size()
 
@@ -73,7 +71,6 @@ def is_weak_contiguous(inp: Tensor) -> bool:
 def check_shm_free_space(
     required_bytes: int, shm_path: str = SHM_PATH, *, allocation_name: str = "shared-memory allocation"
 ) -> None:
-    """Raises RuntimeError if `shm_path` exists and has less than `required_bytes` free."""
     with contextlib.suppress(FileNotFoundError):
         found = os.statvfs(shm_path)
         free_bytes = found.f_bavail * found.f_frsize
@@ -85,7 +82,7 @@ def check_shm_free_space(
 
 
 def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Tensor:
-    """Sums a CPU tensor over a process group in place; returns it. The group needn't be registered with torch."""
+    """Works in place. The group needn't be registered with torch."""
     options = dist.AllreduceOptions()
     if timeout is not None:
         options.timeout = timeout
@@ -94,11 +91,7 @@ def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta
     return tensor
 
 
-# Stores, and groups that aren't registered with torch.distributed.
-
-
 def create_tcp_store(host: str, port: int, listen_socket: socket.socket | None = None, **kwargs: Any) -> dist.TCPStore:
-    """Returns a TCPStore. If `listen_socket` is given, the store serves on it and owns it."""
     if listen_socket is not None:
         kwargs["master_listen_fd"] = listen_socket.detach()
     return dist.TCPStore(host, port, **kwargs)
@@ -106,17 +99,13 @@ def create_tcp_store(host: str, port: int, listen_socket: socket.socket | None =
 
 @functools.lru_cache(maxsize=1)
 def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
-    """Returns a client of the store at an address. Caches the last client."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Returns a gloo group that isn't registered with torch.distributed. Every rank of the group calls it.
-
-    Raises CollectiveTimeoutError 1 s after `timeout`.
-    """
+    """Doesn't register the group. Raises CollectiveTimeoutError 1 s after `timeout`."""
     # In a thread: gloo's store operations have no deadline.
     call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
     limit_s = timeout.total_seconds()
@@ -142,10 +131,9 @@ def stateless_init_torch_distributed_process_group(
     listen_socket: socket.socket | None = None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Returns a gloo group, whatever `backend` is, that is independent of torch's default group.
+    """Returns a gloo group, whatever `backend` is, independent of torch's default group.
 
-    With `return_store`, returns the group and its store. Rank 0 serves the store, on `listen_socket` if given. Every
-    rank calls it.
+    Rank 0 serves the store. Every rank calls it.
     """
     limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(
@@ -158,7 +146,6 @@ def stateless_init_torch_distributed_process_group(
 
 
 def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> None:
-    """Destroys a group of stateless_init_torch_distributed_process_group on this rank."""
     pg.shutdown()
     with contextlib.suppress(RuntimeError):  # raised for a group without a name
         unregister_named(pg)
