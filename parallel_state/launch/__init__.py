@@ -1,8 +1,4 @@
-"""`launch`: runs a function in several ranks on this host, and returns their results.
-
-The package is callable: `parallel_state.launch(…)` calls its function `launch`. May import `startup` and the package's
-root.
-"""
+"""`launch`: runs a function in several ranks on this host, and returns their results."""
 
 import functools
 import importlib
@@ -17,7 +13,7 @@ __all__ = ["LaunchConfig", "launch"]
 
 
 class _CallablePackage(ModuleType):
-    """Makes the package callable as `launch(…)`, because a function of that name would hide the package."""
+    """Makes the package callable: a function named `launch` would hide the package."""
 
     __call__ = staticmethod(launch)
 

@@ -1,7 +1,4 @@
-"""Copies the launcher's umask, cores, limits and signal mask to its ranks, which otherwise inherit the fork server's.
-
-`worker` copies environment variables; multiprocessing passes the working directory and sys.path.
-"""
+"""Copies the launcher's umask, cores, limits and signal mask to its ranks, which inherit the fork server's."""
 
 from __future__ import annotations
 
@@ -14,15 +11,14 @@ from dataclasses import dataclass
 
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
-"""Ranks must be able to receive both: SIGTERM stops them, SIGCHLD reports exits of their children."""
+"""SIGTERM stops ranks, SIGCHLD reports exits of their children."""
 
 
 @dataclass(frozen=True)
 class Inheritance:
     umask: int | None
-    """None if the system can't report it without changing it."""
     cores: frozenset[int]
-    """Empty if the system doesn't support affinity."""
+    """Empty if the system has no affinity."""
     limits: tuple[tuple[int, tuple[int, int]], ...]
     blocked: frozenset[int]
 
@@ -37,10 +33,7 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Applies the launcher's state to this process, except that SIGTERM and SIGCHLD stay unblocked.
-
-        Skips settings that this process isn't permitted to change.
-        """
+        """SIGTERM and SIGCHLD stay unblocked. Skips what this process isn't permitted to change."""
         if self.umask is not None:
             os.umask(self.umask)
         if self.cores and self.cores != os.sched_getaffinity(0):
@@ -57,7 +50,7 @@ class Inheritance:
 
 
 def blocked_signals(pid: int) -> int:
-    """Returns the bit mask of a process's blocked signals (bit 0 is SIGHUP); 0 if unknown."""
+    """Bit 0 is SIGHUP. Returns 0 if unknown."""
     return int(_status(pid, "SigBlk") or "0", 16)
 
 

@@ -1,7 +1,4 @@
-"""`launch`: runs a function in local ranks, and returns their results or raises the first failure.
-
-Restarts and membership are the job of torchrun's agent.
-"""
+"""`launch`: runs a function in local ranks, and returns their results or raises the first failure."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from parallel_state.launch.processes import Rank
     from parallel_state.launch.worker import Report
 
-    _Failure = tuple[float, Rank, Report | None]  # time, rank and its report
+    _Failure = tuple[float, Rank, Report | None]
 
 R = TypeVar("R")
 
@@ -60,18 +57,16 @@ def launch(
 ) -> list[R]:
     """Calls `fn(*args, **kwargs)` in `nproc` processes, and returns their results in rank order.
 
-    `options` are fields of `LaunchConfig` and override those of `config`. Each worker gets the same variables as from
-    torchrun (RANK, …, and OMP_NUM_THREADS=1 with several ranks), so a plain `init_process_group()` works. A worker sets
-    up logging, calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
+    `options` are fields of `LaunchConfig` and override those of `config`. Workers get torchrun's variables (RANK, …). A
+    worker calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
 
-    `fn`, arguments and results are pickled: `fn` must be importable, and tensors are copied. A world of one rank runs
-    in this process, and the environment is restored afterwards. With a `timeout` it runs in another process, which can
-    be stopped. A fork server imports torch once (1-2 s) and serves later launches. For variables that libraries read
-    during import, use `start_method="spawn"`.
+    `fn`, arguments and results are pickled: `fn` must be importable. A world of one rank without a `timeout` runs in
+    this process. A fork server imports torch once. For variables that libraries read during import, use
+    `start_method="spawn"`.
 
-    Raises LaunchError with the earliest failure: its rank, exit code or signal, and traceback. After the `timeout` it
-    has the stacks of up to 8 running ranks. All workers have exited by then. Also raises KeyboardInterrupt (from here
-    or a worker), InvalidArgumentError, and RendezvousError if the port is taken.
+    Raises LaunchError with the earliest failure: its rank, exit code or signal, and traceback; after the `timeout` with
+    the stacks of up to 8 ranks. All workers have exited by then. Also raises KeyboardInterrupt, InvalidArgumentError,
+    and RendezvousError if the port is taken.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(
@@ -85,7 +80,7 @@ def launch(
     config = _resolved(replace(config or LaunchConfig(), **given))
     inline = config.world_size == 1 and config.timeout is None
     try:
-        # Imported here: most programs don't launch. Inside the `try`: an import fails if no descriptor is left.
+        # Imported inside the `try`: an import fails if no descriptor is left.
         from parallel_state.launch.store import meeting_point, secret_and_library
         from parallel_state.launch.worker import Call, run_inline
 
@@ -157,7 +152,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """Returns each rank's cores in the form of PARALLEL_STATE_CORES. A fork server may be allowed other cores."""
+    """The fork server may be allowed other cores."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 
@@ -180,14 +175,13 @@ def _run_ranks(
 
 
 def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, config: LaunchConfig) -> None:
-    """Raises the earliest failure, or the timeout if ranks still run; returns if all ranks succeeded."""
     failures: list[_Failure] = []
     for rank in ranks:
         report = rank.report()
         if report is not None and report.kind in ("error", "interrupted") and report.time < stopped_at:
             failures.append((report.time, rank, report))
         elif rank.ended is not None and rank.failed:
-            # Before we detect a crash, other ranks may report errors that it caused. The reverse does not happen.
+            # Other ranks may report errors that a crash caused before it is detected.
             early_s = _CRASH_S if rank.exit_code in _CRASHES else 0.0
             failures.append((rank.ended - early_s, rank, None))
     if not failures and not running:
@@ -215,10 +209,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
 
 
 def _move_blamed_first(failures: list[_Failure]) -> None:
-    """Sorts the failures: if the first error blames a rank that exited without a report, that rank comes first.
-
-    Peers may detect its exit before this process does.
-    """
+    """If the first error blames a rank without a report, that rank comes first."""
     blamed = failures[0][2].suspect_ranks if failures[0][2] is not None else ()
     for index, (_, rank, report) in enumerate(failures):
         if report is None and rank.rank in blamed:

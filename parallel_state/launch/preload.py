@@ -1,8 +1,7 @@
 """Prepares the fork server of `launch`, as its last import.
 
-Freezes the heap, so that the garbage collectors of ranks don't copy all shared pages. Unblocks SIGCHLD, without which
-the server can't detect exits of ranks, and SIGINT, which it blocks at its start so that Ctrl-C during `import torch`
-prints no traceback.
+A frozen heap keeps garbage collectors from copying shared pages. Without SIGCHLD the server can't detect exits. It
+blocks SIGINT at its start, so that Ctrl-C during `import torch` prints no traceback.
 """
 
 import gc

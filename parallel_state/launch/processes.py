@@ -1,7 +1,6 @@
 """Starts, watches and stops the processes of a launch, through multiprocessing.
 
-torch.distributed.elastic is not used: in torch 2.13 to 2.15 its `wait` never returns after a worker's `os._exit(0)`,
-and it waits 30 s after SIGTERM.
+torch.distributed.elastic isn't used: in torch 2.13 to 2.15 its `wait` never returns after a worker's `os._exit(0)`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report
 logger = logging.getLogger("parallel_state")
 
 _POLL_S = 0.5  # exit codes are polled: children of a spawned worker can hold its sentinel open
-_SETTLE_S = 0.3  # after the first failure, for other ranks to report theirs
-_INTERRUPT_S = 0.8  # after Ctrl-C, for the function to handle KeyboardInterrupt
-_START_DESCRIPTORS = 8  # to start the fork server and the resource tracker
-_SERVER_END_S = 2.0  # a killed fork server has exited after this time
-_CUT_S = 1.0  # for the kernel to kill processes after the leash closes
+_SETTLE_S = 0.3  # after the first failure, for others to report theirs
+_INTERRUPT_S = 0.8  # for the function to handle KeyboardInterrupt
+_START_DESCRIPTORS = 8  # to start fork server and resource tracker
+_SERVER_END_S = 2.0  # a killed fork server has exited by then
+_CUT_S = 1.0  # for the kernel to kill processes of the closed leash
 _AT_INIT = ("parallel_state.launch.worker", "parallel_state.groups.world")
-"""Modules that `import parallel_state` doesn't import, but every rank needs at init; preloaded before the fork."""
+"""Preloaded before the fork, because every rank needs them at init."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
     "`if __name__ == '__main__':`"
@@ -43,7 +42,7 @@ _HINT = (
 
 
 def _unnamed_file() -> Any:
-    """Opens an unnamed file, in memory if possible: /tmp may be full. Raises OSError without space for a report."""
+    """Uses memory if possible: /tmp may be full. Raises OSError without space for a report."""
     file: Any = None
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # EPERM or ENOSYS in a sandbox
@@ -60,7 +59,7 @@ class Rank:
         self.rank = rank
         self.name = name
         self.process: Any = None
-        self.ended: float | None = None  # monotonic time at which `wait` detected its exit; None before
+        self.ended: float | None = None  # monotonic time at which `wait` detected its exit
         self.records = _unnamed_file()
         self.stacks_file = _unnamed_file()
 
@@ -104,7 +103,7 @@ class Rank:
 
 
 class Ranks:
-    """All processes of a launch on this host. None of them outlives the `with` block."""
+    """None of the processes outlives the `with` block."""
 
     def __init__(
         self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
@@ -154,14 +153,14 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if descriptors don't suffice: otherwise the fork server would exit with a traceback."""
+        """Without enough descriptors the fork server would exit with a traceback."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """Waits for all ranks to exit, until the deadline. After a first failure, waits 0.3 s (Ctrl-C: 0.8 s) more."""
+        """After a first failure, waits 0.3 s (Ctrl-C: 0.8 s) more."""
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()
@@ -178,7 +177,7 @@ class Ranks:
         return [rank for rank in self.ranks if rank.ended is None]
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stops running ranks by this signal, and after the launch's grace by SIGKILL."""
+        """Sends this signal, and SIGKILL after the launch's grace."""
         try:
             if number == signal.SIGINT:
                 self._all_exit_within(_INTERRUPT_S)  # a terminal sends Ctrl-C to all; a second one interrupts cleanup
@@ -203,8 +202,8 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes all pipes and files. Closing the pipe `leash` makes the kernel kill ranks that still run."""
-        if not self._all_started:  # after a failed start only the kernel knows the processes: kill them by the leash
+        """Closing the pipe `leash` makes the kernel kill ranks that still run."""
+        if not self._all_started:  # after a failed start only the kernel knows the processes
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end
                 self._leash.write(b"\0")
@@ -230,8 +229,7 @@ class _SignalReceived(Exception):
 def signals_raise() -> Iterator[None]:
     """Turns a signal that would end the launcher into an exception, so that the ranks are stopped first.
 
-    After the block, the signal ends the launcher. Doesn't change handlers of the program, ignored signals (nohup), or
-    SIGINT, which is already Python's KeyboardInterrupt.
+    After the block, the signal ends the launcher.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     ignores_sigchld = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
@@ -269,7 +267,7 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _start(process: Any) -> None:
-    """Starts a process. If the fork server was killed, starts a new one and tries again."""
+    """Replaces a killed fork server."""
     while True:
         server = getattr(forkserver._forkserver, "_forkserver_pid", None)
         try:
@@ -282,7 +280,7 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """Returns True if a child exits within 2 s: the kernel closes its sockets before it reports the exit."""
+    """The kernel closes a child's sockets before it reports the exit."""
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= deadline:
@@ -292,10 +290,7 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the program's own fork server runs and has SIGCHLD blocked, so it misses the exits of ranks.
-
-    This library's fork server unblocks SIGCHLD after its imports (`launch.preload`).
-    """
+    """Returns False if the program's own fork server has SIGCHLD blocked."""
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):
@@ -304,13 +299,10 @@ def _detects_exits() -> bool:
 
 
 def start_fork_server() -> None:
-    """Starts a fork server that imports torch and this library once for all workers.
-
-    Keeps a preload list that the program has set.
-    """
+    """Keeps a preload list that the program has set."""
     ours = ["__main__", "torch", *_AT_INIT, "parallel_state.launch.preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)
-    # The server imports from the working directory first: another `parallel_state` there must not be preloaded.
+    # The server imports from the working directory first, where another `parallel_state` may be.
     here, nearer = os.path.dirname(os.path.dirname(__file__)), os.path.join(os.getcwd(), "parallel_state")
     found = not os.path.exists(nearer) or os.path.samefile(here, nearer)
     if present == ["__main__"]:

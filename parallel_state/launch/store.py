@@ -1,7 +1,7 @@
-"""Hosts the store of the rendezvous on the node of rank offset 0: address, port, secret and lifetime.
+"""Hosts the store of the rendezvous on the node of rank offset 0.
 
-It is the store of a control plane's `World`, and requires the job's secret. Several nodes without a common secret, and
-a node without the compiled library, use torch's TCPStore, which accepts every client.
+A control plane's `World` serves it and requires the job's secret. Several nodes without a secret, or a node without the
+compiled library, use torch's TCPStore, which accepts every client.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Opens the job's store and yields the environment variables by which ranks find it.
+    """Yields the environment variables by which ranks find the job's store.
 
-    The node of rank 0 hosts it until the block ends. The launcher binds the port itself. So no other process can take
-    it between a probe and its use, only the given address listens (a TCPStore would listen on all), and the store
-    outlives rank 0. Without a secret it is a TCPStore.
+    The launcher binds the port: no other process can take it between probe and use, only the given address listens, and
+    the store outlives rank 0.
     """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
@@ -86,10 +85,7 @@ def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: f
 
 
 def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
-    """Returns the job's secret and the compiled library, which this may compile.
-
-    Returns b"" and None if the ranks use torch's TCPStore or their own init method.
-    """
+    """May compile the library. Returns b"" and None if the ranks don't use a store with a secret."""
     if not config.hosts_store:
         return b"", None
     secret = b"" if config.secret_file is None else read_secret(config.secret_file)
@@ -109,7 +105,6 @@ def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
 
 
 def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
-    """Serves the store in a World without members, which watches no process. Raises OSError or LaunchError."""
     limit_s, beat_s = settings.HEARTBEAT_LIMIT_S.get(), settings.HEARTBEAT_S.get()
     try:
         world = World(library, address, limit_s=limit_s, beat_s=beat_s, port=port, token=secret.hex())
@@ -122,7 +117,7 @@ def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns a digest of the secret file. Raises InvalidArgumentError if other users can read or write it."""
+    """Returns a digest. Raises InvalidArgumentError if other users can access the file."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -171,7 +166,7 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Keeps the store open until the ranks of all nodes are done with it. Each node calls it."""
+    """Each node calls it, and the store stays open until the ranks of all are done."""
     done, world = 0, config.world_size or 1
     try:
         bounded = BoundedStore(store)
@@ -186,10 +181,7 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 
 
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
-    """Calls `listen` with master_port, or with the preferred port and, if that is taken, with 0 (any free port).
-
-    Raises RendezvousError, or LaunchError if descriptors ran out.
-    """
+    """Listens on master_port, or on the preferred port or, if that is taken, any."""
     address, port = config.master_addr, config.preferred_port or config.master_port
     try:
         try:

@@ -1,8 +1,7 @@
 """The code that runs in a process of `launch`, and its reports to the launcher.
 
-A worker never outlives the launcher: the kernel kills it when its parent dies (PR_SET_PDEATHSIG), which may be the fork
-server, and when the launcher's end of a pipe, the leash, closes. Reports and results are written to unlinked files: a
-worker never blocks on a reader, and no file remains.
+The kernel kills a worker when its parent (maybe the fork server) dies, and when the launcher's end of the pipe `leash`
+closes. Reports are in unlinked files: a worker never blocks on a reader.
 """
 
 from __future__ import annotations
@@ -38,14 +37,12 @@ from parallel_state.startup.binding import bind_to_cores
 from parallel_state.startup.job_store import JOB_STORE
 
 STORE_NAME = "launch's store"
-EXIT_S = 5.0  # for a failed worker to exit by itself, and for the kernel to end a killed one
+EXIT_S = 5.0  # for a failed worker to exit, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback
 REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
 
 
 class Inherited:
-    """A file descriptor that multiprocessing passes to a worker process."""
-
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
@@ -59,7 +56,7 @@ def _inherit(handle: Any) -> Inherited:
 
 @dataclass(frozen=True)
 class Start:
-    content: bytes  # a pickled Call, so that import errors of its modules are raised in `work`
+    content: bytes  # a pickled Call: its import errors are raised in `work`
     name: str
     environ: dict[str, str]
     secret: bytes = field(repr=False)  # of the job's store; empty with torch's TCPStore
@@ -71,10 +68,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """The first record of the file that a worker writes; a report of kind "result" is followed by the result."""
+    """A worker's first record; after kind "result" the result follows."""
 
     kind: Literal["running", "result", "error", "interrupted"]
-    time: float = 0.0  # monotonic, which is one clock for all processes of a host
+    time: float = 0.0  # monotonic, one clock for all processes of a host
     exit_code: int = 0
     summary: str = ""
     text: str = ""
@@ -82,7 +79,6 @@ class Report:
 
 
 def read_report(fd: int) -> Report | None:
-    """Returns a worker's last report; None if it exited before the first one, or while writing."""
     try:
         return next(_read(fd))
     except (EOFError, pickle.UnpicklingError):
@@ -127,15 +123,12 @@ def _write_result(fd: int, rank: str, result: object) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """The user's function and arguments, and the launch's options, as sent to a worker process."""
-
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     config: LaunchConfig
 
     def pickled(self) -> bytes:
-        """Returns the pickled call. Raises InvalidArgumentError if a worker couldn't import or unpickle it."""
         main = sys.modules["__main__"]
         path = getattr(main, "__file__", None)
         of_main = getattr(self.fn, "__module__", None) == "__main__"
@@ -174,7 +167,7 @@ class Call:
             )
             result = self.fn(*self.args, **self.kwargs)
         except BaseException:
-            if inline:  # a worker must not: destroying could wait for peers and delay its report; then it exits anyway
+            if inline:  # a worker exits anyway; destroying could wait for peers and delay its report
                 state.destroy_distributed_environment()
             raise
         state.destroy_model_parallel()
@@ -183,7 +176,6 @@ class Call:
 
 
 def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
-    """Runs the only rank of a launch in this process, and restores the environment afterwards."""
     before = dict(os.environ)
     os.environ.update(environ)
     _take_secret(secret)
@@ -203,7 +195,6 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
 
 
 def work(start: Start) -> None:
-    """The main function of a worker process: sets it up, runs the call and writes the report."""
     _die_with_launcher(start.leash.fd, start.name)
     records, stacks, environ = start.records.fd, start.stacks.fd, start.environ
     _write(records, Report("running"))
@@ -212,7 +203,7 @@ def work(start: Start) -> None:
     faulthandler.register(signal.SIGTERM, stacks, chain=True)  # dumps the stacks of a rank that is stopped
     try:
         _set_environment(environ)  # a fork server has the variables of the first launch
-        if lists := settings.CORES.get():  # first: memory is allocated on the NUMA node of the core that touches it
+        if lists := settings.CORES.get():  # first: memory is on the NUMA node of the core that touches it
             bind_to_cores(lists)
         threads = environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and int(threads):
@@ -237,7 +228,7 @@ def _log_as_rank(config: LaunchConfig, rank: str) -> None:
 
 
 def _take_secret(secret: bytes) -> None:
-    """Makes stores that this process connects to, also by torch's env://, use the job's secret."""
+    """Makes torch's env://, too, use the job's secret."""
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -247,7 +238,7 @@ def _take_secret(secret: bytes) -> None:
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """Asks the kernel to kill this process when its parent or the launcher exits; works while the GIL is held."""
+    """The kernel does it, so that it works while the GIL is held."""
     multiprocessing.current_process().name = name
     name_this_thread(name)
     if sys.platform != "linux":
@@ -255,8 +246,8 @@ def _die_with_launcher(leash: int, name: str) -> None:
         return
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    # Reopened: the signal's receiver is a property of the open file, which all workers share. The launcher writes
-    # nothing while workers should run, so the only event is the close of its end.
+    # Reopened: the signal's receiver belongs to the open file, which all workers share. Its only event is the close of
+    # the launcher's end.
     own = os.open(f"/proc/self/fd/{leash}", os.O_RDONLY)
     os.close(leash)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
@@ -267,7 +258,7 @@ def _die_with_launcher(leash: int, name: str) -> None:
 
 
 def _end_with(leash: int) -> None:
-    """Kills this process when the launcher's end of the pipe `leash` closes: a thread, on systems that aren't Linux."""
+    """Needed on systems that aren't Linux."""
     poll = select.poll()
     poll.register(leash, select.POLLIN)
     poll.poll()

@@ -1,4 +1,1 @@
-"""Computes rank lists from sizes: the axes, the layout of given sizes, its groups. Pure arithmetic, without torch.
-
-May import nothing of the package.
-"""
+"""Computes rank lists from sizes: the axes, the layout of given sizes, its groups. Pure arithmetic, without torch."""

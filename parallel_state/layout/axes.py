@@ -1,8 +1,4 @@
-"""The table of axes and of the groups that span them, and the preset orders.
-
-A new axis is one row: its size parameter, getters, position in the layout and place in `plan` follow from the row.
-`resolution` computes a layout from sizes.
-"""
+"""The table of axes and of the groups that span them, and the preset orders. A new axis is one row."""
 
 from __future__ import annotations
 
@@ -19,23 +15,21 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of group: an axis that divides the world, or (with `spans` or `ends_of`) a group derived from axes."""
+    """One kind of group: an axis that divides the world, or derived from axes (`spans`, `ends_of`)."""
 
     name: str
     long_name: str
     about: str
     size_parameter: str | None = None
-    """The argument of initialize_model_parallel; None if the other sizes determine its size."""
+    """Argument of initialize_model_parallel; None: the other sizes determine it."""
     spans: tuple[str, ...] = ()
     within: str | None = None
     experts: bool = False
-    """True if it belongs to the numbering for expert layers."""
     cuts_sequence: bool = False
-    """True if its ranks hold parts of one sequence. Expert layers treat them as data-parallel ranks."""
+    """Its ranks hold parts of one sequence; expert layers treat them as data-parallel."""
     ends_of: str | None = None
-    """The row from whose groups it picks some ranks."""
     always_made: bool = False
-    """True if initialize_model_parallel always creates it; False if only for a size that was passed and isn't 1."""
+    """False: created only for a size that was passed and isn't 1."""
 
 
 AXES = (
@@ -100,13 +94,11 @@ BY_PARAMETER = {axis.size_parameter: axis for axis in AXES if axis.size_paramete
 
 @dataclass(frozen=True)
 class Preset:
-    """An order of axes that has a name, such as `megatron`."""
-
     order: str
     """Fastest first; `dp` stands for `dp_shard-dp_replicate`."""
     about: str
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Groups that span other axes than in the table."""
+    """Groups that span other axes than in AXES."""
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -136,7 +128,7 @@ def position_embedding_ranks(pipeline: list[int]) -> list[int]:
 
 
 def named_sizes(tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, Any]) -> dict[str, int | None]:
-    """Returns the sizes that were passed, by argument or axis name. It omits None and keeps an explicit 1."""
+    """Omits None and keeps an explicit 1."""
     placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
     return {name: size for name, size in [*placed.items(), *others.items()] if size is not None}
 
@@ -145,9 +137,9 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def other_sizes_by_name(function: _Function, also: Callable[..., object] | None = None) -> _Function:
-    """Makes `function` raise InvalidArgumentError for unknown keywords and for positional sizes after tp and pp.
+    """Raises InvalidArgumentError for unknown keywords and for positional sizes after tp and pp.
 
-    Megatron and vLLM pass different sizes in those positions. `also`: a function whose keywords are allowed as well.
+    Megatron and vLLM pass different sizes there. Keywords of `also` are allowed.
     """
     kinds = [each.kind for each in signature(function).parameters.values()]
     places = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
@@ -177,7 +169,7 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
 
 
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Returns the sizes by axis name, from sizes by axis or argument name; raises InvalidArgumentError for others."""
+    """Raises InvalidArgumentError for names of neither axes nor arguments."""
     if not isinstance(sizes, Mapping):
         raise InvalidArgumentError(f"the sizes must map axes to numbers of ranks, but are {sizes!r}")
     found: dict[str, int | None] = {}

@@ -1,14 +1,9 @@
 """Computes lists of ranks from axis sizes and their order.
 
-A `Grid` numbers the ranks in mixed radix: axes from the fastest-varying (neighbouring ranks) to the slowest.
-For `tp=2, dp=3, pp=2` in the order `tp-dp-pp`:
+A `Grid` numbers the ranks in mixed radix, neighbouring ranks first. For `tp=2, dp=3, pp=2` in the order `tp-dp-pp`,
+`rank = tp + 2 · dp + 6 · pp`: the tensor-parallel groups are [0, 1], [2, 3], …, the pipeline groups [0, 6], [1, 7], ….
 
-    rank = tp + 2 · dp + 6 · pp
-
-So the tensor-parallel groups are [0, 1], [2, 3], … and the pipeline groups [0, 6], [1, 7], …
-
-A `Layout` is one or more grids over the same ranks, because expert layers number them differently. This module works
-with any axes in any order; the library's axes and preset orders are in `axes`.
+A `Layout` is several grids over the same ranks, because expert layers number them differently.
 """
 
 from __future__ import annotations
@@ -24,16 +19,15 @@ from device_communicators.base.errors import InvalidArgumentError, LayoutError, 
 
 @dataclass(frozen=True)
 class Grid:
-    """A numbering of ranks: each rank has a position on each axis. `axes`: (name, size), fastest-varying first."""
+    """A numbering of ranks. `axes`: (name, size), fastest-varying first."""
 
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
     def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Grid:
-        """Returns the grid of `world_size` ranks. One size may be None or -1: that axis takes the remaining ranks.
+        """`order` names axes, fastest first, joined by `-`; it may omit axes of size 1.
 
-        `order` names every axis once, fastest first, joined by `-` (`"tp-dp-pp"`); it may omit axes of size 1. Raises
-        LayoutError for a size below 1, a product other than `world_size`, and an order with a missing or unknown axis.
+        One size may be None or -1: that axis takes the remaining ranks. Raises LayoutError if sizes or order don't fit.
         """
         names, resolved = split_order(order), fill_in_rest(world_size, sizes)
         check_order(order, names, resolved)
@@ -48,11 +42,10 @@ class Grid:
         return tuple(name for name, _ in self.axes)
 
     def size(self, *axes: str) -> int:
-        """Returns the number of ranks that these axes span; an axis that the grid lacks counts as 1."""
+        """An axis that the grid lacks counts as 1."""
         return prod(size for name, size in self.axes if name in axes)
 
     def stride(self, axis: str) -> int:
-        """Returns the difference between the ranks at neighbouring positions on `axis`."""
         return prod(size for _, size in self.axes[: self.names.index(axis)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -65,7 +58,7 @@ class Grid:
         return position
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Returns the rank at `coordinates`; an axis left out counts as 0."""
+        """An axis left out counts as 0."""
         for name, index in coordinates.items():
             if not 0 <= index < self.size(name):
                 raise LayoutError(
@@ -79,23 +72,20 @@ class Grid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Returns all groups that span `axes`: ascending lists of ranks that differ in these axes only.
-
-        The lists are ordered by their first ranks and together contain every rank once.
-        """
+        """Returns ascending lists of ranks that differ in these axes only, ordered by their first ranks."""
         inside, outside = self.offsets(axes), self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Returns the group of `groups(*axes)` that contains `rank`."""
+        """Returns the group that contains `rank`."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
         return [start + offset for offset in self.offsets(axes)]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
-        """Returns the ascending offsets of a group that spans `names`, relative to its first rank."""
+        """Returns ascending offsets relative to the group's first rank."""
         offsets, stride = [0], 1
-        for name, size in self.axes:  # each stride exceeds all offsets so far, so the order stays ascending
+        for name, size in self.axes:  # each stride exceeds all offsets so far, so they ascend
             if name in names and size > 1:
                 offsets = [start + offset for start in range(0, stride * size, stride) for offset in offsets]
             stride *= size
@@ -107,27 +97,25 @@ class Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of every group of every kind; `resolve_layout` creates one from sizes and an order.
+    """The ranks of every group; `resolve_layout` creates one.
 
-    Group names are those of axes (`tp`) and of groups that span axes (`dp`, `model`). Methods that take several names
-    refer to the group that spans them all. Ranks are global, starting at `rank_offset`.
+    Group names are those of axes (`tp`) and of groups that span axes (`dp`). Several names refer to the group that
+    spans them all. Ranks are global, starting at `rank_offset`.
     """
 
     grids: tuple[Grid, ...]
     """Numberings of the same ranks; for an axis in several grids the first one counts."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Group name -> the axes that it spans, for groups that aren't an axis."""
+    """Group name -> axes, for groups that aren't an axis."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
-    """Group name -> (kind of the containing group, function that picks ranks of such a group)."""
+    """Group name -> (containing kind, function that picks ranks of such a group)."""
     parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Group name -> (kind of group that is split into such groups, number of parts). Parts are consecutive ranks."""
+    """Group name -> (kind that is split, number of parts). Parts are consecutive ranks."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Name of a group that this layout lacks -> reason."""
     rank_offset: int = 0
     is_sharded: bool = False
-    """True if a dp_shard or dp_replicate size was passed."""
     title: str = ""
-    """The sizes as text, for messages; if empty, the first grid is used."""
+    """The sizes, for messages; empty: the first grid's."""
 
     @property
     def world_size(self) -> int:
@@ -139,7 +127,7 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the number of ranks in the group that spans `names`; the maximum if groups differ."""
+        """Returns the maximum if groups differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -149,26 +137,24 @@ class Layout:
         return grid.size(*axes)
 
     def axes_of(self, *names: str) -> tuple[str, ...]:
-        """Returns the axes that the group of `names` spans, fastest first."""
+        """Returns the fastest axis first."""
         grid, axes = self._find(names)
         return tuple(name for name in grid.names if name in axes)
 
     def grid_of(self, *names: str) -> Grid:
-        """Returns the first grid that has all axes of the group of `names`."""
+        """Returns the first grid that has all axes of the group."""
         return self._find(names)[0]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns `rank`'s position on each axis of the first grid."""
         return self.grids[0].coordinates(self._local(rank))
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Returns the global rank at `coordinates` on axes of the first grid; an axis left out counts as 0."""
         return self.grids[0].rank_at(coordinates) + self.rank_offset
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Returns all groups that span `names`: ascending lists of ranks, ordered by their first ranks.
+        """Returns ascending lists of ranks, ordered by their first ranks.
 
-        Together they contain every rank once, except for `ends`, such as `embedding`.
+        They contain every rank once, except for `ends`.
         """
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
@@ -181,7 +167,7 @@ class Layout:
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """Returns the group of `groups(*names)` that contains `rank`; empty if none does, as with `embedding`."""
+        """Returns the group that contains `rank`; empty if none does."""
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))
@@ -228,14 +214,13 @@ def _picked(name: str, pick: Callable[[list[int]], Sequence[int]], ranks: list[i
 
 
 def split_order(order: object) -> list[str]:
-    """Returns the axes that an order names; raises LayoutError if it isn't a str."""
     if not isinstance(order, str):
         raise LayoutError(f"order must be a str of axes joined by '-', such as 'tp-dp-pp', but is {order!r}")
     return order.split("-") if order else []
 
 
 def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-    """Raises LayoutError unless `names` are distinct axes of `sizes`, with all those of more than one rank."""
+    """Names must be distinct axes of `sizes`, with all those above 1."""
     unknown = [name for name in names if name not in sizes]
     doubled = {name for name in names if names.count(name) > 1}
     missing = [name for name, size in sizes.items() if size > 1 and name not in names]
@@ -252,16 +237,13 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 
 
 def product_in_words(sizes: Mapping[str, int]) -> str:
-    """Returns text such as `tp=2 × dp=3 = 6` or `tp=3`; empty if no size is above 1."""
+    """Returns `tp=2 × dp=3 = 6` or `tp=3`; omits sizes of 1."""
     factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return " × ".join(factors) + (f" = {prod(sizes.values())}" if len(factors) > 1 else "")
 
 
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns all sizes, with the remaining ranks for a size of None or -1.
-
-    Raises LayoutError if the product of the sizes isn't `world_size`.
-    """
+    """A size of None or -1 takes the remaining ranks."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise LayoutError(f"the world size must be at least 1, but is {world_size!r}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
@@ -309,7 +291,7 @@ def divisors(number: int) -> list[int]:
 
 
 def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None:
-    """Raises LayoutError unless the lists contain each rank once, InvalidArgumentError unless each is ascending."""
+    """Each rank must be listed once (LayoutError), each list be ascending (InvalidArgumentError)."""
     listed = Counter(rank for ranks in rank_lists for rank in ranks)
     problems = {
         "lack": [rank for rank in range(world_size) if rank not in listed],

@@ -1,12 +1,11 @@
 """Creates a `Layout` from sizes and an order.
 
-A layout has two numberings of the same ranks, like Megatron's two RankGenerators and torchtitan's dense and sparse
-meshes:
+It has two numberings of the same ranks, like Megatron's two RankGenerators:
+
 - dense:   the given order, without `ep`;
-- experts: the same order with `etp` in place of `tp` and `efsdp` in place of `dp_shard`, and without the axes that
-  split a sequence. `efsdp` takes the ranks that `etp`, `ep`, `pp`, `dp_replicate` and `external_dp` leave.
-Each axis within another axis adds a numbering: `dcp` divides `tp`, optimizer instances divide `edp`, and nodes divide
-`dp`.
+- experts: `etp` in place of `tp`, `efsdp` in place of `dp_shard`, without axes that split a sequence.
+
+`dcp` divides `tp`, optimizer instances divide `edp`, nodes divide `dp`: each adds a numbering.
 """
 
 from __future__ import annotations
@@ -52,14 +51,12 @@ def resolve_layout(
 ) -> Layout:
     """Returns the layout of `world_size` ranks, numbered from `rank_offset`.
 
-    `sizes` are by axis or argument name; a size of -1 takes the remaining ranks. The default is 1, with two exceptions:
-    `etp` defaults to `tp`, and `dp` takes the remaining ranks unless another size is -1. `dp` is `dp_shard` ·
-    `dp_replicate`: one of these determines the other, and without both all of `dp` is `dp_shard`. `order` is the name
-    of a preset or any permutation of the axes, fastest first, which may omit axes of size 1. `ranks_per_node`
-    determines which data-parallel ranks share a node.
+    `sizes` are by axis or argument name; -1 takes the remaining ranks. The default is 1, but `etp` defaults to `tp`,
+    and `dp` takes the remaining ranks unless another size is -1. `dp` is `dp_shard` · `dp_replicate`, by default all
+    `dp_shard`. `order` is a preset or any permutation of the axes, fastest first. `ranks_per_node` determines which
+    data-parallel ranks share a node.
 
-    Raises LayoutError for sizes and orders that don't fit. As in Megatron, this includes an order in which expert
-    layers would have other pipeline groups than dense layers.
+    Raises LayoutError if sizes or order don't fit, also if expert layers would have other pipeline groups.
     """
     if not isinstance(rank_offset, int) or isinstance(rank_offset, bool) or rank_offset < 0:
         raise LayoutError(f"rank_offset must be a rank, 0 or more, but is {rank_offset!r}")
@@ -148,7 +145,6 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
 
 
 def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[str]:
-    """Returns the names whose size is -1; raises LayoutError if there are several."""
     found = [name for name in names if given.get(name) == -1]
     if len(found) > 1:
         raise LayoutError(
@@ -175,7 +171,6 @@ def _given(size: int | None, name: str) -> int | None:
 
 
 def _grid(order: Sequence[str], sizes: Mapping[str, int]) -> Grid:
-    """Returns the grid with the axes of `order`, followed by axes that it omits, which have size 1."""
     names = [name for name in order if name in sizes]
     return Grid(tuple((name, sizes[name]) for name in dict.fromkeys([*names, *sizes])))
 
@@ -192,7 +187,7 @@ def _needs_experts(name: str) -> bool:
 def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
-    """Returns the grid of expert layers; if it doesn't fit and no expert size was passed, the reason as text."""
+    """Returns the reason if it doesn't fit and no expert size was passed."""
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:
         sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
@@ -226,7 +221,7 @@ def _expert_grid(
 
 
 def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
-    """Raises LayoutError unless a stage's dense and expert layers are on the same ranks, as in Megatron."""
+    """A stage's dense and expert layers must be on the same ranks, as in Megatron."""
     if dense.size("pp") == 1:
         return
     if dense.stride("pp") != experts.stride("pp"):
@@ -256,10 +251,9 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Returns a grid with the axis dcp (decode context parallelism), or the axes that it spans; and a title.
+    """Returns a grid with dcp, or the axes that it spans; and a title.
 
-    As in vLLM, dcp spans pcp first, then tp. Without pcp it is any divisor of tp and consists of neighbouring tp ranks.
-    With pcp it spans pcp, or pcp and tp.
+    As in vLLM, dcp divides tp; with pcp it spans pcp, or pcp and tp.
     """
     tp, pcp = dense.size("tp"), dense.size("pcp")
     dcp = tp * pcp if size == -1 else size
@@ -281,7 +275,6 @@ def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
 
 
 def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str, int]) -> int:
-    """Returns the number of optimizer instances; raises LayoutError if it doesn't divide the ranks as in Megatron."""
     count = given.get("inter_dist_opt", 1)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise LayoutError(f"num_distributed_optimizer_instances must be a positive integer, but is {count!r}")
@@ -307,7 +300,7 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
-    """Returns the dense grid with dp split in two: within a node and across nodes; or the reason why it can't be."""
+    """Splits dp within and across nodes, or returns the reason why it can't."""
     if ranks_per_node is None:
         return "the nodes may have different numbers of ranks, or ranks that aren't consecutive; pass ranks_per_node"
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
@@ -333,7 +326,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
 
 
 def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
-    """Describes the sizes of the order's axes, as `tp=2 × dp=4`. Omits axes of one rank, except tp, dp and pp."""
+    """Omits axes of one rank, except tp, dp and pp."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
     words = [
@@ -356,7 +349,7 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, i
 
 
 def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
-    """Returns the kinds of group to create at start: the common kinds, and those with a size that was passed."""
+    """Returns the common kinds, and those with a given size."""
     given = by_axis(sizes)
     return tuple(
         row.name
