@@ -18,7 +18,6 @@ _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
 class Inheritance:
     umask: int | None
     cores: frozenset[int]
-    """Empty if the system has no affinity."""
     limits: tuple[tuple[int, tuple[int, int]], ...]
     blocked: frozenset[int]
 

@@ -1,4 +1,4 @@
-"""`launch`: runs a function in local ranks, and returns their results or raises the first failure."""
+"""Runs a function in local ranks."""
 
 from __future__ import annotations
 

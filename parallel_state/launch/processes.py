@@ -30,9 +30,9 @@ logger = logging.getLogger("parallel_state")
 _POLL_S = 0.5  # exit codes are polled: children of a spawned worker can hold its sentinel open
 _SETTLE_S = 0.3  # after the first failure, for others to report theirs
 _INTERRUPT_S = 0.8  # for the function to handle KeyboardInterrupt
-_START_DESCRIPTORS = 8  # to start fork server and resource tracker
+_START_DESCRIPTORS = 8
 _SERVER_END_S = 2.0  # a killed fork server has exited by then
-_CUT_S = 1.0  # for the kernel to kill processes of the closed leash
+_CUT_S = 1.0
 _AT_INIT = ("parallel_state.launch.worker", "parallel_state.groups.world")
 """Preloaded before the fork, because every rank needs them at init."""
 _HINT = (

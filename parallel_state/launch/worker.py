@@ -238,7 +238,7 @@ def _take_secret(secret: bytes) -> None:
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """The kernel does it, so that it works while the GIL is held."""
+    """Works while the GIL is held: the kernel sends the signal."""
     multiprocessing.current_process().name = name
     name_this_thread(name)
     if sys.platform != "linux":

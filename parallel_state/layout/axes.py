@@ -169,7 +169,6 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
 
 
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Raises InvalidArgumentError for names of neither axes nor arguments."""
     if not isinstance(sizes, Mapping):
         raise InvalidArgumentError(f"the sizes must map axes to numbers of ranks, but are {sizes!r}")
     found: dict[str, int | None] = {}

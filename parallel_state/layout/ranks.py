@@ -1,7 +1,8 @@
 """Computes lists of ranks from axis sizes and their order.
 
-A `Grid` numbers the ranks in mixed radix, neighbouring ranks first. For `tp=2, dp=3, pp=2` in the order `tp-dp-pp`,
-`rank = tp + 2 · dp + 6 · pp`: the tensor-parallel groups are [0, 1], [2, 3], …, the pipeline groups [0, 6], [1, 7], ….
+A `Grid` numbers the ranks in mixed radix, from the fastest-varying axis to the slowest. For `tp=2, dp=3, pp=2` in the
+order `tp-dp-pp`, `rank = tp + 2 · dp + 6 · pp`: the tensor-parallel groups are [0, 1], [2, 3], …, the pipeline groups
+[0, 6], [1, 7], ….
 
 A `Layout` is several grids over the same ranks, because expert layers number them differently.
 """
@@ -115,7 +116,6 @@ class Layout:
     rank_offset: int = 0
     is_sharded: bool = False
     title: str = ""
-    """The sizes, for messages; empty: the first grid's."""
 
     @property
     def world_size(self) -> int:
@@ -220,7 +220,6 @@ def split_order(order: object) -> list[str]:
 
 
 def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-    """Names must be distinct axes of `sizes`, with all those above 1."""
     unknown = [name for name in names if name not in sizes]
     doubled = {name for name in names if names.count(name) > 1}
     missing = [name for name, size in sizes.items() if size > 1 and name not in names]
@@ -243,7 +242,6 @@ def product_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """A size of None or -1 takes the remaining ranks."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise LayoutError(f"the world size must be at least 1, but is {world_size!r}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
@@ -291,7 +289,6 @@ def divisors(number: int) -> list[int]:
 
 
 def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None:
-    """Each rank must be listed once (LayoutError), each list be ascending (InvalidArgumentError)."""
     listed = Counter(rank for ranks in rank_lists for rank in ranks)
     problems = {
         "lack": [rank for rank in range(world_size) if rank not in listed],

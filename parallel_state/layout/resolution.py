@@ -349,7 +349,6 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, i
 
 
 def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
-    """Returns the common kinds, and those with a given size."""
     given = by_axis(sizes)
     return tuple(
         row.name
