@@ -139,6 +139,7 @@ CHECK = (
         ),
     ),
 )
+_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow", re.MULTILINE)
 _IMPORTED = re.compile(r"^from (?:parallel_state|device_communicators)\.(\w+)", re.MULTILINE)
 
 
@@ -152,12 +153,13 @@ def lanes_of_room(room: str) -> list[Lane]:
     """If the room has none, raises SystemExit with the known rooms."""
     left_out = {ROOT / path for path in WITH_RANKS}
     files = sorted({path for folder in UNITS for path in (ROOT / folder).glob("test_*.py")} - left_out)
-    found = [str(path.relative_to(ROOT)) for path in files if room_of(path) == room]
+    rooms = {path: room_of(path) for path in files}
+    found = [path for path in files if rooms[path] == room and not _SLOW.search(path.read_text(encoding="utf-8"))]
     if not found:
-        known = sorted({room_of(path) for path in files} - {""})
+        known = sorted({*rooms.values()} - {""})
         raise SystemExit(f"no unit test is of the room {room!r}; rooms with tests: {', '.join(known)}")
-    found.sort(key=lambda name: -(ROOT / name).stat().st_size)
-    return [Lane(f"{room}-{part}", tuple(found[part::2])) for part in range(2) if found[part::2]]
+    names = [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: -path.stat().st_size)]
+    return [Lane(f"{room}-{part}", tuple(names[part::2])) for part in range(2) if names[part::2]]
 
 
 def _be_nice(niceness: int) -> None:
