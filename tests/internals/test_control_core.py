@@ -100,6 +100,14 @@ def test_a_job_ends_with_one_farewell_a_connection(ranks: int, hosts: int, seed:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(("ranks", "hosts"), [(5, 2), (16, 4), (24, 6)])
+def test_ranks_that_leave_one_by_one_are_not_taken_for_dead(ranks: int, hosts: int) -> None:
+    """In seed 166 of 16 ranks, a lead leaves, then its successor, and the last rank of the host is killed at once."""
+    seeds = 2000 if LONG else 200
+    done = _run(_program("simulator"), "--ranks", ranks, "--hosts", hosts, "--fault", "leave", "--seeds", seeds)
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_seed_replays() -> None:
     first, second = (_run(_program("simulator"), "--seed", 7, "--ranks", 8, "--trace") for _ in range(2))
     assert first.stdout == second.stdout

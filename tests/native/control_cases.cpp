@@ -286,6 +286,18 @@ void a_last_leaver_connects_to_those_that_never_heard_of_it() {
   CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
 }
 
+// The rest of its domain may exit before the next lead connects.
+void a_lead_that_leaves_first_connects_to_those_that_never_heard_of_it() {
+  World world({2, 1}, 0);
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = world.now + kSecond;
+  world.step(leave);
+  world.pass(400 * kMillisecond, {proc_of(1)});
+  CHECK(!world.core.is_over() && world.find(Action::kDial) != nullptr);
+  world.answer(3, 2);
+  CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
+}
+
 void a_leaver_that_its_leads_farewell_reports_dials_nobody() {
   for (const bool is_reported : {true, false}) {
     World world({2, 1}, 1);
@@ -863,6 +875,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_leaver_answers_all_its_calls),
     CASE(a_lead_waits_for_its_domain),
     CASE(a_last_leaver_connects_to_those_that_never_heard_of_it),
+    CASE(a_lead_that_leaves_first_connects_to_those_that_never_heard_of_it),
     CASE(a_leaver_that_its_leads_farewell_reports_dials_nobody),
     CASE(a_world_that_is_too_large_is_refused),
     CASE(a_refused_call_names_its_key),

@@ -572,16 +572,18 @@ void Core::try_leave() {
   left_ = true;
 }
 
-// A lead waits for its domain, so that one farewell reports all. A domain's last process first dials unconnected
-// domains; else they would find its port closed and report an exit.
+// A lead waits for its domain, so that one farewell reports all. Then it dials unconnected domains: if the rest of its
+// domain exits before the next lead connects, no other process knows that this one left.
 bool Core::owes_farewell() {
   if (!leading_ || farewell_sent_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
-  const bool alone =
-      std::all_of(mates.begin(), mates.end(), [&](int index) { return index == me_ || is_gone(proc_at(index)); });
-  bool owes = !alone && now_ < waits_until_;
-  wake_by(owes ? waits_until_ : kNever);
-  for (std::size_t domain = 0; domain < watches_.size() && alone; ++domain) {
+  if (now_ < waits_until_ &&
+      !std::all_of(mates.begin(), mates.end(), [&](int index) { return index == me_ || is_gone(proc_at(index)); })) {
+    wake_by(waits_until_);
+    return true;
+  }
+  bool owes = false;
+  for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
     const auto& indices = roster_->domains[domain];
     if (&indices == &mates || all_gone(indices) || watches_[domain].link >= 0) continue;
     dial_domain(static_cast<int>(domain));
