@@ -1,8 +1,7 @@
 // Agreements among members of a world, and questions for a status.
 //
-// The lowest living member decides. A new decider asks every living member; an answer promises to ignore lower ballots.
-// So the decider finds any verdict that a survivor received, and one that it doesn't find is never accepted later.
-// docs/protocol.md has the rules.
+// An answer promises to ignore lower ballots. So a new decider finds each verdict that a survivor received, and one
+// that it doesn't find is never accepted later.
 #include <algorithm>
 #include <utility>
 
@@ -11,9 +10,9 @@
 namespace parallel_state::control {
 namespace {
 
-// Maximum size of all values for agreements that were not called here; more are refused.
+// Maximum of all values of agreements that were not called here.
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
-// Number of finished agreements that are kept; older ones are erased, even if members aren't done.
+// Number of finished agreements that are kept, even if members aren't done.
 constexpr std::size_t kMostKept = 256;
 // Lifetime of an agreement that is known only from a decider's question.
 constexpr Nanos kAskedTime = 600 * kSecond;
@@ -59,8 +58,6 @@ std::uint64_t Core::digest_of(const std::vector<Proc>& members) {
   }
   return digest;
 }
-
-// Calls.
 
 void Core::on_call(const Call& call, bool cancel) {
   const AgreementKey key{digest_of(call.members), call.purpose, call.attempt};
@@ -108,15 +105,13 @@ void Core::tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> 
   action.verdict = std::move(verdict);
 }
 
-// Ends the call as undecided. This process still answers peers.
+// Ends the calls as undecided. This process still answers peers.
 void Core::end_calls() {
   for (auto& [key, round] : rounds_) {
     if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
   }
   for (const Question& question : std::exchange(questions_, {})) answer_question(question, nullptr);
 }
-
-// Rounds.
 
 Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
   RoundEntry* entry = &*rounds_.emplace(key, Round()).first;
@@ -128,8 +123,7 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   return entry;
 }
 
-// Erases the oldest finished agreements, which members that never call would keep forever. Also erases agreements not
-// called here whose callers are past their deadlines.
+// Members that never call would keep them forever.
 void Core::forget_rounds() {
   std::vector<std::uint64_t> over;
   for (const auto& [key, round] : rounds_) {
@@ -173,18 +167,18 @@ bool Core::on_round(int connection, const Frame& frame) {
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
-    // A done frame without members: this process called the agreement, which was *agreed*, and has erased it.
+    // A done frame without members: the agreement was *agreed* here, and erased.
     if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
-  if (frame.kind == FrameKind::kForget) {  // a forget frame has no valid seat
+  if (frame.kind == FrameKind::kForget) {  // has no valid seat
     if (is_known && found->second.called && found->second.is_over()) rounds_.erase(found);
     return true;
   }
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
   const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
-  // If there is no room, the frame is dropped; the sender's call ends as undecided, with this process as the culprit.
+  // Without room the frame is dropped: the sender's call ends as undecided, with this process as the culprit.
   if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) return true;
   take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;
@@ -194,7 +188,7 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
   Round& round = entry->second;
   const int index = static_cast<int>(message->seat);
   if (kind == FrameKind::kAsk || kind == FrameKind::kVerdict) {
-    if (index < round.promised) return;  // a later decider replaced the sender
+    if (index < round.promised) return;
     if (kind == FrameKind::kAsk) {
       round.promised = index;
       if (!round.called) round.expires = std::min(round.expires, now_ + kAskedTime);
@@ -236,7 +230,6 @@ int Core::first_living(const Round& round) const {
   return -1;
 }
 
-// Returns false if the agreement was erased.
 bool Core::advance(RoundEntry* entry) {
   Round& round = entry->second;
   const int target = first_living(round);
@@ -322,8 +315,7 @@ std::vector<Proc> Core::silent_members(const Round& round) const {
   return silent;
 }
 
-// Before the earliest deadline, sends the silent members' names to waiting members; otherwise they would blame this
-// decider.
+// Names the silent members; else the waiting ones would blame this decider.
 void Core::tell_hint(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.expires == kNever || round.hinted) return;
@@ -336,7 +328,6 @@ void Core::tell_hint(RoundEntry* entry) {
   }
 }
 
-// At the deadline the call is undecided, with the members that didn't answer.
 void Core::deliver(RoundEntry* entry) {
   auto& [key, round] = *entry;
   round.delivered = true;
@@ -347,7 +338,7 @@ void Core::deliver(RoundEntry* entry) {
   tell_verdict(key, undecided(target < 0 ? round.members : std::vector<Proc>{round.members[target]}));
 }
 
-// As a member, sends the value and later done, once per decider and connection.
+// Sends the value and later done, once per decider and connection.
 void Core::serve(RoundEntry* entry, int target) {
   Round& round = entry->second;
   const bool done = round.verdict != nullptr && round.delivered;
@@ -357,7 +348,7 @@ void Core::serve(RoundEntry* entry, int target) {
   const int connection = connect(round.members[target]);
   if (connection < 0) return;
   Message message = message_of(*entry);
-  // After a failure, done contains the verdict for a decider that may not have called.
+  // After a failure, done has the verdict for a decider that may not have called.
   const bool tells = done && round.verdict->kind != Verdict::kAgreed;
   if (tells) message.verdict = round.verdict;
   if (!done || tells) message.members = round.members;
@@ -369,7 +360,6 @@ void Core::serve(RoundEntry* entry, int target) {
   round.sent_done = done;
 }
 
-// As the decider, sends the verdict, and erases the agreement when all living members are done.
 bool Core::decide(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.verdict == nullptr) return true;
@@ -403,8 +393,6 @@ void Core::advance_all() {
   }
   advance_questions();
 }
-
-// Questions for a status: one question and one reply on a connection.
 
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
@@ -449,7 +437,7 @@ bool Core::on_question(int connection, const Frame& frame) {
   const Bytes bytes = reader.text();
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check: the program isn't asked
+  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check
     send(connection, FrameKind::kReply, Writer().number(id).text("").take());
     return true;
   }

@@ -8,7 +8,7 @@
 namespace parallel_state::control {
 namespace {
 
-// Unidentified connections, plus one per member. More are allowed early, when all ranks may dial at once.
+// Unidentified connections. More are allowed early, when all ranks may dial at once.
 constexpr std::size_t kMostStrangers = 256, kMostEarlyStrangers = 1024;
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
@@ -18,7 +18,7 @@ std::uint64_t entry_digest(Proc proc, const End& end) {
   return digest.value();
 }
 
-// A sum of the entries' digests: a changed entry replaces only its own.
+// A sum: a changed entry replaces only its own digest.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
   for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
@@ -62,7 +62,7 @@ std::string versions(const Hello& hello, std::uint32_t build) {
 
 Roster::Roster(std::vector<Member> all) : members(std::move(all)) {
   std::sort(members.begin(), members.end(), [](const Member& a, const Member& b) { return a.rank < b.rank; });
-  std::map<std::uint64_t, int> numbers;  // domains are numbered by their first rank
+  std::map<std::uint64_t, int> numbers;  // numbered by their first rank
   for (const Member& member : members) {
     const int index = static_cast<int>(domain_of.size());
     const int domain = numbers.emplace(member.domain, static_cast<int>(numbers.size())).first->second;
@@ -79,13 +79,10 @@ int Roster::index_of(Proc proc) const {
   return found == indices.end() ? -1 : found->second;
 }
 
-// A watched connection is probed after 1.5 beats of silence and closed after half the limit; with fewer beats in the
-// limit, live connections would be closed.
+// With fewer beats in the limit, live connections would be closed.
 Core::Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {
   config_.limit = std::max(config_.limit, 4 * config_.beat);
 }
-
-// Events.
 
 void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   out_ = actions;
@@ -139,8 +136,7 @@ void Core::handle(const Event& event) {
         if (index >= 0 && domain_of(proc) == roster_->domain_of[me_]) seen_[roster_->place_of[index]] = now_;
       }
       break;
-    // Not published: every process of the domain detects this exit. The reporter is the process itself, so all entries
-    // are equal.
+    // Not published: every process of the domain detects this exit. The reporter makes all entries equal.
     case Event::kEnded: join({{event.proc, {kExited, event.proc, ""}}}, Source::kBoard); break;
     case Event::kExiting: report(event.proc, kExited, "exiting"); break;
     case Event::kCall: on_call(*event.call, false); break;
@@ -178,8 +174,6 @@ void Core::log(Proc proc, std::string text) {
   action.proc = proc;
   action.bytes = std::move(text);
 }
-
-// State of ends.
 
 const End* Core::end_of(Proc proc) const {
   const auto at = std::lower_bound(ends_.begin(), ends_.end(), proc, is_before);
@@ -242,25 +236,21 @@ std::vector<int> Core::lost_by(const Action& end) const {
   return lost;
 }
 
-// Deaths are published at once, other ends with the next tick.
 void Core::publish() {
   publish_at_once_ = false;
   if (unpublished_ && !is_alone()) act(Action::kBoard).bytes = encode(ends_);
   unpublished_ = unpublished_ && is_alone();
 }
 
-// Sends a death of this domain on watched connections.
 void Core::flood() {
   if (!urgent_) return;
   urgent_ = false;
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating && link.peer_digest != ends_digest_) send_state(connection);
   }
-  // Leads that detect the loss dial this domain. This process dials the others after one tick.
+  // Leads that detect the loss dial this domain. This process dials after one tick.
   for (Watch& watch : watches_) watch.dial_at = std::min(watch.dial_at, now_ + config_.tick);
 }
-
-// Connections.
 
 int Core::domain_of(Proc proc) const {
   const int index = index_of(proc);
@@ -285,7 +275,6 @@ void Core::dial(Proc proc, bool for_watch) {
   action.endpoint = &roster_->members[index].endpoint;
 }
 
-// Returns -1 if no connection is identified.
 int Core::link_to(Proc proc) const {
   const auto peer = peers_.find(proc);
   if (peer == peers_.end()) return -1;
@@ -295,11 +284,10 @@ int Core::link_to(Proc proc) const {
   return -1;
 }
 
-// Like link_to, but dials if there is no connection.
 int Core::connect(Proc proc) {
   const int connection = link_to(proc);
   if (connection >= 0) links_[connection].for_watch = false;
-  else if (!is_dead(self_)) dial(proc, false);  // peers, which report it as dead, would close the connection
+  else if (!is_dead(self_)) dial(proc, false);  // peers that report it as dead close its connections
   return connection;
 }
 
@@ -319,7 +307,6 @@ void Core::send_beat(int connection) {
   send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
 }
 
-// Sends the hello, this process's number and a nonce.
 void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
   link.opened = link.watched = link.heard = link.sign = now_;
@@ -367,7 +354,7 @@ void Core::on_dialed(const Event& event) {
   greet(event.connection, event.nonce);
 }
 
-// A refused dial of a call doesn't report an exit: the process may have left, as its domain's state shows.
+// A refused dial of a call reports no exit: the process may have left.
 void Core::on_no_dial(const Event& event) {
   Peer& peer = peers_[event.proc];
   peer.dialing = false;
@@ -464,7 +451,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
     case FrameKind::kBeat: {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
-      if (!link.beating) watch_link(connection);  // the peer checks if this process runs
+      if (!link.beating) watch_link(connection);
       link.heard = now_;
       return reader.finished();
     }
@@ -481,7 +468,6 @@ bool Core::on_frame(int connection, const Frame& frame) {
   }
 }
 
-// `by_peer`: this process didn't close it.
 void Core::drop(int connection, bool by_peer) {
   const auto found = links_.find(connection);
   if (found == links_.end()) return;
@@ -502,7 +488,7 @@ void Core::drop(int connection, bool by_peer) {
     if (question.sent_on == connection) question.sent_on = -1;
   }
   dirty_ = true;
-  // Dial the whole domain if the connection was watched, or in a hunt. Closing a call's connection isn't suspect.
+  // Dial the whole domain if the connection was watched, or in a hunt.
   const int domain = domain_of(link.proc);
   if (!by_peer || !leading_ || domain < 0 || is_gone(link.proc)) return;
   if (!link.beating && watches_[domain].hunt < 0) return;
@@ -514,7 +500,7 @@ void Core::close(int connection) {
   drop(connection, false);
 }
 
-// Logs the first, the tenth, the hundredth, so that foreign connections can't fill the log.
+// Logs the first, the tenth, the hundredth.
 void Core::refuse(int connection, const char* reason) {
   std::uint64_t logged = 1;
   while (logged < refused_ + 1) logged *= 10;
@@ -525,8 +511,6 @@ void Core::refuse(int connection, const char* reason) {
   }
   close(connection);
 }
-
-// Membership and liveness.
 
 void Core::meet(const Event& event) {
   const int me = event.roster->index_of(self_);
@@ -572,8 +556,8 @@ void Core::try_leave() {
   left_ = true;
 }
 
-// A lead waits for its domain, so that one farewell reports all. Then it dials unconnected domains: if the rest of its
-// domain exits before the next lead connects, no other process knows that this one left.
+// A lead waits for its domain, so that one farewell reports all. Then it dials: if the rest of its domain exits before
+// the next lead connects, no process knows that this one left.
 bool Core::owes_farewell() {
   if (!leading_ || farewell_sent_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
@@ -592,9 +576,8 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Shifts all clocks by `late`, the time for which this process didn't run. No peer is judged earlier than after
-// `settle`, so that bytes received during the pause are read first. Clocks that restarted would, with repeated pauses,
-// delay judgments forever.
+// Shifts all clocks by a pause of this process. No peer is judged within `settle`, so that received bytes are read
+// first. Clocks that restarted would, with repeated pauses, delay judgments forever.
 void Core::excuse(Nanos late) {
   const auto shift = [&](Nanos* since, Nanos patience) {
     *since = std::min(std::max(*since + late, now_ - patience + config_.settle), now_);
@@ -625,13 +608,13 @@ bool Core::all_gone(const std::vector<int>& indices) const {
   return std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(proc_at(index)); });
 }
 
-// Beats faster after a death in this domain, so that a stopped lead is replaced in time to report it.
+// Faster after a death, so that a stopped lead is replaced in time to report it.
 bool Core::is_stale(int index) const {
   const Nanos seen = seen_[roster_->place_of[index]];
   return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
-// Returns true for the lowest living process of the domain, or a higher one if all lower ones are stale.
+// The lowest living process, or a higher one if all lower ones are stale.
 bool Core::is_lead() const {
   if (is_dead(self_)) return false;
   for (const int index : own_domain()) {
@@ -641,8 +624,8 @@ bool Core::is_lead() const {
   return true;
 }
 
-// A lead that acted for a lower process goes on until it has bytes from each domain after that process's return. The
-// limits of the two leads then overlap; else a domain that exited before the return would have the limit twice.
+// A lead that acted goes on until it has bytes from each domain after the return of the lower process. So the limits of
+// both overlap; else a domain that exited before would have the limit twice.
 bool Core::may_not_yield() const {
   if (!leading_ || is_dead(self_)) return false;
   for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
@@ -730,7 +713,6 @@ void Core::tend_domains(bool ticked) {
   }
 }
 
-// Collects the signs of life, and chooses the connection to watch in each domain.
 void Core::find_watched_links() {
   for (Watch& watch : watches_) watch.link = -1, watch.linked = false;
   for (const auto& [connection, link] : links_) {
@@ -744,7 +726,7 @@ void Core::find_watched_links() {
     if (link.beating && now_ - link.heard > config_.beat * 5 / 2) continue;
     if (watch.link < 0 || index_of(link.proc) < index_of(links_[watch.link].proc)) watch.link = connection;
   }
-  // Once one has answered, a hunt keeps only the connection to the lowest process that did.
+  // After an answer, a hunt keeps only the lowest process's connection.
   std::vector<int> surplus;
   for (const auto& [connection, link] : links_) {
     const int domain = link.for_watch ? domain_of(link.proc) : -1;
@@ -780,8 +762,7 @@ void Core::tend_domain(int domain) {
   wake_by(watch.dial_at);
 }
 
-// A refused dial counts as an exit after `settle` if no process of the domain answers. A leaving process judges only in
-// a hunt that began before it left: later refusals may be of processes that leave with it.
+// A leaving process judges only in a hunt that began before: later refusals may be of processes that leave with it.
 void Core::judge_refused(int domain) {
   if (watches_[domain].hunt + config_.settle >= waits_until_) return;
   for (const int index : roster_->domains[domain]) {
@@ -809,7 +790,6 @@ void Core::dial_domain(int domain) {
   }
 }
 
-// Beats on watched connections, probes silent ones, and closes dead and silent ones.
 void Core::tend_links() {
   std::vector<int> dead, late, useless;
   for (auto& [connection, link] : links_) {

@@ -23,7 +23,7 @@ namespace parallel_state::control {
 namespace {
 
 constexpr Nanos kDialTime = 2 * kSecond;
-constexpr Nanos kCloseTime = 2 * kSecond;  // after this time a close is forced
+constexpr Nanos kCloseTime = 2 * kSecond;
 constexpr Nanos kPoll = 5 * kMillisecond;  // interval of polling acknowledgements and boards, which raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
 constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
@@ -90,7 +90,6 @@ Bytes last_news(const char* cause) {
 
 class Driver;
 
-// A forked child starts without one.
 struct Plane {
   std::map<std::int64_t, std::shared_ptr<Stay>> stays;
   Driver* driver = nullptr;
@@ -112,8 +111,6 @@ using Lock = std::unique_lock<std::recursive_mutex>;
 class Driver {
  public:
   enum Source { kListener, kConnection, kNeighbour };
-
-  // Threads.
 
   static Driver* start() {
     auto driver = std::make_unique<Driver>();
@@ -175,7 +172,7 @@ class Driver {
     return true;
   }
 
-  // Ends all stays of this process without a farewell. The process continues.
+  // Ends all stays without a farewell. The process continues.
   void break_down(const char* cause) noexcept {
     const Lock lock(fork_mutex());
     plane->driver = nullptr;
@@ -183,7 +180,7 @@ class Driver {
     for (Command& command : commands_) end(command.stay.get(), cause);
   }
 
-  // `cause` is null after a farewell.
+  // `cause`: null after a farewell.
   static void end(Stay* stay, const char* cause) noexcept {
     const Lock lock(fork_mutex());
     if (std::exchange(stay->over, true)) return;
@@ -239,7 +236,7 @@ class Driver {
     if (stay->over) return;
     if (stays_.emplace(stay, command.stay).second) {
       stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
-      if (stay->listener_number < 0) {  // no peer could reach this process
+      if (stay->listener_number < 0) {
         end(stay, (std::string("epoll_ctl for the listener: ") + std::strerror(errno)).c_str());
         stays_.erase(stay);
         return;
@@ -278,9 +275,7 @@ class Driver {
     if (said || now >= stay->leave_by) finish(stay);
   }
 
-  // Events and actions.
-
-  // Returns the source's number; -1 if it can't be polled. A source with descriptor -1 isn't polled.
+  // Returns the source's number; -1 if it can't be polled. A descriptor of -1 isn't polled.
   int add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
     do last_number_ = last_number_ % INT_MAX + 1;
     while (sources_.count(last_number_) != 0);
@@ -296,7 +291,6 @@ class Driver {
     return epoll_ctl(*epoll_, operation, descriptor, &event) == 0;
   }
 
-  // Handles an event, and the events that its actions cause at once.
   void feed(Stay* stay, Event event) {
     stay->events.push_back(std::move(event));
     if (stay->feeding) return;
@@ -378,8 +372,6 @@ class Driver {
     stay->inbox.push(Inbox::kLog, news_of(text.c_str(), is_warning));
   }
 
-  // Connections.
-
   static Connection* find(Stay* stay, int number) {
     const auto found = stay->connections.find(number);
     return found == stay->connections.end() ? nullptr : &found->second;
@@ -423,7 +415,7 @@ class Driver {
           Descriptor::of([&] { return accept4(*stay->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
       if (!connection.socket) {
         if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
-        // epoll is level-triggered: disable the readable listener, or the thread spins.
+        // epoll is level-triggered: the thread would spin.
         control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);
         stay->accepts = false;
         const Nanos now = monotonic_now();
@@ -469,13 +461,12 @@ class Driver {
     }
   }
 
-  // Passes a guest's bytes to the store; the first ones are those of kGuest.
   void serve(Stay* stay, int number, const Bytes& bytes) {
     Connection* const connection = find(stay, number);
     if (connection == nullptr) return;
     std::vector<Store::Output> replies;
     const bool admitted = std::exchange(connection->is_guest, true);
-    // If the guest's host vanishes, its held keys end with the heartbeat limit.
+    // A vanished host's held keys end with the heartbeat limit.
     if (!admitted) keep_alive(*connection->socket, stay->limit_s / 2, std::max(1, stay->limit_s / 4), 2);
     const bool fine =
         admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
@@ -508,7 +499,6 @@ class Driver {
     return false;
   }
 
-  // `bytes`: Bytes, or a shared part of them.
   template <typename Part>
   void send(Stay* stay, int number, const Part& bytes) {
     Connection* const connection = find(stay, number);
@@ -545,14 +535,14 @@ class Driver {
     socklen_t size = sizeof(info);
     if (connection == nullptr || getsockopt(*connection->socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
     Event event = event_of(Event::kAcked, 0, number);
-    // While bytes are unacknowledged the age is infinite, because the peer's segments repeat old acknowledgements. A
-    // peer with a full window has acknowledged all bytes in flight, and answers window probes.
+    // The age is infinite while bytes are unacknowledged: the peer's segments repeat old acknowledgements. With a full
+    // window, all bytes in flight are acknowledged.
     event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
     stay->events.push_back(std::move(event));
   }
 
-  // Waits at most 2 s for the peer's kernel to acknowledge all bytes. Closing with unread input makes Linux drop unsent
-  // bytes, such as a farewell.
+  // Waits until all bytes are acknowledged: closing with unread input makes Linux drop unsent bytes, such as a
+  // farewell.
   void close(Stay* stay, int number) {
     Connection* const connection = find(stay, number);
     if (connection == nullptr || connection->closing) return;
@@ -596,8 +586,6 @@ class Driver {
     }
   }
 
-  // This watch domain.
-
   void meet(Stay* stay, Event event, const std::vector<int>& boards) {
     std::vector<Proc> procs;
     for (const Member& member : event.roster->members) procs.push_back(member.proc);
@@ -637,7 +625,7 @@ class Driver {
     attach(stay, number, &neighbour);
   }
 
-  // Watches a neighbour and opens its board. Retries each second: descriptors may have run out.
+  // Retries each second: descriptors may have run out.
   void attach(Stay* stay, int number, Neighbour* neighbour) {
     neighbour->attach_at = kNever;
     std::string problem;
@@ -728,7 +716,7 @@ class Driver {
 }  // namespace
 
 void Unsent::add(const Bytes& bytes) {
-  // Small frames are written together, unless the last part is shared.
+  // Small frames are written together.
   if (!parts.empty() && parts.back().use_count() == 1 && parts.back()->size() < kReadBytes) {
     parts.back()->append(bytes);
     size += bytes.size();

@@ -1,7 +1,6 @@
 // Drives the cores of this process: one thread with one epoll, which takes no interpreter lock and decides nothing.
 //
-// A `Stay` is this process's membership in one world, from `open_stay` to `leave_stay`. The thread runs while any stay
-// exists. A forked child starts without both, and may open stays of its own.
+// The thread runs while any `Stay`, a membership in one world, exists. A forked child starts without them.
 #pragma once
 
 #include <chrono>
@@ -26,19 +25,18 @@ class Inbox {
  public:
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
-  // Drops logs and questions when full, because peers can cause any number.
+  // Drops logs and questions when full: peers can cause any number.
   void push(Kind kind, const Action& news);
   // Makes `news` the last of the queue. Allocates no memory.
   void end(Bytes news) noexcept;
-  // Returns the size of the next news, and removes it if it fits into `capacity`; 0: none.
+  // Returns the size of the next news; removes it if it fits.
   std::size_t take(char* buffer, std::size_t capacity);
   int number() const { return wake_.number(); }
 
   // Returns false if the verdict is expected already.
   bool expect(const AgreementKey& key);
   void give(Kind kind, const Action& news);
-  // Waits at most `wait` for the verdict, and copies what fits. Returns its size, 0 if it hasn't arrived, or -1 if the
-  // stay is over. The verdict is kept until `forget`.
+  // Returns the size, 0 if it hasn't arrived, or -1 if the stay is over. Copies what fits.
   std::int64_t await(const AgreementKey& key, Nanos wait, char* buffer, std::size_t capacity);
   void forget(const AgreementKey& key);
 
@@ -52,7 +50,6 @@ class Inbox {
   Bytes last_;
 };
 
-// Connections can share parts.
 struct Unsent {
   std::deque<std::shared_ptr<Bytes>> parts;
   std::size_t at = 0;  // written bytes of the first part
@@ -67,10 +64,10 @@ struct Unsent {
 
 struct Connection {
   Descriptor socket;
-  Proc dialed = 0;  // its target; 0 once open
+  Proc dialed = 0;  // 0 once open
   bool closing = false;
-  bool is_guest = false;  // of the store
-  bool hung_up = false;   // can't write, but still reads
+  bool is_guest = false;
+  bool hung_up = false;  // can't write, but still reads
   bool polls_out = false;
   Nanos until = kNever;  // of the dial or close
   Unsent out;
@@ -122,22 +119,19 @@ struct Stay {
   Nanos leave_by = kNever;
   int listener_number = -1;
   bool listens = true;
-  bool accepts = true;    // false for 0.1 s after descriptors ran out
-  Nanos quiet_until = 0;  // for logs of shortages
+  bool accepts = true;    // false while descriptors are short
+  Nanos quiet_until = 0;  // no shortage is logged before
 };
 
-// Listens at `address`; returns a handle or the negative errno. `first` to `last`: the allowed ports; 0: any. `token`:
-// the listener's secret; if empty, a random one.
+// Returns a handle or the negative errno. Ports `first` to `last`; 0: any. `token`: random if empty.
 std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
                        std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
-// Returns false and sets errno if the stay is over. `boards`, with kMeet: descriptors of the members' boards, in rank
-// order.
+// Returns false and sets errno if the stay is over. `boards`, with kMeet: descriptors of the members' boards.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
 Bytes record_of(Stay* stay);
-// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 1 s after the
-// deadline.
+// Returns when other hosts' kernels have the farewell, at most 1 s after the deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);
 
 }  // namespace parallel_state::control

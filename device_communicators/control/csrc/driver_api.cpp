@@ -1,5 +1,5 @@
-// The C interface of the control plane, for ctypes. A handle identifies a stay. Functions return -ESRCH for an unknown
-// handle, such as a parent's in a forked child. None takes the interpreter lock; each wait is bounded.
+// The C interface for ctypes. Functions return -ESRCH for an unknown handle, as in a forked child. None takes the
+// interpreter lock; each wait is bounded.
 #ifdef __linux__
 #include <algorithm>
 #include <cerrno>
@@ -12,11 +12,9 @@ using namespace parallel_state::control;
 namespace {
 
 Nanos from_now(double seconds) {
-  // 1e9 s: no deadline.
   return monotonic_now() + static_cast<Nanos>(std::min(std::max(seconds, 0.0), 1e9) * 1e9);
 }
 
-// Returns `body(stay)`; `failed` if memory runs out, and `unknown` without a stay.
 template <typename Result, typename Body>
 Result with(std::int64_t handle, Result unknown, Result failed, Body body) try {
   const std::shared_ptr<Stay> stay = find_stay(handle);
@@ -25,7 +23,7 @@ Result with(std::int64_t handle, Result unknown, Result failed, Body body) try {
   return failed;
 }
 
-// `make` fills in the event, and returns 0 or an errno.
+// `make` returns 0 or an errno.
 template <typename Make>
 int post_event(std::int64_t handle, Event::Kind kind, Make make, std::vector<int>* boards = nullptr) {
   return with(handle, -ESRCH, -ENOMEM, [&](const auto& stay) {
@@ -36,7 +34,7 @@ int post_event(std::int64_t handle, Event::Kind kind, Make make, std::vector<int
   });
 }
 
-// Returns the size; copies what fits.
+// Copies what fits, and returns the size.
 std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity) {
   std::memcpy(buffer, bytes.data(), std::min<std::uint64_t>(bytes.size(), capacity));
   return bytes.size();
@@ -47,9 +45,8 @@ std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity)
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Listens at a numeric address, at a port from `first` to `last`, 0 for any. Returns a handle or the negative errno.
-// Writes the process's number, port and board descriptor. `token`: the listener's, at most 64 characters; an empty one
-// is replaced by 32 random characters.
+// Returns a handle or the negative errno. Ports `first` to `last`; 0: any. `token`: at most 64 characters; an empty one
+// is replaced by a random one.
 std::int64_t ps_control_open(const char* address, int first, int last, double beat_s, double limit_s,
                              std::uint32_t build, std::uint64_t* proc, int* port, int* board, char* token) {
   try {
@@ -70,7 +67,7 @@ std::int64_t ps_control_open(const char* address, int first, int last, double be
   }
 }
 
-// `members`: for each, in rank order: rank, process, domain, pid, start time, board, port, host, token; see plane.py.
+// `members`: see `_pack` in plane.py.
 int ps_control_meet(std::int64_t handle, const char* members, std::uint64_t size, int count) {
   std::vector<int> boards;
   const auto make = [&](Event* event) {
@@ -86,8 +83,7 @@ int ps_control_meet(std::int64_t handle, const char* members, std::uint64_t size
   return post_event(handle, Event::kMeet, make, &boards);
 }
 
-// Begins an agreement among `members`, in rank order; a negative timeout cancels it. Writes an identifier of the
-// members to `digest`. Returns -EEXIST if the agreement is running. Each one needs a later `ps_control_forget`.
+// A negative timeout cancels the agreement. -EEXIST: it is running. Needs a later `ps_control_forget`.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
   *digest = Core::digest_of({members, members + count});
@@ -102,8 +98,7 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
   return -ENOMEM;
 }
 
-// Waits for a call's verdict, copies what fits, and returns its size; 0 if there is none yet, -ESHUTDOWN if the stay is
-// over. Another thread may close the stay meanwhile.
+// Copies what fits, and returns the size; 0: none yet; -ESHUTDOWN: the stay is over.
 std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt,
                                 double wait_s, char* buffer, std::uint64_t capacity) {
   return with<std::int64_t>(handle, -ESRCH, -ENOMEM, [&](const auto& stay) {
@@ -117,10 +112,9 @@ void ps_control_forget(std::int64_t handle, std::uint64_t digest, const char* pu
   with(handle, 0, 0, [&](const auto& stay) { return stay->inbox.forget({digest, purpose, attempt}), 0; });
 }
 
-// 1: the process exited, or each of its threads is exiting or has a pending SIGKILL.
 int ps_control_is_ending(int pid) { return is_ending(pid) ? 1 : 0; }
 
-// `kind`: Event::kReport, kAsk or kReply, which have a process, flags or a number, and bytes. `timeout_s`: of kAsk.
+// `kind`: kReport, kAsk or kReply. `timeout_s`: of kAsk.
 int ps_control_post(std::int64_t handle, int kind, std::uint64_t proc, int flags, std::uint64_t id, const char* bytes,
                     std::uint64_t size, double timeout_s) {
   return post_event(handle, static_cast<Event::Kind>(kind), [&](Event* event) {
@@ -133,29 +127,25 @@ int ps_control_post(std::int64_t handle, int kind, std::uint64_t proc, int flags
   });
 }
 
-// Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most `linger_s` + 1 s
-// later.
+// Returns after at most `linger_s` + 1 s.
 void ps_control_leave(std::int64_t handle, double linger_s) {
   with(handle, 0, 0, [&](const auto& stay) { return leave_stay(stay, from_now(linger_s)), 0; });
 }
 
-// Returns the size of the next news, or 0. News larger than `capacity` is kept.
+// Returns the size of the next news, or 0. Keeps it if it doesn't fit.
 std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   return with<std::uint64_t>(handle, 0, 0, [&](const auto& stay) { return stay->inbox.take(buffer, capacity); });
 }
 
-// Readable while there is news.
 int ps_control_eventfd(std::int64_t handle) {
   return with(handle, -1, -1, [](const auto& stay) { return stay->inbox.number(); });
 }
 
-// Returns the size of the record of the last events.
 std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   return with<std::uint64_t>(handle, 0, 0,
                              [&](const auto& stay) { return copy_out(record_of(stay.get()), buffer, capacity); });
 }
 
-// Returns the size of the record's replay as text.
 std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) try {
   return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
 } catch (const std::bad_alloc&) {

@@ -1,4 +1,4 @@
-// Reports exits of a world's ranks to this process's waits, from the control plane's thread.
+// Reports exits of a world's ranks to waits, from the control plane's thread.
 #pragma once
 
 #include <map>
@@ -9,7 +9,7 @@ namespace parallel_state::control {
 
 class EndListener {
  public:
-  // `died`: false if the rank left. Must not block.
+  // Must not block.
   virtual void on_end(int rank, bool died) noexcept = 0;
 
  protected:

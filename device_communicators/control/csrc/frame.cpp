@@ -5,12 +5,11 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x314c525443535000;  // "\0PSCTRL1": text protocols never begin with 0
+constexpr std::uint64_t kMagic = 0x314c525443535000;  // "\0PSCTRL1": text never begins with 0
 
 }  // namespace
 
 Bytes encode(const Hello& hello) {
-  // Four bytes are reserved.
   return Writer().number(kMagic).number(hello.version).number(hello.oldest).number(hello.build).number(0U).take();
 }
 
@@ -31,7 +30,7 @@ Parser::Result Parser::next(Hello* hello, Frame* frame) {
   Reader reader(rest());
   if (!has_hello_) {
     if (rest().size() < kHelloBytes) {
-      // Refuse at once: a foreign peer may never send the rest.
+      // A foreign peer may never send the rest.
       const Bytes magic = Writer().number(kMagic).take();
       const std::string_view known = rest().substr(0, magic.size());
       malformed_ = known != std::string_view(magic).substr(0, known.size());

@@ -1,7 +1,7 @@
-// The wire format of the control plane: one hello, then frames. Integers are little-endian.
+// The wire format: one hello, then frames. Integers are little-endian.
 //
-// Only the hello is frozen; each side refuses versions that it doesn't know. The parser treats input as hostile:
-// lengths are bounded before anything is stored, and the first malformed byte ends the stream.
+// Only the hello is frozen. The parser bounds lengths before it stores anything. The first malformed byte ends the
+// stream.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace parallel_state::control {
 
 using Bytes = std::string;
 using Nanos = std::int64_t;
-using Proc = std::uint64_t;  // a process's membership in one world; 0: none
+using Proc = std::uint64_t;  // 0: none
 
 inline constexpr std::uint16_t kVersion = 2;
 inline constexpr std::uint16_t kOldestVersion = 2;
@@ -26,10 +26,10 @@ inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 24;
 inline constexpr std::size_t kNonceBytes = 16;
 inline constexpr std::size_t kMostBodyBytes = 32U << 20;
-inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame of an unidentified peer
-inline constexpr std::size_t kMostValueBytes = 4096;       // of one member in an agreement
-inline constexpr std::size_t kMostStatusBytes = 64 << 10;  // of a question or a reply
-inline constexpr std::size_t kMostTextBytes = 256;         // of a cause or a name
+inline constexpr std::size_t kMostStrangerBytes = 64;
+inline constexpr std::size_t kMostValueBytes = 4096;
+inline constexpr std::size_t kMostStatusBytes = 64 << 10;
+inline constexpr std::size_t kMostTextBytes = 256;
 inline constexpr std::size_t kMostMembers = 4096;
 
 struct Hello {
@@ -39,20 +39,20 @@ struct Hello {
 };
 
 enum class FrameKind : std::uint16_t {
-  kNonce = 1,  // both directions, after the hello: sender's number, random number
-  kIdentity,   // next: proof that the sender has the listener's token
-  kBeat,       // digest of the sender's state
-  kState,      // the whole state of ends
-  kValue,      // agreement: member -> decider
-  kAsk,        // new decider -> members: is there a verdict?
-  kAnswer,     // member -> new decider: the verdict, or none
-  kVerdict,    // decider -> members
-  kDone,       // member -> decider: its caller has the verdict
-  kForget,     // decider -> members: all are done
-  kQuestion,   // status: asker -> asked
-  kReply,      // status: asked -> asker
-  kStoreCall,  // store: guest -> listener
-  kStoreReply  // store: listener -> guest
+  kNonce = 1,
+  kIdentity,  // proof of the listener's token
+  kBeat,      // digest of the state
+  kState,
+  kValue,    // member -> decider
+  kAsk,      // new decider -> members
+  kAnswer,   // member -> new decider
+  kVerdict,  // decider -> members
+  kDone,     // member -> decider: delivered
+  kForget,   // decider -> members: all are done
+  kQuestion,
+  kReply,
+  kStoreCall,  // guest -> listener
+  kStoreReply
 };
 
 struct Frame {
@@ -104,7 +104,7 @@ class Digest {
   std::uint64_t value_ = 1;
 };
 
-// Reads values from a body. From the first value that exceeds the body on, all are zero or empty and `ok` is false.
+// After the first value that exceeds the body, all are empty and `ok` is false.
 class Reader {
  public:
   explicit Reader(std::string_view bytes, std::size_t most_bytes = kMostValueBytes, std::size_t most = kMostMembers)
@@ -125,7 +125,6 @@ class Reader {
     bytes_.remove_prefix(size);
     return value;
   }
-  // At most as many items as the rest of the body can hold.
   std::size_t count() {
     const auto value = number<std::uint32_t>();
     if (value > most_ || value > bytes_.size()) return fail(), 0;
@@ -221,7 +220,6 @@ void get(Reader* reader, std::map<Key, T>* values) {
   }
 }
 
-// Splits a stream into its hello and frames. A value.
 class Parser {
  public:
   enum class Result { kNeedsMore, kHello, kFrame, kMalformed };
@@ -229,10 +227,10 @@ class Parser {
   void push(std::string_view bytes) { buffer_.append(bytes); }
   // After kMalformed nothing else is returned.
   Result next(Hello* hello, Frame* frame);
-  // Allows full-size bodies of an identified peer.
+  // Allows full-size bodies.
   void trust() { most_body_bytes_ = kMostBodyBytes; }
   std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
-  // For an identified peer's stream, after its hello.
+  // Of an identified peer.
   static Parser after_hello(std::string_view rest) {
     Parser parser;
     parser.push(rest);

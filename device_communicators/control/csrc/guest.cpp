@@ -1,5 +1,5 @@
 #ifdef __linux__
-// A client of a listener's store, driven by its callers without the interpreter lock.
+// Driven by its callers without the interpreter lock.
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -23,9 +23,9 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
-constexpr std::size_t kMostShown = 64;  // quoted bytes of a foreign service's answer
-constexpr Nanos kPause = 20'000'000;    // delay before redialing a connection that closed early
-constexpr Nanos kEnd = 200'000'000;     // time in which a running server ends a cancelled wait
+constexpr std::size_t kMostShown = 64;  // quoted bytes of a foreign answer
+constexpr Nanos kPause = 20'000'000;    // before redialing after an early close
+constexpr Nanos kEnd = 200'000'000;     // for a running server to end a cancelled wait
 constexpr std::size_t kMostFree = 4;    // idle connections per client
 // Keepalives keep firewalls from dropping idle connections. A connection ends 70 s after the server's host vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
@@ -56,16 +56,12 @@ Bytes describe(int code, const Bytes& text) {
   }
 }
 
-// One connection, used by one thread at a time. Each step returns 0 or an errno. After EINPROGRESS and EAGAIN step
-// again; after others close the guest.
-//
-// EINPROGRESS, EAGAIN: the deadline `until` passed during, or after, the handshake. ESTALE: the server closed the
-// connection after the last reply; ECONNABORTED: during the handshake. EKEYREJECTED: the server doesn't have the token.
-// EPROTO: another service answered; `text` has its first bytes. EPROTONOSUPPORT: the server has another version, in
-// `text`. EBADMSG: wrong MAC, or not the next reply.
+// Used by one thread at a time. Steps return 0 or an errno. EINPROGRESS, EAGAIN: step again; the deadline passed
+// during, or after, the handshake. Others: close. ESTALE: closed after the last reply; ECONNABORTED: during the
+// handshake. EKEYREJECTED: the server lacks the token. EPROTO: another service; `text` has its first bytes.
+// EPROTONOSUPPORT: another version, in `text`. EBADMSG: wrong MAC, or not the next reply.
 class Guest {
  public:
-  // `host` is a numeric address.
   int dial(const std::string& host, int port, std::string token) {
     socket_ = begin_dial(host, port);
     if (!socket_) return errno;
@@ -76,10 +72,10 @@ class Guest {
     return 0;
   }
 
-  // The reply of the previous request must have arrived.
+  // The previous reply must have arrived.
   int ask(Bytes request) {
     char byte;
-    // A server sends nothing between requests: a readable socket is closed.
+    // A server sends nothing between requests: it was closed.
     const bool is_quiet =
         !identified_ || (recv(*socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR));
     if (!is_quiet) return ESTALE;
@@ -90,7 +86,7 @@ class Guest {
     return 0;
   }
 
-  // Cancels a kGet or kWait: its reply, or kCancelled, arrives next.
+  // The reply or kCancelled arrives next.
   void cancel() {
     out_ += encode_frame(FrameKind::kStoreCall,
                          to_listener_.seal(encode_store(static_cast<std::uint8_t>(StoreCall::kCancel), {})));
@@ -161,7 +157,7 @@ class Guest {
   int on_frame(const Frame& frame) {
     if (theirs_.empty()) {
       if (frame.kind != FrameKind::kNonce || frame.body.size() != kNonceBytes) return EBADMSG;
-      if (frame.from == 0) return ECONNREFUSED;  // the socket connected to itself: TCP simultaneous open
+      if (frame.from == 0) return ECONNREFUSED;  // the socket connected to itself (TCP simultaneous open)
       listener_ = frame.from;
       theirs_ = frame.body;
       out_ += encode_frame(FrameKind::kIdentity, prove(token_, true, nonce_, theirs_, 0, listener_));
@@ -192,18 +188,17 @@ class Guest {
   bool connected_ = false, identified_ = false, asking_ = false;
 };
 
-// One store's addresses, and its idle connections.
 struct Client {
-  std::vector<std::string> addresses;  // numeric; the server may listen at only one of a host's
+  std::vector<std::string> addresses;  // numeric; the server may listen at only one
   int port = 0;
   std::string token;
-  std::list<std::unique_ptr<Guest>> free;  // guarded by the fork mutex
+  std::list<std::unique_ptr<Guest>> free;  // idle; guarded by the fork mutex
 };
 
-// One request to a store, used by one thread at a time. Its destructor closes the connection if no reply arrived.
+// Used by one thread at a time. Closes its connection if no reply arrived.
 class Request {
  public:
-  // `deadline`: of the reply. `connected_by`: deadline of the handshake.
+  // `deadline`: of the reply. `connected_by`: of the handshake.
   Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, Nanos connected_by)
       : client_(std::move(client)), content_(std::move(content)), deadline_(deadline), connected_by_(connected_by) {
     const auto call = static_cast<StoreCall>(content_.empty() ? 0 : content_[0]);
@@ -218,9 +213,9 @@ class Request {
     if (replied_ && !is_held && client_->free.size() < kMostFree) client_->free.push_back(std::move(guest_));
   }
 
-  // Waits until `until`, at most 0.2 s longer. Returns 0 or an errno. EAGAIN: call again. ETIME: keys of a kGet or
-  // kWait were not set by the deadline. ETIMEDOUT: the server doesn't answer. Others: see Guest. Reconnects if the
-  // server closed an idle connection, or a new one because it has too many unidentified connections.
+  // Returns at most 0.2 s after `until`. EAGAIN: call again. ETIME: keys were not set by the deadline. ETIMEDOUT: no
+  // answer. Others: see Guest. Reconnects if the server closed an idle connection, or a new one because it has too
+  // many.
   int wait(Nanos until) {
     while (true) {
       const int code = advance(until);
@@ -321,8 +316,7 @@ std::int64_t ps_store_client(const char* addresses, int port, const char* token)
   return handle;
 }
 
-// Returns the request's handle, or the negative errno. Connecting may take `connect_s`, even if the request's limit is
-// shorter.
+// Connecting may take `connect_s`, even if `timeout_s` is shorter.
 std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_t size, double timeout_s,
                           double connect_s) try {
   auto found = find(clients, client);
@@ -337,7 +331,7 @@ std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_
   return -ENOMEM;
 }
 
-// Waits for at most `slice_s`. Returns 0 or the negative errno of Request::wait.
+// Returns 0 or the negative errno of Request::wait.
 int ps_store_wait(std::int64_t handle, double slice_s) try {
   const auto request = find(requests, handle);
   return request == nullptr ? -ESRCH : -request->wait(monotonic_now() + static_cast<Nanos>(slice_s * 1e9));
@@ -345,7 +339,7 @@ int ps_store_wait(std::int64_t handle, double slice_s) try {
   return -ENOMEM;
 }
 
-// Returns the size of the reply or error text, and copies it if it fits.
+// Copies it if it fits.
 std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   const auto request = find(requests, handle);
   if (request == nullptr) return 0;
@@ -353,13 +347,12 @@ std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t cap
   return request->text.size();
 }
 
-// Closes the connection if it is a kHold, or if no reply has arrived.
+// Closes the connection if it holds, or lacks a reply.
 void ps_store_end(std::int64_t handle) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   requests.erase(handle);
 }
 
-// The next request connects again.
 void ps_store_close(std::int64_t client) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   if (const auto found = clients.find(client); found != clients.end()) found->second->free.clear();

@@ -1,4 +1,4 @@
-// HMAC-SHA256 (RFC 2104, FIPS 180-4). Two processes use it to prove to each other that they have a token.
+// HMAC-SHA256 (RFC 2104, FIPS 180-4).
 #pragma once
 
 #include <string>

@@ -32,7 +32,7 @@ namespace {
 
 constexpr off_t kAreaBytes = 2 << 20;  // exceeds a state of 4,096 members with causes
 constexpr off_t kFirstArea = 4096;
-constexpr int kExitingFlag = 4;  // PF_EXITING in /proc/PID/stat
+constexpr int kExitingFlag = 4;  // PF_EXITING
 #ifndef SYS_pidfd_open
 constexpr long SYS_pidfd_open = 434;
 #endif
@@ -42,7 +42,7 @@ struct Open {
   std::set<int> descriptors;
 };
 
-// Never freed: threads may use it at exit, and a forked child makes a new one.
+// Never freed: threads may use it at exit.
 std::atomic<Open*> open_now{nullptr};
 std::atomic<void (*)()> forget_in_child{nullptr};
 
@@ -105,7 +105,6 @@ Nanos monotonic_now() {
 
 Bytes random_bytes(std::size_t count) {
   Bytes bytes(count, '\0');
-  // Up to 256 bytes aren't split.
   if (getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count)) return bytes;
   std::random_device device;  // if a sandbox refuses getrandom
   for (char& byte : bytes) byte = static_cast<char>(device());
@@ -142,7 +141,7 @@ void Descriptor::close() {
 
 namespace {
 
-// Opens a socket for a numeric address, and calls `use(socket, address, its size)`, which returns 0 if it succeeds.
+// `use(socket, address, size)` returns 0 if it succeeds.
 template <typename Use>
 Descriptor open_socket(const std::string& host, int port, Use use) {
   addrinfo hints{};
@@ -175,7 +174,7 @@ int dial_error(int socket) {
   socklen_t size = sizeof(code);
   getsockopt(socket, SOL_SOCKET, SO_ERROR, &code, &size);
   if (code != 0) return code;
-  // Dialing a closed local port can connect a socket to itself (TCP simultaneous open).
+  // A dialed closed local port can connect to itself (TCP simultaneous open).
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
   const bool is_known = getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
@@ -187,8 +186,7 @@ Descriptor listen_at(const std::string& address, int* port) {
   return open_socket(address, *port, [port](int socket, const sockaddr* at, socklen_t at_size) {
     sockaddr_storage own{};
     socklen_t size = sizeof(own);
-    // Connections closed by an earlier stay occupy its port for a minute. Another listener still makes bind or listen
-    // fail.
+    // Closed connections occupy their port for a minute. Another listener still makes bind or listen fail.
     const int on = 1;
     setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
     if (bind(socket, at, at_size) != 0 || listen(socket, 4096) != 0) return -1;
@@ -290,8 +288,7 @@ ProcessWatch::Found ProcessWatch::open(int pid, std::uint64_t began) {
   file_ = Descriptor::of([&] { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); });
   if (!file_ && errno == ESRCH) return kExited;
   polled_ = static_cast<bool>(file_);
-  // Kernels before 5.3 have no pidfds, and sandboxes refuse them. A stat read after opening the pidfd is of the pidfd's
-  // process, unless that has exited.
+  // Kernels before 5.3 and sandboxes have no pidfds. A stat read after the pidfd was opened is of the same process.
   Descriptor stat = open_file(path);
   if (!stat) return !polled_ && (errno == ENOENT || errno == ESRCH) ? kExited : polled_ ? kRuns : kUnknown;
   const auto fields = stat_fields(*stat);
@@ -308,7 +305,7 @@ bool ProcessWatch::has_exited() const {
   char byte;
   if (pread(*file_, &byte, 1, 0) < 0 && errno == ESRCH) return true;
   const auto fields = stat_fields(*file_);
-  // State is Z, too, if only the main thread exited: check the thread count.
+  // State is Z, too, if only the main thread exited.
   return fields.size() > 17 && (fields[0] == "Z" || fields[0] == "X" || fields[0] == "x") &&
          std::strtol(fields[17].c_str(), nullptr, 10) <= 1;
 }

@@ -1,4 +1,4 @@
-// Linux parts of the driver: descriptors closed in forked children, boards, detection of exits.
+// Linux parts of the driver.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ std::recursive_mutex& fork_mutex();
 // Calls `forget` in each forked child, after its descriptors are closed.
 void in_forked_child(void (*forget)());
 
-// Sends the first TCP keepalive after `idle_s`, then one per `interval_s`; `probes` without answer end the connection.
+// `probes` without an answer end the connection.
 void keep_alive(int socket, int idle_s, int interval_s, int probes);
 
 // Owns a descriptor; forked children close it, and find it closed.
@@ -52,14 +52,14 @@ class Descriptor {
   const void* process_ = nullptr;
 };
 
-// Begins to connect to a numeric address: resolving a name could take seconds. No descriptor, and errno, if that fails.
+// `host`: a numeric address. Returns no descriptor, and sets errno, if it fails.
 Descriptor begin_dial(const std::string& host, int port);
-// The errno of a finished dial. A socket that connected to itself was refused.
+// Returns an errno. A socket that connected to itself was refused.
 int dial_error(int socket);
-// Returns a listener, and sets `port` to its own; no descriptor, and errno, if that fails.
+// Sets `port` to the listener's. Returns no descriptor, and sets errno, if it fails.
 Descriptor listen_at(const std::string& address, int* port);
 
-// Wakes a thread that polls `number()`: an eventfd, or a pipe if a sandbox refuses one.
+// An eventfd, or a pipe if a sandbox refuses one.
 class Wake {
  public:
   bool make();
@@ -71,15 +71,14 @@ class Wake {
   Descriptor reader_, writer_;
 };
 
-// Head of a board, a nameless file through which one process publishes its state to its watch domain, which opens it
-// through /proc. States alternate between two areas: if the writer is killed while it writes one, readers use the
-// other. Bytes 64 to 4095 hold the endpoint as JSON, which plane.py writes for `find_endpoints`.
+// Head of a nameless file, which the watch domain opens through /proc. States alternate between two areas, so that a
+// kill while one is written leaves the other. Bytes 64 to 4095: the endpoint as JSON, which plane.py writes.
 struct BoardHead {
   Proc proc = 0;
   std::uint64_t beat = 0;
-  std::uint64_t generation = 0;  // the current state is in area generation % 2
+  std::uint64_t generation = 0;  // the state is in area generation % 2
   std::uint32_t sizes[2] = {0, 0};
-  std::uint64_t has_met = 0;  // 1: all others' boards are open
+  std::uint64_t has_met = 0;  // all others' boards are open
 };
 
 class Board {
@@ -100,9 +99,9 @@ class Board {
 
 class PeerBoard {
  public:
-  // `number`: the board's descriptor in `pid`. `proc`: its expected owner.
+  // `number`: the board's descriptor in `pid`.
   bool open(int pid, int number, Proc proc);
-  // Returns true if the beat moved. Sets `state` and `is_new` if there is a new state.
+  // Returns true if the beat moved. `is_new`: `state` was set.
   bool read(Bytes* state, bool* is_new);
   bool has_met() const { return head_.has_met != 0; }
   explicit operator bool() const { return static_cast<bool>(file_); }
@@ -114,12 +113,11 @@ class PeerBoard {
   BoardHead head_;
 };
 
-// Watches one process: by a pidfd, readable at its exit, or by an open /proc/PID/stat, which must be polled. Neither
-// refers to a later process with the same PID.
+// A pidfd, or /proc/PID/stat, which must be polled. Neither refers to a later process with the same PID.
 class ProcessWatch {
  public:
   enum Found { kRuns, kExited, kUnknown };
-  // `began`: start time, field 22 of /proc/PID/stat; 0: unknown.
+  // `began`: 0 if unknown.
   Found open(int pid, std::uint64_t began);
   bool is_polled() const { return polled_; }
   bool has_exited() const;

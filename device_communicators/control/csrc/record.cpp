@@ -26,7 +26,6 @@ std::string name_of(const Core& core, Proc proc) {
   return index < 0 ? "process " + std::to_string(proc) : "rank " + std::to_string(core.roster()->members[index].rank);
 }
 
-// Names the frames in the bytes of a connection, if the bytes begin with a frame or the hello.
 std::string frames_in(std::string_view bytes) {
   std::string text = " " + std::to_string(bytes.size()) + " bytes:";
   if (bytes.substr(0, 8) == std::string_view(encode(Hello{})).substr(0, 8)) {
@@ -44,7 +43,6 @@ std::string frames_in(std::string_view bytes) {
   return text;
 }
 
-// `subject`: an Event or an Action.
 template <typename Subject>
 std::string about(const Core& core, const Subject& subject) {
   std::string text;

@@ -9,7 +9,7 @@
 
 namespace parallel_state::control {
 
-// Keeps the last 32 to 64 KiB of events, and a copy of the core from before them.
+// The last 32 to 64 KiB, and the core before them.
 class Record {
  public:
   // Call it before `core` handles `event`.
@@ -25,8 +25,7 @@ class Record {
   std::optional<Part> older_, newer_;
 };
 
-// Steps `core` through a record; calls `each` after each step. Returns true if `core` ends with the recorded digest;
-// nullopt if the record is malformed or of another build.
+// Returns true if `core` ends with the recorded digest; nullopt if the record is malformed or of another build.
 std::optional<bool> replay(
     std::string_view record, Core* core,
     const std::function<void(Nanos, const Event&, const std::vector<Action>&, const Core&)>& each);

@@ -8,10 +8,10 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kPartBytes = 4;  // size of a part's length field
+constexpr std::size_t kPartBytes = 4;  // size of a part's length
 constexpr std::size_t kMostHeldBytes = 64U << 10;
 
-// Internal error: the request can't be carried out.
+// The request can't be carried out.
 struct Problem {
   std::string text;
 };
@@ -39,7 +39,7 @@ Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_di
 
 Seal::Seal(std::string_view token, bool to_listener, std::string_view nonce_of_guest,
            std::string_view nonce_of_listener) {
-  Writer writer;  // its first byte differs from that of a proof's message, so no proof equals a key
+  Writer writer;  // its first byte differs from a proof's, so no proof equals a key
   writer.text(to_listener ? "to listener" : "to guest").text(nonce_of_guest).text(nonce_of_listener);
   key_ = hmac_sha256(token, writer.take());
 }
@@ -89,7 +89,6 @@ bool Store::ask(int guest, std::string_view request, std::vector<Output>* out) {
   return true;
 }
 
-// Returns the parts of the reply.
 std::vector<Bytes> Store::carry_out(StoreCall call, const std::vector<Bytes>& parts, int guest,
                                     std::vector<Output>* out) {
   const auto value_of = [&](const Bytes& key) {
@@ -143,7 +142,6 @@ std::vector<Bytes> Store::carry_out(StoreCall call, const std::vector<Bytes>& pa
   }
 }
 
-// Replies once all of the guest's keys are set.
 void Store::wait_for(int guest, std::vector<Output>* out) {
   Guest& from = guests_.at(guest);
   std::size_t size = 0;
@@ -177,7 +175,7 @@ void Store::set(const Bytes& key, Bytes value, std::vector<Output>* out) {
   for (const int guest : guests) {
     auto& missing = guests_.at(guest).missing;
     missing.erase(key);
-    if (missing.empty()) wait_for(guest, out);  // another of its keys may have been deleted
+    if (missing.empty()) wait_for(guest, out);  // another key may have been deleted
   }
 }
 

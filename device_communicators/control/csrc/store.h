@@ -1,8 +1,7 @@
 // The key-value service of a world's listener, as a value without I/O.
 //
-// A guest proves that it has the listener's token, but is no member: its process number is 0. The core checks the
-// proof, then hands the connection to the store. A guest sends one call at a time. Calls and replies end with a MAC
-// over a counter and the body, so changed, repeated and missing frames are detected. Nothing is encrypted.
+// A guest is no member: its process number is 0. The core checks its proof of the token. A guest sends one call at a
+// time. Calls and replies end with a MAC over a counter and the body. Nothing is encrypted.
 #pragma once
 
 #include <map>
@@ -16,10 +15,10 @@
 namespace parallel_state::control {
 
 inline constexpr std::size_t kMostStoreBytes = kMostBodyBytes - 4096;  // without head and MAC
-inline constexpr std::size_t kMostParts = 1U << 17;                    // per request or reply
+inline constexpr std::size_t kMostParts = 1U << 17;
 inline constexpr std::size_t kSealBytes = 32;
 
-// The HMAC by which one side proves that it has the listener's token.
+// Proves that one side has the listener's token.
 Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_dialer,
             std::string_view nonce_of_listener, Proc dialer, Proc listener);
 
@@ -28,7 +27,7 @@ class Seal {
   Seal() = default;
   Seal(std::string_view token, bool to_listener, std::string_view nonce_of_guest, std::string_view nonce_of_listener);
   Bytes seal(Bytes body);
-  // Removes the MAC; false if the peer didn't seal this body next.
+  // Removes the MAC; false if it is wrong.
   bool open(Bytes* body);
   std::uint64_t number() const { return number_; }
 
@@ -39,7 +38,7 @@ class Seal {
   std::uint64_t number_ = 0;
 };
 
-// A call has a kind and parts. A reply has one of these codes and parts: the answer, a problem's text, or none.
+// Codes of replies. Parts: the answer, a problem's text, or none.
 inline constexpr std::uint8_t kReplied = 0, kProblem = 1, kCancelled = 2;
 
 enum class StoreCall : std::uint8_t {
@@ -47,14 +46,14 @@ enum class StoreCall : std::uint8_t {
   kGet,         // keys; returns their values once all are set
   kAdd,         // key, number; returns the sum
   kWait,        // keys; returns once all are set
-  kCheck,       // keys; returns "1" if all are set, else "0"
+  kCheck,       // keys; returns "1" or "0"
   kCompareSet,  // key, expected, desired; returns the resulting value
-  kDelete,      // key; returns "1" if it was set, else "0"
-  kCount,       // returns the number of keys
-  kAppend,      // key, bytes to append
-  kHold,        // key, value; as kSet, but when the connection ends, gone/KEY replaces KEY
-  kQuestion,    // answered by the program
-  kCancel       // ends this client's kGet or kWait with kCancelled; no reply if it was answered already
+  kDelete,      // key; returns "1" if it was set
+  kCount,
+  kAppend,  // key, bytes
+  kHold,    // key, value; gone/KEY replaces KEY when the connection ends
+  kQuestion,
+  kCancel  // ends kGet or kWait; no reply if that was answered
 };
 
 inline Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
@@ -63,7 +62,6 @@ inline Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
   return writer.take();
 }
 
-// False if malformed.
 inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts) {
   Reader reader(body, kMostStoreBytes, kMostParts);
   get(&reader, code);
@@ -71,7 +69,7 @@ inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<
   return reader.finished();
 }
 
-// Keys, values, and guests that wait for keys. Replies as torch's TCPStore does.
+// Replies as torch's TCPStore does.
 class Store {
  public:
   struct Output {
@@ -79,15 +77,13 @@ class Store {
     Bytes bytes;
     bool is_question = false;  // `bytes` is for the program
   };
-  // Each method appends to `out` the replies to guests, also to those whose last missing key was set.
+  // Each method appends replies to `out`, also to guests whose last missing key was set.
 
   // `handed`: the bytes of kGuest. Returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
-  // Returns false as `admit` does.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
-  // Passes on the program's answer to a question.
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
-  // Drops the guest's wait, and replaces each KEY that it holds by gone/KEY.
+  // Replaces each KEY that it holds by gone/KEY.
   void drop(int guest, std::vector<Output>* out);
 
  private:
@@ -95,7 +91,6 @@ class Store {
     Parser parser;
     Seal in, out;
     bool asks = false;
-    // Of a kGet or kWait, which waits while keys are missing
     bool gets = false;
     std::vector<Bytes> keys;
     std::set<Bytes> missing;
@@ -110,7 +105,7 @@ class Store {
 
   std::map<int, Guest> guests_;
   std::map<Bytes, Bytes> values_;
-  std::map<Bytes, int> holders_;            // guests whose end deletes the key
+  std::map<Bytes, int> holders_;
   std::map<Bytes, std::set<int>> waiting_;  // guests, by missing key
 };
 
