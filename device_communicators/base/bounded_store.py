@@ -1,10 +1,8 @@
 """Deadlines for operations on a torch store.
 
-A client of torch's TCPStore waits without a deadline: 16 minutes behind a dead link, forever if the server's process is
-stopped. Meanwhile it holds a lock that blocks other threads. So each operation runs in a helper thread, which its
-caller abandons at the deadline.
-
-No other file calls a method of a torch store. `raw` is for torch's own functions.
+torch's TCPStore client waits without a deadline, behind a lock: 16 minutes on a dead link, forever on a stopped server.
+So each operation runs in a helper thread, which its caller abandons at the deadline. Only this file calls methods of a
+torch store.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ import torch.distributed as dist
 from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
-"""An operation without a deadline from its caller fails after this time."""
 LAST_WORD_S = 0.5
-"""Bound of publishing a verdict after a deadline, so that the error is raised within the timeout + 1 s."""
+"""Bound of publishing a verdict after a deadline; the error is raised within the timeout + 1 s."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
 
 class StoreSilentError(dist.DistError):
-    """A store did not answer an operation before its deadline."""
+    pass
 
 
 def _never() -> bool:
@@ -36,8 +33,6 @@ def _never() -> bool:
 
 
 class _Connection:
-    """A connection to a store's server. Remembers the oldest operation that a caller abandoned at its deadline."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pending: Call | None = None
@@ -70,9 +65,8 @@ class BoundedStore:
         ended: Callable[[], object] = _never,
         connection: _Connection | None = None,
     ) -> None:
-        """Wraps a store. `limit_s` bounds each operation, `deadline` all of them. A true `ended()` ends a wait."""
         self.raw = store
-        """The store without deadlines, for torch's own functions. Their callers must bound them."""
+        """For torch's own functions, whose callers must bound them."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
@@ -84,11 +78,10 @@ class BoundedStore:
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Returns a store over the same connection whose operations fail at `deadline`, or once `ended()` is true."""
+        """Returns a store over the same connection. A true `ended()` ends its waits."""
         return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
 
     def within(self, limit_s: float) -> BoundedStore:
-        """Returns a store over the same connection whose operations fail `limit_s` seconds from now."""
         return self.until(time.monotonic() + limit_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
@@ -102,7 +95,6 @@ class BoundedStore:
 
     @property
     def served_by(self) -> int | None:
-        """Returns the global rank that serves the store; None if that is a launcher, a file or a dict."""
         server = _server_of(self.raw)
         if not isinstance(server, dist.TCPStore):
             return getattr(server, "served_by", None)
@@ -145,26 +137,19 @@ class BoundedStore:
 
     @property
     def can_hold(self) -> bool:
-        """Returns True if `hold` is supported: by stores of the control plane, which detect the exit of a process."""
+        """True for stores of the control plane."""
         return hasattr(self.raw, "hold")
 
     def hold(self, key: str, value: str) -> None:
-        """Sets a key, which is deleted when this process exits or calls `close` (never if `can_hold` is False)."""
+        """Sets a key, which is deleted when this process exits or closes the store (never if `can_hold` is False)."""
         self._ask("hold" if self.can_hold else "set", key, value)
 
     def close(self) -> None:
-        """Deletes held keys, and closes the connections to a store of the control plane.
-
-        The next operation connects again. Does nothing for other stores.
-        """
         if self.can_hold:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Returns True once all keys are set, or False after `timeout_s`.
-
-        A store of torch is polled, because torch logs each wait that times out.
-        """
+        """Polls a store of torch, because torch logs each wait that times out."""
         if self.can_hold:
             try:
                 self.raw.wait(list(keys), timedelta(seconds=timeout_s))
@@ -180,11 +165,9 @@ class BoundedStore:
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of torch's own waits on this store. Sends nothing."""
         self.raw.set_timeout(timeout)
 
     def _ask(self, operation: str, *args: Any) -> Any:
-        """Runs an operation in a helper thread. Raises StoreSilentError at the deadline."""
         if self._is_local:
             return getattr(self.raw, operation)(*args)
         started = time.monotonic()
@@ -196,7 +179,7 @@ class BoundedStore:
         try:
             if not call.wait(max(deadline, started + _SHORTEST_NAP_S), self._ended):
                 raise self._silent(operation, started)
-        except BaseException:  # also Ctrl-C
+        except BaseException:
             self._connection.abandon(call)
             raise
         return call.result()

@@ -1,7 +1,4 @@
-"""The user's cache of compiled code: its folder, its access rights, a lock, and a seal that shows damage of a file.
-
-`cpu.native` and `peer.kernels` compile the code.
-"""
+"""The user's cache of compiled code: its folder, access rights, lock, and a seal that detects a damaged file."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from typing import IO
 from device_communicators.base import limits
 
 WAIT_S = 600
-"""Waits this long for another process that holds the lock, for example to compile the same code."""
 _POLL_S = 0.02
 _SEAL = b"parallel_state\0\0"
 _SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
@@ -29,11 +25,11 @@ _FOLDERS_FAULTS = (
 
 
 class CacheError(Exception):
-    """A file of the cache can't be used. The text has the reason."""
+    pass
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError if `path`, which is loaded as code, isn't this user's or is writable by others."""
+    """Raises CacheError if others could have written to `path`, which is loaded as code."""
     if path.exists():
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -44,7 +40,6 @@ def check_owner(path: Path) -> None:
 
 
 def about_cache(error: Exception) -> str:
-    """Returns an error's text, with advice about the cache's folder if the file system raised it."""
     text = limits.with_shortage(error, cache_folder().parent)
     if isinstance(error, OSError) and error.errno in _FOLDERS_FAULTS:
         text += f"; the cache is {cache_folder()}: set XDG_CACHE_HOME to a writable folder with free space"
@@ -52,17 +47,13 @@ def about_cache(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled code, by XDG_CACHE_HOME. It may be deleted: its files are compiled again."""
+    """May be deleted: its files are compiled again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """Locks the file `path` against other processes and yields it, open for reading and writing.
-
-    Raises CacheError if another process holds the lock for WAIT_S.
-    """
     deadline = time.monotonic() + WAIT_S
     with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:
@@ -79,12 +70,11 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def seal(content: bytes) -> bytes:
-    """Returns `content` with the digest by which `read_sealed` detects damage."""
     return content + _SEAL + hashlib.sha256(content).digest()
 
 
 def read_sealed(path: Path) -> bytes:
-    """Returns the content of a sealed file. Raises CacheError if it is missing, damaged or writable by others."""
+    """Raises CacheError if the file is missing, damaged or writable by others."""
     try:
         info = path.stat()
         content = path.read_bytes()
@@ -99,7 +89,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def flaw_of(library: Path) -> str | None:
-    """Returns the reason why a compiled library with a seal can't be loaded, or None if it can."""
+    """Returns the reason why a sealed library can't be loaded, or None."""
     try:
         read_sealed(library)
     except CacheError as error:

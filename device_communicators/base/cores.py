@@ -1,7 +1,4 @@
-"""The cores of this host: their topology in /sys, their division among ranks, and binding to them.
-
-`parallel_state.startup.binding` decides when to bind, and `cpu` uses the topology.
-"""
+"""The cores of this host: their topology in /sys, their division among ranks, and binding to them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ UNKNOWN = -1
 
 
 class Core(NamedTuple):
-    """A core as the kernel numbers it: one hardware thread of a physical core."""
+    """One hardware thread, as the kernel numbers it."""
 
     number: int
     physical: int
@@ -28,23 +25,21 @@ class Core(NamedTuple):
     cache: int
     """Lowest number among the cores that share its last-level cache; -1 if unknown."""
     node: int
-    """NUMA node; 0 if the kernel reports none."""
 
 
 class Area(NamedTuple):
-    """The NUMA node, and the last-level cache, that contains all cores of a process; -1 if there is none."""
+    """The NUMA node and last-level cache that contain all cores of a process; -1 if there is none."""
 
     node: int
     cache: int
 
 
 def usable_cores() -> set[int]:
-    """Returns the cores that this process may run on: all cores if the system doesn't report them (macOS)."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
-    """Returns the topology of these cores. An unknown core counts as its own physical core, on node 0."""
+    """An unknown core counts as its own physical core, on node 0."""
     nodes = _nodes(devices)
     found = []
     for number in sorted(numbers):
@@ -56,7 +51,7 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
 
 @functools.cache
 def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
-    """Returns the node and the cache that contain all these cores. /sys is read at the first call only."""
+    """/sys is read at the first call only."""
     nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)
@@ -67,7 +62,7 @@ def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
 def _nodes(devices: Path) -> dict[int, set[int]]:
     folders = sorted((int(path.name[4:]), path) for path in (devices / "node").glob("node[0-9]*"))
     cores = {number: _list_in(path / "cpulist") for number, path in folders}
-    return {number: inside for number, inside in cores.items() if inside}  # some have memory only
+    return {number: inside for number, inside in cores.items() if inside}
 
 
 def _cache_of(number: int, devices: Path) -> int:
@@ -94,7 +89,7 @@ def _list_in(path: Path) -> set[int]:
 
 
 def parse_list(text: str) -> list[int]:
-    """Parses a list as the kernel and numactl write it: `0-3,8`. Raises ValueError."""
+    """Parses `0-3,8`. Raises ValueError."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
@@ -106,7 +101,6 @@ def parse_list(text: str) -> list[int]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Formats numbers as `0-23,96-119`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -117,14 +111,11 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
-    """Divides cores among `count` ranks. Returns the cores of each rank, each core once.
+    """Divides cores among `count` ranks: whole physical cores in one node and in as few caches as possible.
 
-    A rank gets whole physical cores with all their threads, next to each other in one node and in as few caches as
-    possible. The number of ranks of a node depends on its number of cores; ranks of one node follow each other. With
-    more ranks than physical cores, threads are given out singly: the first of each physical core, then its siblings.
-    With fewer ranks than nodes, a rank gets several nodes.
-
-    Raises InvalidArgumentError if there are fewer cores than ranks.
+    Ranks of one node are consecutive; their number depends on the node's number of cores. With more ranks than physical
+    cores, threads are given out singly: the first of each physical core, then its siblings. With fewer ranks than
+    nodes, a rank gets several nodes. Raises InvalidArgumentError if there are fewer cores than ranks.
     """
     if count > len(cores):
         raise InvalidArgumentError(
@@ -157,21 +148,17 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
 
 
 def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
-    """Divides `units` into `count` consecutive parts of nearly equal number. Returns the cores of each part."""
     ends = [index * len(units) // count for index in range(count + 1)]
     return [sorted(core.number for unit in units[begin:end] for core in unit) for begin, end in pairwise(ends)]
 
 
 def bind(cores: Iterable[int]) -> None:
-    """Binds all threads of this process to `cores`. Raises InvalidArgumentError if none of them is usable.
-
-    Memory that a thread touches first then comes from their node, as with `numactl --physcpubind --localalloc`.
-    """
+    """Binds all threads of this process. Raises InvalidArgumentError if none of `cores` is usable."""
     wanted = set(cores)
     try:
         os.sched_setaffinity(0, wanted)
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # the thread has just exited
+            with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread), wanted)
     except (AttributeError, OSError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(
@@ -181,10 +168,10 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns the number of ranks in each area of a host, or 0 if the ranks can't be divided into areas.
+    """Returns the number of ranks in each area of a host, or 0 if they can't be divided into areas.
 
-    `by`: "nodes"; "caches", which also divides the ranks of a single node by caches; or "off". All areas must have the
-    same number of ranks, at least two and consecutive: the first step of a sum is within an area.
+    `by`: "nodes", "caches" (of a single node) or "off". Areas must have equally many ranks, at least two and
+    consecutive: the first step of a sum is within an area.
     """
     if by == "off":
         return 0

@@ -1,8 +1,4 @@
-"""The library's exceptions.
-
-The message of a communication error names the group, the operation and the rank, and says what to do next. Code that
-decides *when* to raise belongs elsewhere.
-"""
+"""The library's exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ class ParallelStateError(Exception):
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the error as its class and fields, which `restore` sets without a call of `__init__`."""
         cause = self.__cause__
         is_kept = isinstance(cause, ParallelStateError) or (
             isinstance(cause, OSError) and type(cause).__module__ == "builtins"
@@ -98,8 +93,8 @@ class CommunicationError(ParallelStateError, RuntimeError):
     - `sequence`: number of the operation within its group.
     - `rank`: this rank in the group.
     - `suspect_ranks`: global ranks that may have caused the failure.
-    - `elapsed_s`: seconds from the call to the error, including the search for the cause.
-    - `timeout_s`: timeout of the operation in seconds.
+    - `elapsed_s`: from the call to the error, including the search for the cause.
+    - `timeout_s`: timeout of the operation.
 
     A GroupFailedError has the attributes of the group's first failure.
     """
@@ -128,16 +123,12 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.timeout_s = timeout_s
 
     def set_elapsed(self, elapsed_s: float) -> None:
-        """Sets `elapsed_s`, unless it is larger already, and updates the time in the message.
-
-        The message was written before other ranks were asked for the cause, which takes time.
-        """
+        """Updates the time in the message too: it was written before the search for the cause. Never decreases."""
         self.elapsed_s = max(elapsed_s, self.elapsed_s or 0.0)
         if self.args:
             self.args = (_ELAPSED.sub(f" after {self.elapsed_s:.3f} s", str(self.args[0]), count=1), *self.args[1:])
 
     def __str__(self) -> str:
-        """Returns the message, with the operation's number and timeout added if it lacks them."""
         text = super().__str__()
         known = ((f"number {self.sequence}", self.sequence), (f"timeout {self.timeout_s or 0:g} s", self.timeout_s))
         added = [words for words, fact in known if fact is not None and words not in text]
@@ -145,7 +136,7 @@ class CommunicationError(ParallelStateError, RuntimeError):
 
 
 _ELAPSED = re.compile(r" after \d+\.\d{3} s\b")
-"""Matches the elapsed time. The first match in a text is that of the call itself."""
+"""The first match in a text is the time of the call itself."""
 
 
 class PeerDiedError(CommunicationError):
@@ -157,11 +148,7 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
 
 
 class HostUnreachableError(PeerDiedError, CollectiveTimeoutError):
-    """A host has sent nothing for longer than PARALLEL_STATE_HEARTBEAT_LIMIT_S: the host or its link failed.
-
-    Silence doesn't show which of the two failed, so handlers of PeerDiedError and of CollectiveTimeoutError both
-    catch this error.
-    """
+    """A host has sent nothing for longer than PARALLEL_STATE_HEARTBEAT_LIMIT_S: the host or its link failed."""
 
 
 class CollectiveMismatchError(CommunicationError):
@@ -205,14 +192,14 @@ class LaunchError(ParallelStateError, RuntimeError):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Formats ranks as `[0, 1, 2]`, or as `[0, 1, 2, …, 1023]` if there are more than 16."""
+    """Returns `[0, 1, 2]`; abbreviates more than 16 ranks as `[0, 1, 2, …, 1023]`."""
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
 
 
 def int_advice(value: object) -> str:
-    """Returns advice to pass a Python int if `value` is an integer of numpy or torch, or a string; else ""."""
+    """Advises a Python int for an integer of numpy or torch, or a string; else ""."""
     if isinstance(value, int):
         return ""
     try:
@@ -223,7 +210,6 @@ def int_advice(value: object) -> str:
 
 
 def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
-    """Formats `problem` and an unknown `name`, and suggests the most similar known name."""
     from difflib import get_close_matches
 
     like = get_close_matches(name, known, 1)
@@ -231,7 +217,7 @@ def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
 
 
 def plain(error: BaseException) -> str:
-    """Returns the first line of an error of torch or gloo, without source locations and torch's general advice."""
+    """Returns the first line of torch's or gloo's error, without source locations and general advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
     first = first.partition("This is typically caused by")[0].partition("Check the logs of")[0]

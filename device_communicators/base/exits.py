@@ -1,8 +1,7 @@
-"""Prevents an abort at exit while threads are in native calls that can't be interrupted.
+"""Prevents an abort at exit while threads are in native calls.
 
-Before Python 3.14, a thread that returns from a native call while the interpreter exits is unwound. noexcept C++ code,
-such as torch's bindings, then calls `std::terminate`, and the process ends by SIGABRT. This module blocks such a
-thread, as Python 3.14 does.
+Before Python 3.14, a thread that returns from a native call during the exit is unwound. noexcept C++ code, such as
+torch's bindings, then calls `std::terminate`. This module blocks such a thread, as Python 3.14 does.
 """
 
 from __future__ import annotations
@@ -15,18 +14,15 @@ import sys
 import threading
 
 THREADS = "parallel_state-"
-"""Prefix of the names of this library's threads."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Makes this library's threads block if they return from a native call during the exit. May be called twice."""
     if sys.version_info < (3, 14):
         atexit.register(_let_them_wait)
 
 
 def _let_them_wait() -> None:
-    """Makes `std::terminate` block the thread that calls it, instead of ending the process."""
     if not any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
         return
     try:

@@ -1,7 +1,6 @@
-"""Handles processes forked from a rank, such as data loader workers.
+"""Handles processes forked from a rank: they may read numbers, but calls that communicate raise `ForkedError`.
 
-They may read numbers such as `rank`. A call that would communicate, or destroy groups of the parent, raises
-`ForkedError`. The native library drops its groups by itself (csrc/forks.h).
+The native library drops its groups by itself (csrc/forks.h).
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Makes each forked child call `leave`, which must return True if the parent had groups.
-
-    Only the first call has an effect.
-    """
+    """`leave` runs in each forked child; it must return True if the parent had groups. Only the first call counts."""
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)
@@ -37,15 +33,11 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Calls `function` in each child forked from now on. Repeated calls with the same function do nothing.
-
-    Call it at first use, not at import: an import registers no hooks.
-    """
+    """Idempotent for the same function. Call it at first use: an import registers no hooks."""
     os.register_at_fork(after_in_child=function)
 
 
 def check(call: str) -> None:
-    """Raises ForkedError for `call`, such as "destroy_model_parallel()", in a child that a rank has forked."""
     if _PROCESS.is_child:
         raise error(call)
 

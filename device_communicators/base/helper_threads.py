@@ -1,7 +1,4 @@
-"""The library's threads: their names, and a pool for calls that their callers may abandon.
-
-The pool reuses its threads, because starting a thread takes longer than many calls.
-"""
+"""The library's threads, and a pool of them for calls that their callers may abandon."""
 
 from __future__ import annotations
 
@@ -30,16 +27,11 @@ def _prctl() -> Any:
 
 
 def name_this_thread(name: str) -> None:
-    """Sets the name that `top -H`, `ps -L` and `perf` show for the calling thread; the kernel keeps 15 bytes."""
+    """The kernel keeps 15 bytes of the name."""
     _prctl()(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 class HelperThread(threading.Thread):
-    """A daemon thread of the library that runs `target(*args)`.
-
-    Python shows it as `parallel_state-{name}`, the kernel as the first 15 bytes of `ps-{name}`.
-    """
-
     def __init__(self, name: str, target: Callable[..., object], *args: Any) -> None:
         super().__init__(target=target, args=args, daemon=True, name=f"{exits.THREADS}{name}")
         self._kernel_name = f"ps-{name}"
@@ -50,14 +42,12 @@ class HelperThread(threading.Thread):
 
 
 class _Helpers:
-    """The pool: daemon threads that each run one job, and idle ones that wait for the next."""
-
     def __init__(self) -> None:
         self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
         self._ends = 0
 
     def run(self, job: Callable[[], object]) -> None:
-        """Runs `job`, which must not raise, in a thread of the pool."""
+        """`job` must not raise."""
         try:
             _, jobs = self._idle.pop()
         except IndexError:
@@ -76,7 +66,7 @@ class _Helpers:
             self._idle.append((threading.current_thread(), jobs))
 
     def end_idle(self) -> None:
-        """Ends the idle threads of the pool. Groups that used some call it when they are closed."""
+        """Called by closing groups."""
         self._ends += 1
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was first
@@ -90,8 +80,6 @@ run_in_thread, end_idle_threads = _HELPERS.run, _HELPERS.end_idle
 
 
 class Call:
-    """A call that runs in a thread of the pool. The caller may stop waiting for it at a deadline."""
-
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function: Callable[[], Any] | None = function
         self._done = threading.Event()
@@ -114,14 +102,14 @@ class Call:
         return self._done.is_set()
 
     def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
-        """Waits for the call. Returns False at the deadline, or if `ended()`, which is polled every 50 ms, is true."""
+        """Returns False at the deadline, or if `ended()`, polled every 50 ms, is true."""
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()
         return True
 
     def result(self) -> Any:
-        """Returns the call's result, or raises its error. Use it only after the call is done."""
+        """Use it only after the call is done."""
         if self._error is not None:
             raise self._error
         return self._result

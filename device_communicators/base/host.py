@@ -13,11 +13,10 @@ from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-_LINK_LOCAL = "20"  # scope of a link-local address in /proc/net/if_inet6
+_LINK_LOCAL = "20"  # scope in /proc/net/if_inet6
 
 
 def boot_id() -> str:
-    """Returns the kernel's boot id, which differs between hosts and between boots."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
@@ -26,7 +25,7 @@ def boot_id() -> str:
 
 
 def local_namespace(kind: str) -> int:
-    """Returns the inode of a namespace (`net`, `pid`, …) of this process, unique on this host; 0 if unknown."""
+    """Returns the namespace's inode, unique on this host."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
@@ -34,30 +33,28 @@ def local_namespace(kind: str) -> int:
 
 
 def namespace_id(kind: str) -> str:
-    """Returns an id of a namespace of this process that is unique over all hosts; "" if unknown."""
     boot, number = boot_id(), local_namespace(kind)
     return f"{boot}/{number}" if boot and number else ""
 
 
 def process_domain() -> str:
-    """Returns an id of the PID namespace, equal for processes that can watch each other by PID; "" if unknown."""
+    """Equal for processes that can watch each other by PID."""
     processes = namespace_id("pid")
-    # The time namespace must be equal, too: `start_time` uses the clock of the process that reads it.
+    # `start_time` uses the clock of the reading process, so the time namespace must be equal, too.
     return f"{processes}/{local_namespace('time')}" if processes else ""
 
 
 def start_time(pid: int) -> str:
-    """Returns the start time of a process of this PID namespace, which detects a reused PID; "" if there is none."""
+    """In clock ticks since boot; detects a reused PID."""
     return _stat(pid, 19)
 
 
 def parent_of(pid: int) -> int:
-    """Returns the PID of a process's parent; 0 if the process or its parent isn't in this PID namespace."""
     return int(_stat(pid, 1) or 0)
 
 
 def _stat(pid: int, field: int) -> str:
-    """Returns a field of /proc/PID/stat. Field 0 is the state, which follows the name; "" if there is none."""
+    """Field 0 is the state, which follows the name."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[field]
@@ -66,10 +63,7 @@ def _stat(pid: int, field: int) -> str:
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
-    """Returns the result of `socket.getaddrinfo`. All look-ups of names use this function.
-
-    Raises OSError for an invalid name too. Python raises UnicodeError for an empty label, or one of 64 letters.
-    """
+    """`socket.getaddrinfo` that raises OSError for invalid names, where Python raises UnicodeError."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except UnicodeError as error:
@@ -78,7 +72,7 @@ def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_S
 
 
 def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connects to a host name or an address. Raises OSError, for an invalid name too."""
+    """Raises OSError, for an invalid name too."""
     try:
         return socket.create_connection(address, timeout=timeout_s)
     except UnicodeError as error:
@@ -86,7 +80,6 @@ def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
 
 
 def address_towards(server: tuple[str, int] | None) -> str:
-    """Returns this host's address on the route to `server`, at which other hosts reach this process; "" if unknown."""
     if server is None:
         return ""
     try:
@@ -99,7 +92,6 @@ def address_towards(server: tuple[str, int] | None) -> str:
 
 
 def interface_ioctl(interface: str, request: int) -> bytes:
-    """Asks the kernel about an interface. Returns the answer without the interface's name; empty if there is none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return fcntl.ioctl(probe.fileno(), request, interface.encode()[:15].ljust(256, b"\0"))[16:]
     return b""
@@ -111,7 +103,7 @@ def ipv4_of(interface: str) -> str | None:
 
 
 def networks_of(interface: str) -> Iterator[str]:
-    """Yields an interface's addresses that other hosts can reach, as `10.0.0.7/16`, IPv4 first: gloo uses that one."""
+    """Yields addresses that other hosts can reach, as `10.0.0.7/16`; IPv4 first, which gloo uses."""
     ipv4, mask = ipv4_of(interface), interface_ioctl(interface, _SIOCGIFNETMASK)
     if ipv4 is not None:
         yield f"{ipv4}/{int.from_bytes(mask[4:8], 'big').bit_count()}"
@@ -136,7 +128,6 @@ def _address_of(name: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns True for a loopback address and for `localhost`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return address == "localhost"
@@ -152,13 +143,12 @@ def is_numeric(address: str) -> bool:
 def gloo_address() -> str:
     """Returns the address that gloo publishes to peers; "" if the interface in GLOO_SOCKET_IFNAME has none.
 
-    That is the address of the first interface in GLOO_SOCKET_IFNAME. If it is unset: the first address of this host's
-    name that belongs to this host, else loopback. Resolving the name may take a while.
+    If that is unset: the first address of this host's name that belongs to this host, else loopback. May block.
     """
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """Returns one address per interface in GLOO_SOCKET_IFNAME ("" if it has none); one of this host if unset."""
+    """One per interface in GLOO_SOCKET_IFNAME ("" if it has none); one of this host if unset."""
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

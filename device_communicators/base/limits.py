@@ -1,7 +1,4 @@
-"""Limits of the process, the user and the machine: which limit caused an error, its value, and what to change.
-
-The system, torch and gloo only say "Too many open files" or the like.
-"""
+"""Limits of the process, the user and the machine: which one caused an error, its value, and what to change."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Enough for 13,000 groups. Some containers allow 10⁹: programs that close every possible number then take minutes."""
+"""Enough for 13,000 groups. Some containers allow 10⁹, and programs that close every number take minutes."""
 _TEXTS = {
     "Too many open files": errno.EMFILE,
     "can't start new thread": errno.EAGAIN,
@@ -30,16 +27,14 @@ _TEXTS = {
     "Disk quota exceeded": errno.EDQUOT,
     "File too large": errno.EFBIG,
 }
-"""Text -> errno, for errors without a number: those of torch, gloo and threads."""
 _CLONE3 = 435
-"""Number of the system call on all architectures."""
 _FOLDERS = "/dev/shm", "/tmp"
 
 
 def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Describes the resource whose shortage caused `error`, or returns None if no shortage did.
+    """Describes the resource whose shortage caused `error`, or returns None.
 
-    `folder`: where files were written, for errors without a file name.
+    `folder`: for errors without a file name.
     """
     for each in _chain(error):
         number = _number(each)
@@ -50,9 +45,9 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns a ResourceLimitError if `error` was caused by a shortage, else `error`.
+    """Returns a ResourceLimitError, or `error` if no shortage caused it.
 
-    An error of the library keeps its type: the shortage is added to its text.
+    An error of the library keeps its type; the shortage is added to its text.
     """
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):
@@ -86,10 +81,7 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Raises ResourceLimitError if fewer than `count` descriptors are free.
-
-    Call it before gloo connects: gloo ends the process if it can't accept a connection.
-    """
+    """Raises ResourceLimitError. Call it before gloo connects: gloo ends the process if it can't accept a connection."""
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         spare.callback(os.close, first)
@@ -98,7 +90,7 @@ def need_descriptors(count: int, doing: str) -> None:
 
 
 def in_force() -> str:
-    """Describes this process's limits. Errors of child processes, whose own limits are unknown, quote them."""
+    """Errors of child processes, whose own limits are unknown, quote them."""
     return (
         f"here a process may have {_limit(resource.RLIMIT_NOFILE)} descriptors (`ulimit -n`) and map "
         f"{_limit(resource.RLIMIT_AS)} bytes (`ulimit -v`), and the user {_limit(resource.RLIMIT_NPROC)} processes "
@@ -107,7 +99,7 @@ def in_force() -> str:
 
 
 _FEW_DESCRIPTORS = 8
-"""With at most this many descriptors free, a failure to create a temporary file counts as a lack of descriptors."""
+"""With at most this many free, a failure to create a temporary file counts as a lack of descriptors."""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -125,7 +117,7 @@ def _number(error: BaseException) -> int | None:
     if isinstance(error, MemoryError):
         return errno.ENOMEM
     if isinstance(error, ParallelStateError) or not isinstance(error, (OSError, RuntimeError)):
-        return None  # the library's own errors have a cause, or come from another rank
+        return None  # these have a cause, or come from another rank
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_short = soft != resource.RLIM_INFINITY and _open() >= soft - _FEW_DESCRIPTORS
@@ -174,7 +166,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns True if a seccomp filter answers EPERM to clone3. glibc falls back to clone only after ENOSYS.
+    """True if a seccomp filter answers EPERM. glibc falls back to clone only after ENOSYS.
 
     Without a filter, a call without arguments fails with EINVAL.
     """
@@ -214,11 +206,8 @@ def _space(path: str | os.PathLike[str] | None) -> str:
     return ", ".join(found) or str(path)
 
 
-# Checks before resources are used.
-
-
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files to the hard one, at most 65,536. A group over gloo needs at least five."""
+    """Raises the soft limit to the hard one, at most 65,536. A group over gloo needs at least five."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -234,14 +223,14 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_shortage(needed: int) -> str:
-    """Returns the reason why this process can't open `needed` more files; empty if it can, or if that is unknown."""
+    """Returns "" if this process can open `needed` more files, or if that is unknown."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ""
     try:
         count = len(os.listdir("/proc/self/fd"))
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):  # no /proc
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
             return ""
         count = soft
     if count + needed <= soft:
@@ -253,7 +242,6 @@ def descriptor_shortage(needed: int) -> str:
 
 
 def describe_address_space() -> str:
-    """Returns the used address space and its limit in words."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

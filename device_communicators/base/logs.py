@@ -16,10 +16,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(rank: int | None) -> None:
-    """Writes the log to stderr with time and rank, at PARALLEL_STATE_LOG_LEVEL and above. May be called twice.
-
-    Does nothing if the program has handlers. Without any, Python would print only warnings, without time and rank.
-    """
+    """Logs to stderr with time and rank. Does nothing if the program has handlers. Idempotent."""
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
         own = [_OwnHandler()]
@@ -31,5 +28,4 @@ def configure(rank: int | None) -> None:
 
 
 def is_first_of_host() -> bool:
-    """Returns True on the rank that logs problems of its host: LOCAL_RANK is 0 or unset."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -23,7 +23,6 @@ class Timeout:
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0
-    """Seconds that `extended_deadline` adds."""
 
     def __init__(self, seconds: float) -> None:
         self._own_s = seconds
@@ -36,12 +35,11 @@ class Timeout:
         return self._own_s + Timeout.extra_s
 
     def set(self, seconds: float) -> None:
-        """Sets the timeout in seconds, without what `extended_deadline` adds."""
         self._own_s = seconds
         self.publish()
 
     def follow(self, apply: Callable[[float], object]) -> None:
-        """Calls `apply(seconds)` at each change from now on, for a part that keeps its own copy of the timeout."""
+        """For a part that keeps its own copy of the timeout."""
         self._followers.append(apply)
 
     def publish(self) -> None:
@@ -65,10 +63,9 @@ class Timeout:
 def extended_deadline(seconds: float) -> AbstractContextManager[None]:
     """Adds `seconds` to the timeout of each call that begins in the body: `with ps.extended_deadline(600): warm_up()`.
 
-    It applies to all groups of this process, also those that the body makes, and sends nothing. Every rank that waits
-    for a rank that compiles or warms up enters it as well. Nested uses add up. A started call counts from its wait.
-    Calls of torch.distributed keep their timeouts. Raises InvalidArgumentError unless `seconds` is
-    above 0 and at most ten years.
+    Applies to all groups of this process, also those made in the body, and sends nothing: every rank that waits for a
+    slow rank enters it. Nested uses add up. A started call counts from its wait. Calls of torch.distributed keep their
+    timeouts. Raises InvalidArgumentError unless `seconds` is above 0 and at most ten years.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MOST_TIMEOUT_S:
         raise InvalidArgumentError(f"extended_deadline takes a positive number of seconds, but got {seconds!r}")
@@ -93,15 +90,13 @@ def _extend(seconds: float) -> None:
 
 _EXTENDING = threading.Lock()
 MOST_TIMEOUT_S = 10 * 365 * 86400
-"""With an infinite timeout, the end of an extended deadline would leave NaN."""
+"""After an infinite timeout, the end of an extended deadline would leave NaN."""
 LOST = "The group can't be used further"
 LEFT = "has left: it destroyed its group, or its program ended"
 Failure = TypeVar("Failure", bound=CommunicationError)
 
 
 class GroupMember:
-    """Base class of objects that have a group's name, ranks, own rank and timeout; creates errors with these."""
-
     name: str
     ranks: tuple[int, ...]
     rank: int
@@ -121,11 +116,7 @@ class GroupMember:
         like: CommunicationError | None = None,
         **facts: Any,
     ) -> Failure:
-        """Returns an error of this class with the group's facts: names, ranks, timeout.
-
-        `started`: start of the operation on the monotonic clock, from which the elapsed time counts. `like`: an error
-        whose facts are copied. `facts` override both.
-        """
+        """`started`: monotonic clock. `like`: an error whose facts are copied. `facts` override both."""
         if like is not None:
             names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")
             facts = {**{name: getattr(like, name) for name in names}, **facts}
@@ -143,17 +134,14 @@ class GroupMember:
         suspects: Sequence[int] = (),
         **facts: Any,
     ) -> Failure:
-        """Returns the error of a call that ended after `elapsed_s`. `suspects`: global ranks."""
         text = f"{operation} of {self} failed after {elapsed_s:.3f} s: {why}. {LOST}; {advice}"
         facts = {"suspect_ranks": suspects, "elapsed_s": elapsed_s, "timeout_s": self.timeout_s, **facts}
         return self.failure(kind, text, operation, **facts)
 
     def mismatch(self, operation: str, what: str, suspects: Sequence[int], **facts: Any) -> CollectiveMismatchError:
-        """Returns the error for ranks in different calls. `what` describes the calls; `suspects` are global ranks."""
         advice = "make the same calls in the same order on every rank"
         text = f"{operation} of {self} mismatched: {what}. {LOST}; {advice}"
         return self.failure(CollectiveMismatchError, text, operation, suspect_ranks=suspects, **facts)
 
     def destroyed(self) -> GroupDestroyedError:
-        """Returns the error for a call after the group was destroyed."""
         return GroupDestroyedError(f"{self} was destroyed; call the group's getter again")

@@ -1,7 +1,4 @@
-"""Loads public names of the two packages at first use, so that a command that needs no torch starts without it.
-
-Tracebacks, `repr` and pickle show public classes under the package that users import them from.
-"""
+"""Loads public names of the two packages at first use, so that a command that needs no torch starts without it."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from typing import Any, get_type_hints
 from device_communicators.base.limits import naming_shortages  # imported early: later no descriptor may be left
 
 Names = Mapping[str, Sequence[str]]
-"""Module -> the public names that it defines. A submodule of the root may itself be public, by its own name."""
+"""Module -> the public names that it defines. A submodule of the root may itself be public."""
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
-    """Returns the sorted names, and a function that loads one, for a root's `__getattr__` (PEP 562).
+    """Returns the sorted names, and the root's `__getattr__` (PEP 562), which caches in `root`, the module's globals.
 
-    `root`: the globals of the root, which keep each loaded name. The function raises AttributeError for other names,
-    and ResourceLimitError if no descriptor is left to open the module.
+    It raises ResourceLimitError if no descriptor is left to open the module.
     """
     module_of = {name: module for module, defined in names.items() for name in defined}
 
@@ -39,9 +35,9 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Sets `__module__` of the public classes of the loaded modules to `root`.
+    """Makes the public classes of loaded modules show `root` as their module.
 
-    Evaluates their annotations first, because `typing.get_type_hints` looks names up in the class's module.
+    Evaluates their annotations first: `typing.get_type_hints` looks names up in the class's module.
     """
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():

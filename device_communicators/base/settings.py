@@ -1,8 +1,4 @@
-"""The library's environment variables: name, type, default and meaning of each.
-
-A variable is read when its value is needed. An invalid value raises `SettingError`. Variables of launchers (RANK,
-MASTER_ADDR, SLURM_PROCID, …) are read in `parallel_state.startup.environment`.
-"""
+"""The library's environment variables. Each is read when its value is needed."""
 
 from __future__ import annotations
 
@@ -23,12 +19,12 @@ T = TypeVar("T")
 PREFIX = "PARALLEL_STATE_"
 
 _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
-"""The dict behind os.environ. Detecting an unset variable here, the usual case, takes a tenth of the time."""
+"""The dict behind os.environ: finds an unset variable, the usual case, in a tenth of the time."""
 
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One environment variable. `get()` returns its value, or the default if it is unset or empty."""
+    """Returns the default if the variable is unset or empty. An invalid value raises SettingError."""
 
     name: str
     default: T
@@ -36,7 +32,7 @@ class Setting(Generic[T]):
     must_be: str
     help: str
     equal: bool = False
-    """True if all ranks of a world must have the same value. The ranks compare their values at start."""
+    """All ranks of a world must have the same value; they compare at start."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         if environ is None and _VARIABLES is not None and self.name.encode() not in _VARIABLES:
@@ -274,14 +270,13 @@ ALL: tuple[Setting[object], ...] = tuple(each for each in globals().values() if 
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the names of variables that have our prefix but are no setting: probably misspelt."""
     known = {setting.name for setting in ALL}
     names = os.environ if environ is None else environ
     return sorted(name for name in names if name.startswith(PREFIX) and name not in known)
 
 
 def warn_about_unknown_names() -> None:
-    """Logs a warning for each unknown variable of this process, once."""
+    """Warns once per name."""
     for name in unknown_names():
         _warn_about(name)
 

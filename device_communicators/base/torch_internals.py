@@ -1,12 +1,4 @@
-"""The only file that uses private names of torch.
-
-Tested with torch 2.11, 2.13, 2.15 (tests/unit/test_private_names.py).
-
-torch's `new_group` chooses a name. If only the members create a group, they must agree on a name that no other group of
-the store has had. `use_local_synchronization=True` (torch before 2.15) hashes the ranks with the process's number of
-groups: members in different numbers of groups wait under different names, and a group that is created again reads old
-addresses. So this file calls `_new_process_group_helper`.
-"""
+"""The only file that uses private names of torch. Tested with 2.11, 2.13, 2.15 (tests/unit/test_private_names.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +35,6 @@ _WAITING_FOR_GRAPHS = (
     "destroy_process_group has taken %g s. If a CUDA graph still uses the group, NCCL waits for it: delete the graph "
     "before the group is destroyed"
 )
-# Process groups.
 
 _UNBOUND: list[torch.device] = []
 """The default group's device, while it is unbound to create a group of members."""
@@ -51,39 +42,30 @@ _RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # as an attribut
 
 
 def default_store() -> BoundedStore:
-    """Returns the store of torch's default group, with the prefix of that group's keys."""
+    """Keeps the prefix of the default group's keys."""
     return BoundedStore(c10d._get_default_store())
 
 
 def is_fake(group: Any = None) -> bool:
-    """Returns True if a process group (None: the default one) has torch's `fake` backend.
-
-    Its peers don't exist, so a wait for them never ends, unless a program writes their keys to its own store.
-    """
+    """A fake group's peers don't exist: a wait for them never ends, unless the program writes their keys."""
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
 def bound_device() -> torch.device | None:
-    """Returns the device that the program bound the default group to at init, or None.
-
-    torch creates the communicator of a bound device at init.
-    """
+    """The program bound the default group to it at init; torch then creates its communicator."""
     return _UNBOUND[-1] if _UNBOUND else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def reset_group_count() -> None:
-    """Gives the next default group the number 0, on every rank. Call it while there is no default group.
+    """Gives the next default group the number 0. Call it while there is no default group.
 
-    The number is part of the group's keys in the store. An init that fails within torch increases it on that rank only.
+    The number is part of the group's keys. An init that fails within torch increases it on that rank only.
     """
     c10d._world.group_count = 0
 
 
 def set_timeout(group: Any, timeout_s: float) -> None:
-    """Sets the timeout of later operations of a process group.
-
-    Exception: a send or receive whose `wait` gets no timeout keeps the timeout of the group's creation.
-    """
+    """Exception: a send or receive whose `wait` gets no timeout keeps the timeout of the group's creation."""
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
 
@@ -97,7 +79,6 @@ def device_types_of(group: Any) -> Sequence[torch.device]:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Returns a process group's backend for a device; None if it has none."""
     if device not in device_types_of(group):
         return None
     backend = group._get_backend(device)
@@ -117,17 +98,15 @@ def has_plugin(backend: str) -> bool:
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """Replaces the function that `torch.distributed.set_timeout` (public since 2.15) calls by `wrap(function)`."""
+    """torch.distributed.set_timeout (public since 2.15) calls the wrapped function."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
 def wrap_backend_name(wrap: Callable[[Any], Any]) -> None:
-    """Replaces the method `ProcessGroup._get_backend_name` by `wrap(method)`."""
     dist.ProcessGroup._get_backend_name = wrap(dist.ProcessGroup._get_backend_name)  # type: ignore[method-assign]
 
 
 def backend_options(store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
-    """Returns options of the type that torch passes to the factory of a registered backend."""
     options = c10d._DistributedBackendOptions()
     options.store, options.timeout, options.group_id = store, timeout, name
     options.group_rank, options.group_size = rank, size
@@ -135,14 +114,13 @@ def backend_options(store: Any, rank: int, size: int, timeout: timedelta, name: 
 
 
 def set_members(group_name: str, size: int) -> None:
-    """Makes torch's table of the group's members agree with its new size: each rank is its own global rank."""
     for group in c10d._world.pg_map:
         if group.group_name == group_name:
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
 
 
 def set_store(group_name: str, store: Any) -> None:
-    """Makes torch use `store` for groups that it makes from this one."""
+    """For groups that torch makes from this one."""
     for group, (backend, _) in list(c10d._world.pg_map.items()):
         if group.group_name == group_name:
             c10d._world.pg_map[group] = backend, store
@@ -158,7 +136,7 @@ def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, 
 
 
 def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
-    """Creates a process group over a gloo backend, without registering it with torch.distributed."""
+    """Doesn't register the group with torch.distributed."""
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -166,13 +144,12 @@ def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
 
 
 def register_named(group: Any, name: Any) -> None:
-    """Names a process group and registers it under that name for torch's functional collectives."""
+    """For torch's functional collectives."""
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
 def unregister_named(group: Any) -> None:
-    """Undoes `register_named`. Raises RuntimeError for a group that has no name."""
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 
@@ -194,9 +171,9 @@ def new_group_of_members(
 ) -> Any:
     """Creates a process group of `ranks` (global, ascending). Only these ranks call it.
 
-    `name` must be unique in the store. torch.distributed knows the group, as those of new_group:
-    destroy_process_group destroys it. `options`: of the backend, such as `ProcessGroupNCCL.Options`. `store`: default,
-    the default group's. Returns when gloo's members are connected; NCCL connects at the first call.
+    `name` must be unique in the store. Returns when gloo's members are connected; NCCL connects at the first call.
+    `new_group` with `use_local_synchronization=True` would hash the ranks with the process's number of groups before
+    torch 2.15: members with different numbers never meet, and a group created again reads old addresses.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -217,7 +194,7 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Keeps torch from splitting the bound device's default communicator, which every rank would have to join."""
+    """Keeps torch from splitting the bound device's communicator, which every rank would have to join."""
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
         yield
@@ -232,15 +209,14 @@ def _without_split() -> Iterator[None]:
 
 
 def is_registered(group: Any) -> bool:
-    """Returns True until the process group is destroyed; destroy_process_group() destroys all groups at once."""
     return group in c10d._world.pg_map
 
 
 def name_ranks(group: Any) -> None:
-    """Sets the ranks in the options of the default group's NCCL backend. Call it before the group is split.
+    """Sets the ranks in the default group's NCCL options. Call it before the group is split.
 
-    torch sets them only for the first NCCL group of a process. In a second world, a split reads past the end of an
-    empty list and the process crashes (pytorch #192109; seen with 2.11). Not run on a GPU.
+    torch sets them only for a process's first NCCL group; later a split reads past the end of an empty list and crashes
+    (pytorch #192109; seen with 2.11). Not run on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -248,16 +224,12 @@ def name_ranks(group: Any) -> None:
 
 
 def mark_written(x: Tensor) -> None:
-    """Marks `x` as written for autograd, as torch's own in-place ops do."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 
 
 def end_process_groups(group: Any = None) -> None:
-    """Destroys a process group, or all of them, with `dist.destroy_process_group`.
-
-    NCCL waits without a limit while a CUDA graph uses the group. A wait of 10 s is logged.
-    """
+    """Logs after 10 s: NCCL waits without a limit while a CUDA graph uses the group."""
     ended = threading.Event()
 
     def remind() -> None:
@@ -273,10 +245,9 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. `None` restores torch's own.
+    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. None restores torch's own.
 
-    Both create their TCPStore with `_create_c10d_store`, which this replaces. Does nothing if torch has no such
-    function: its own `env://` then fails, while ours (`rendezvous.meet`) works.
+    Does nothing if torch has no `_create_c10d_store`: its `env://` then fails, `rendezvous.meet` works.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -296,17 +267,11 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None
     _RENDEZVOUS._create_c10d_store = create
 
 
-# Tensors, ops and devices.
-
 is_zero_tensor: Callable[[Tensor], bool] = torch.Tensor._is_zerotensor
-"""Returns True for torch's efficient zero tensor, which has no memory."""
 disable_current_modes: Any = _python_dispatch._disable_current_modes
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-"""Context manager in which ops run below autograd."""
 check_symbolic: Callable[..., None] = torch._check
-"""Raises unless a condition holds, in compiled code too."""
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Returns the number of active dispatch modes of this thread."""
 
 
 FUSED_RMS_NORM: Any = torch.ops.aten._fused_rms_norm.default
@@ -326,7 +291,6 @@ def schema_of(op: Any) -> Any:
 
 
 def current_raw_stream() -> Callable[[int], int]:
-    """Returns torch's function from a device index to the CUDA handle of its current stream."""
     return torch._C._cuda_getCurrentRawStream
 
 
@@ -339,23 +303,20 @@ def keep_cuda_busy(cycles: int) -> None:
 
 
 def pybind_abi() -> dict[str, str]:
-    """Returns the macros that describe the ABI of torch's pybind11, with their values."""
     found = {name: getattr(torch._C, f"_PYBIND11_{name}", None) for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return {f"PYBIND11_{name}": value for name, value in found.items() if value is not None}
 
-
-# Compiling. Importing torch._dynamo takes a second, so its marks are set without it.
 
 try:
     from torch._C._dynamo import eval_frame as _frames
 
     _SKIP: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-except (ImportError, AttributeError):  # a version of torch that has them elsewhere
+except (ImportError, AttributeError):  # another version of torch
     _SKIP = None
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Excludes the function from compilation, as torch.compiler.disable does. Returns it."""
+    """As torch.compiler.disable, without the import of torch._dynamo, which takes a second."""
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -367,26 +328,20 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Makes dynamo's frame hook skip the function and all that it calls.
+    """Makes dynamo's frame hook skip the function and its callees.
 
-    For kernels, which run below torch's dispatcher. Dynamo traces the op instead of its kernel. But if a frame that
-    dynamo can't trace calls the op, the hook would run on the kernel's frames.
+    For kernels: if a frame that dynamo can't trace calls the op, the hook would run on the kernel's frames.
     """
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
 
 def mark_constant(function: Any) -> None:
-    """Marks the function's result for dynamo as dependent on constants only: torch.compiler.assume_constant_result."""
     function._dynamo_marked_constant = True
 
 
 def mark_static_address(tensor: Any) -> None:
-    """Marks a tensor as torch._dynamo.mark_static_address does.
-
-    Without the mark, a compiled graph that writes to this tensor as an input doesn't become a CUDA graph
-    (mode="reduce-overhead").
-    """
+    """Without it, a compiled graph that writes to this input doesn't become a CUDA graph ("reduce-overhead")."""
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -397,14 +352,13 @@ def dynamo() -> Any:
 
 
 def register_graph_pass(kind: type) -> None:
-    """Registers a class whose objects inductor's config accepts as graph passes."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     CustomGraphPass.register(kind)
 
 
 def aot_eager(module: Any, inputs: Sequence[Any], run_pass: Callable[[Any], None]) -> Callable[..., Any]:
-    """Compiles with AOTAutograd, runs `run_pass` on each graph, and executes the graphs node by node."""
+    """Runs `run_pass` on each graph of AOTAutograd, and executes the graphs node by node."""
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
     def compiled(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -415,19 +369,15 @@ def aot_eager(module: Any, inputs: Sequence[Any], run_pass: Callable[[Any], None
     return aot_eager(module, list(inputs), fw_compiler=compiled)
 
 
-# autograd: numbers of its nodes, and values that it passes from the thread that calls backward to its own threads.
-
 _KEY = "parallel_state"
 _ENGINE: Any = torch.autograd.graph._engine_run_backward
 
 
 def upcoming_node() -> int:
-    """Returns the number of the next autograd node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def node_in_backward() -> int | None:
-    """Returns the number of the node whose backward runs in this thread; None outside a backward pass."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node: Any = torch._C._current_autograd_node()
@@ -444,16 +394,15 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores `value` for `stashed_for_autograd`, in this thread and in autograd's threads for its backward."""
+    """Stores `value` for this thread and for autograd's threads in its backward."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
 def stashed_for_autograd() -> Any:
-    """Returns the value that `stash_for_autograd` stored in the thread that called backward, or None."""
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 
 
-# AOTAutograd. It makes each traced graph functional: an op that writes a tensor returns a new one instead.
+# AOTAutograd makes each traced graph functional: an op that writes a tensor returns a new one instead.
 
 _SAVES_TUPLES = TorchVersion(torch.__version__) < "2.15"
 
@@ -464,13 +413,12 @@ def order_in_graph(
 ) -> Any:  # fmt: skip
     """Keeps the order of an op in a traced graph: the op writes to a token, of which each graph has a copy.
 
-    If ops wrote the caller's token, the graph would mutate an input. An exported program may not mutate a constant. And
-    a partitioner without in-graph mutation takes the token after the backward for an output of the forward.
+    The caller's token would be a mutated input: an exported program may not mutate a constant, and a partitioner
+    without in-graph mutation takes the token after the backward for an output of the forward.
 
-    The op's results are marked to be saved for the backward, because recomputed collectives would have no order with
-    those of the backward. So an activation budget above 0 doesn't recompute them. A budget of 0 recomputes all ops of
-    the forward, in their order. A checkpoint without a policy, or with one that recomputes, repeats the ops of its
-    region, as in eager code.
+    The op's results must be saved for the backward: recomputed collectives have no order with those of the backward. So
+    an activation budget above 0 doesn't recompute them. A budget of 0, or a checkpoint that recomputes, repeats all ops
+    in their order.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -491,10 +439,7 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the mark "must be saved" from a token, so that the partitioner decides.
-
-    If the token of each op were saved, the backward would repeat the ops that have no other input.
-    """
+    """If the token of each op were saved, the backward would repeat the ops that have no other input."""
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
@@ -503,10 +448,9 @@ def _leave_to_partitioner(token: FunctionalTensor) -> None:
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Returns the policy by which a partitioner saves or recomputes an op's node.
+    """Before 2.15, if all nodes within an activation budget must be saved, torch saves a tuple and fails.
 
-    Before 2.15, if all nodes within an activation budget must be saved, torch saves a node with several results as a
-    tuple and fails. With these versions the budget may recompute ops.
+    There, the budget may recompute ops.
     """
     from torch._functorch import config as functorch_config  # AOTAutograd has imported it
 
@@ -515,7 +459,7 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the token of the graph being traced: one for each device and each tracer of `mode`."""
+    """One token for each device and each tracer of `mode`."""
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
     tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
@@ -526,16 +470,12 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
     return tokens[key]
 
 
-# torch.func: the levels of its transforms, in which an op's kernel runs. torch imports it when a transform is entered.
-
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""torch.autograd.Function without its `apply`, which rejects transforms (since torch 2.14 in C++)."""
+"""Has no `apply`, which rejects transforms (since torch 2.14 in C++)."""
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Returns True inside torch.func.grad, vmap and the like."""
 is_wrapped_tensor: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Returns True for a tensor that a transform has wrapped."""
 
 
 def in_forward_mode() -> bool:
@@ -543,10 +483,9 @@ def in_forward_mode() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `apply` of a SingleLevelFunction in an Autograd kernel, which a transform runs for one of its levels.
+    """For an Autograd kernel, which a transform runs for one of its levels.
 
-    torch rejects functions without a vmap rule. It doesn't know that here a kernel calls the function, and that the
-    dispatcher handles the other levels afterwards.
+    torch rejects functions without a vmap rule; but here the dispatcher handles the other levels afterwards.
     """
     from torch._functorch.utils import enable_single_level_autograd_function
 
@@ -555,16 +494,13 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `function` with reverse and forward gradients enabled; within torch.func, those of outer levels."""
+    """Within torch.func, these are gradients of outer levels."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """Runs a kernel of `torch.vmap` as torch.library.register_vmap does: calls `rule(batch_dims, *whole_tensors)`.
-
-    register_vmap itself imports torch._functorch at registration.
-    """
+    """As torch.library.register_vmap, which imports torch._functorch at registration. Calls `rule(batch_dims, *whole)`."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

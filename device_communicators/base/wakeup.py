@@ -1,8 +1,7 @@
-"""Lets C++ waits detect signals without the interpreter lock, by polling a pipe that Python's handler writes to.
+"""Lets C++ waits detect signals without the interpreter lock, by polling the pipe of `signal.set_wakeup_fd`.
 
-Python's signal handler writes a byte to a descriptor (`signal.set_wakeup_fd`), of which a process has only one. If the
-program sets its own, as asyncio does, waits of the main thread take the lock in each slice. To detect that, this module
-replaces `signal.set_wakeup_fd` once the native library is loaded.
+A process has one such descriptor. If the program sets its own, as asyncio does, waits of the main thread take the lock
+in each slice. To detect that, this module replaces `signal.set_wakeup_fd`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,22 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """Describes the pipe to the native library: the struct SignalPipe of cpu/csrc/signals.h."""
+    """Struct SignalPipe of cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
-    """Descriptor that is readable after a signal; -1 if there is none."""
+    """Readable after a signal; -1 if there is none."""
     inode: int
-    """The pipe's inode, or 0 to skip the check. If `reader` has another inode, the program closed the pipe."""
+    """0 skips the check. If `reader` has another inode, the program closed the pipe."""
 
 
 class _Wakeup:
-    """The pipe that signals write to, and the structs through which C++ reads it."""
-
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()
         self._inode = os.fstat(self.reader).st_ino
         self.pipes: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
-        """True if the wakeup descriptor is the pipe's, or the program's."""
+        """The wakeup descriptor is the pipe's, or the program's."""
         forks.call_in_children(self.renew)
         signal.set_wakeup_fd = self.set
 
@@ -55,14 +52,14 @@ class _Wakeup:
             pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
-        """Returns False if the program has closed the pipe, as daemons do with all descriptors."""
+        """False if the program has closed the pipe, as daemons do."""
         try:
             return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Replaces the pipe, in a forked child (its signals would wake its parent) or if the program closed it."""
+        """For a forked child (its signals would wake its parent), or if the program closed the pipe."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -73,7 +70,7 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Duplicates descriptor `new` onto the number `old` if `old` still is the pipe `inode`. Returns the new number."""
+    """Duplicates `new` onto the number `old`, if that still is the pipe `inode`. Returns the new number."""
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
             os.dup2(new, old, inheritable=False)
@@ -92,19 +89,19 @@ def _wakeup() -> _Wakeup:
 
 
 def tell(pipe: SignalPipe) -> None:
-    """Writes the descriptor to the library's `pipe` now, and again whenever it changes."""
+    """Updates the library's `pipe` now and at each change."""
     _wakeup().pipes.append(pipe)
     begin()
 
 
 def begin() -> None:
-    """Sets the wakeup descriptor if the program has set none. Only the main thread can; in others it does nothing."""
+    """Only the main thread can; does nothing in others, or if the program has set a descriptor."""
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():
-        with contextlib.suppress(OSError):  # no descriptors are left
+        with contextlib.suppress(OSError):
             wakeup.renew()
     if not wakeup.is_set and not wakeup.is_foreign:
-        with contextlib.suppress(ValueError):  # another thread
+        with contextlib.suppress(ValueError):
             before = wakeup.set(-1)
             if before != -1:
                 wakeup.set(before)
