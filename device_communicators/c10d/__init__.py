@@ -1,8 +1,4 @@
-"""torch.distributed's backend "parallel_state": collectives and transfers of CPU tensors.
-
-May import `routing`, `cpu` and the packages that these may import. Only `parallel_state`, which registers the backend,
-imports this one.
-"""
+"""torch.distributed's backend "parallel_state": collectives and transfers of CPU tensors."""
 
 from device_communicators.c10d.registration import register
 

@@ -1,7 +1,7 @@
-"""Gives torch the control plane's store in C++, which torch's threads call without the interpreter lock.
+"""Gives torch the control plane's store in C++.
 
-torch uses a store from its own threads: NCCL's monitor and heartbeat, gloo's lazily connected pairs. A store in Python
-makes each of them wait for the interpreter lock, and isn't safe at exit.
+torch's own threads use a store: NCCL's monitor and heartbeat, gloo's lazily connected pairs. In Python, each of them
+waits for the interpreter lock, and isn't safe at exit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ logger = logging.getLogger("parallel_state")
 
 @cache
 def try_load() -> Any:
-    """Returns the compiled module, or None. Compiles it if needed."""
     module, problem = extension.try_load()
     if module is None:
         logger.info("torch's threads need the interpreter lock for the control plane's store, which %s", problem)
@@ -27,9 +26,9 @@ def try_load() -> Any:
 
 
 def for_torch(store: Any) -> Any:
-    """Returns the store to give to torch: in C++ if `store` is a ControlStore and the module can be compiled.
+    """Returns the store in C++, if `store` is a ControlStore and the module can be compiled.
 
-    The caller keeps a ControlStore alive as long as torch uses it: without the module it is returned itself.
+    Else `store` itself: the caller keeps it alive as long as torch uses it.
     """
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:

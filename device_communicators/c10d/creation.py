@@ -1,7 +1,7 @@
-"""Makes a backend of torch.distributed for one group: finds the ranks that share memory, and loads the compiled class.
+"""Makes a backend of torch.distributed for one group.
 
-The ranks of one host need no connections. Over several hosts they connect for collectives. A gloo backend, which
-connects on use, carries the rest.
+One host's ranks need no connections. Several hosts' ranks connect for collectives; gloo, which connects on use, carries
+the rest.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ from device_communicators.routing.failures import counted_from_begin
 logger = logging.getLogger("parallel_state")
 
 _HOOKS_LIMIT = timedelta(seconds=32)
-"""Twice the default time that torch's flight recorder has to write a file (TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC)."""
+"""Twice the default time of torch's flight recorder to write a file (TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC)."""
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """Returns the backend of one group, a `c10d::Backend`. torch calls it on every rank of the group.
+    """Returns a `c10d::Backend`. torch calls it on every rank, with its DistributedBackendOptions.
 
-    `options` are torch's DistributedBackendOptions. With `enable_reconfigure` the backend has no group until its
-    `reconfigure` is called. Raises UnsupportedError for `backend_options` of another backend, and what `create_group`
-    raises.
+    With `enable_reconfigure` the backend has no group until its `reconfigure` is called.
     """
     _check_backend_options(backend_options)
     if not getattr(options, "enable_reconfigure", False):
@@ -56,7 +54,6 @@ def create(options: Any, backend_options: Any = None) -> Any:
 
 
 def _check_backend_options(options: Any) -> None:
-    """Raises UnsupportedError for options that this backend would ignore."""
     if options is None:
         return
     module, _ = extension.try_load()
@@ -77,9 +74,8 @@ def _check_backend_options(options: Any) -> None:
 def create_group(options: Any, world: World | None = None) -> Any:
     """Returns the backend of one group. Every rank of the group calls it.
 
-    `world`: a World whose first group this is; by default, the current one or a new one. If a rank of the world has no
-    compiled module, all groups of that world use gloo, with one warning. Raises CommunicationError if ranks are
-    missing.
+    `world`: whose first group this is; by default, the current one or a new one. If a rank of the world has no compiled
+    module, all its groups use gloo, with one warning. Raises CommunicationError if ranks are missing.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
@@ -150,7 +146,7 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """Returns a gloo backend instead. gloo detects deaths only by broken connections and at deadlines."""
+    """gloo detects deaths only by broken connections and at deadlines."""
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
@@ -169,9 +165,9 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Stops the backends' threads while the interpreter still runs, and reports that this rank leaves.
+    """Stops threads while the interpreter runs, and reports that this rank leaves.
 
-    A rank that ends by an exception reports nothing, so that peers detect a death.
+    After an exception it reports nothing, so that peers detect a death.
     """
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None
@@ -184,7 +180,6 @@ def _shut_down() -> None:
 
 
 def load() -> Any:
-    """Returns the compiled module. Compiles it if needed. Raises UnsupportedError."""
     extension.compile_ahead()
     module, problem = extension.try_load()
     if module is None:

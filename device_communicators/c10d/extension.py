@@ -1,8 +1,4 @@
-"""Compiles and loads this folder's C++ as a Python module, built for the installed torch and Python.
-
-It has the backend, and the control plane's store as a torch store. They are one module, because torch's headers take
-most of the compile time.
-"""
+"""Compiles and loads this folder's C++ as one Python module: torch's headers take most of the compile time."""
 
 from __future__ import annotations
 
@@ -58,16 +54,13 @@ def _import(path: Path) -> tuple[Any, str]:
 
 @cache
 def compile_ahead() -> None:
-    """Compiles the module and, at the same time, the library that it calls, if they are missing. Raises nothing.
-
-    Called before a deadline starts. `try_load` and `native.load` report what could not be compiled.
-    """
+    """Compiles the module and the library that it calls, before a deadline starts. Raises nothing: `try_load` does."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         native.compile_together([native.wanted_recipe(), recipe()])
 
 
 def recipe() -> Recipe:
-    """Returns the module's build. Raises BuildError without Python's headers."""
+    """Raises BuildError without Python's headers."""
     sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")

@@ -1,7 +1,6 @@
 """The Python part of one group of the backend: errors, and gloo. The compiled class calls it.
 
-A gloo backend of the same ranks carries the calls that shared memory doesn't support. It is created on first use, or
-with the group if not all ranks can be connected.
+gloo carries what shared memory doesn't support. Created on first use, or at once if not all ranks can be connected.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns a copy of a CommunicationError that also is a DistBackendError, which programs catch; others unchanged.
+    """Makes a CommunicationError also a DistBackendError, which programs catch; returns others unchanged.
 
     `routing.failures.error_of` finds it even if torch's autograd keeps only its text.
     """
@@ -83,7 +82,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Returns the parts for pickle. They name `kind`, because pickle finds classes by module and name."""
+        """Names `kind`, because pickle finds classes by module and name."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -96,7 +95,7 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """Callbacks of the compiled backend: errors, gloo, and backends of parts of the group."""
+    """Callbacks of the compiled backend. Error methods raise what a signal handler raised during the call."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """`is_worlds`: True if `world` begins and ends with this group. `create`: makes the backend of a part of it."""
+        """`is_worlds`: `world` begins and ends with this group. `create`: makes the backend of a part of it."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -116,13 +115,12 @@ class Group:
         self._create = create
         self._pid = os.getpid()
         self.has_crashed = False
-        """True if an exception ends this process."""
+        """An exception ends this process."""
         self.context = GroupContext(
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout,
             host_memory=memory, watcher=world.watcher, domain=world.domain, given=members.name,
         )  # fmt: skip
         self.signal_pipe = 0
-        """See `NativeLibrary.signal_pipe`."""
         with contextlib.suppress(native.NativeUnavailableError):
             self.signal_pipe = native.load().signal_pipe
         self._gloo: Any = None
@@ -138,24 +136,20 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[], None] = lambda: None
-        """Set by the compiled backend: makes it refuse later calls with `failed`."""
+        """Set by the compiled backend, like the next two: makes it refuse later calls with `failed`."""
         self.shut_down: Callable[[], None] = lambda: None
-        """Set by the compiled backend: ends it, if it still exists."""
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
-        """Set by the compiled backend: returns the calls that run now, and the last one that ended."""
+        """The calls that run now, and the last one that ended."""
         world.watcher.on_death.append(self._note_death)
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns the group that carries collectives; None if gloo carries them.
-
-        That is so without the compiled library, or if only the hosts' first ranks are connected.
-        """
+        """None if gloo carries collectives: without the compiled library, or if only leads are connected."""
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def operations(self) -> list[Operation]:
-        """Returns the calls that run now, and the last one that ended. gloo's are not among them."""
+        """gloo's calls are not among them."""
         return sorted(
             (
                 Operation(
@@ -176,7 +170,7 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Ends gloo's waits for living ranks, because deaths don't. Pauses first: data of the dead may still arrive."""
+        """Deaths don't end gloo's waits for living ranks. Pauses first: data of the dead may still arrive."""
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self.context.deaths()}
         peers = [rank for rank in range(self.context.size) if rank != self.context.rank]
@@ -184,7 +178,6 @@ class Group:
             abandon(self._gloo, sorted(peers, key=lambda peer: self.context.ranks[peer] in dead), _NOBODYS_TAG)
 
     def leave(self) -> None:
-        """Reports that this rank leaves on purpose. Idempotent."""
         if os.getpid() != self._pid:
             return
         if self._note_death in self._world.watcher.on_death:
@@ -202,13 +195,13 @@ class Group:
         return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of errors and of gloo. The compiled backend has set its own."""
+        """The compiled backend has set its own."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error for a status of csrc/group.h. If a signal handler raised during the call, raises that."""
+        """`status`: of csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -221,7 +214,6 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error of a window's call. If a signal handler raised during the call, raises that."""
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
@@ -233,7 +225,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error of a call that starts after the group failed, or after a death that no call reported."""
+        """For a call that starts after the group failed, or after a death that no call reported."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -243,7 +235,7 @@ class Group:
         return self._failed(died(self.context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
-        """Returns the error of a failed call, with all dead ranks. Makes the group unusable."""
+        """Adds all dead ranks, and makes the group unusable."""
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
@@ -264,7 +256,6 @@ class Group:
         return as_torch_error(error)
 
     def transfer_error(self, words: Sequence[int]) -> BaseException:
-        """Returns the error of a failed transfer. If a signal handler raised during the wait, raises that."""
         failed = Failed(*words)
         if failed.is_interruption:
             native.load().raise_interruption()
@@ -275,7 +266,7 @@ class Group:
         return self._failed(found, operation, elapsed_s)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
-        """Returns the error for a text of gloo; None if gloo refused a wrong call."""
+        """Returns None if gloo refused a wrong call."""
         said = RuntimeError(text)
         if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
             return None
@@ -305,7 +296,7 @@ class Group:
         return ForkedError(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """Returns the gloo backend of the same ranks. All of them call it."""
+        """All ranks call it."""
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
@@ -322,10 +313,10 @@ class Group:
         raise self._lost_store(silent, "new_group", started)
 
     def _connect_gloo(self) -> None:
-        """Connects neighbors in the gloo group by a barrier, while all ranks are here.
+        """Connects neighbors in the gloo group by a barrier.
 
-        gloo connects two ranks at their first transfer, and one fixed side dials. So a transfer between unconnected
-        ranks blocks until the peer transfers, too, and signal handlers don't run meanwhile.
+        gloo connects two ranks at their first transfer, and one fixed side dials: until the peer transfers, too, the
+        call blocks and signal handlers don't run.
         """
         context, started = replace(self.context, make_cpu_group=lambda: self._gloo), time.monotonic()
         try:
@@ -350,7 +341,7 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Returns when all ranks have called it. Rank 0 waits for `timeout`, then names the first missing rank, or all.
+        """Rank 0 waits for `timeout`, then names the first missing rank, or all.
 
         Uses the control plane, so the group stays usable. Raises CollectiveTimeoutError.
         """
@@ -379,7 +370,6 @@ class Group:
             raise as_torch_error(failure) from error
 
     def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
-        """Returns the backend of `ranks`, which include this one. Each of them calls it."""
         which = "_".join(map(str, ranks))
         options = backend_options(
             dist.PrefixStore(f"split/{which}", store), ranks.index(self._members.rank), len(ranks), timeout,
@@ -389,15 +379,14 @@ class Group:
         return self._create(options)
 
     def merge(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
-        """Returns the backend of this group's ranks and those of other groups. Each of the `size` ranks calls it."""
+        """Each of the `size` ranks of all merged groups calls it."""
         world = World(BoundedStore(store), range(size), "merge_remote_group", may_borrow=False)
         return self._create(backend_options(store, rank, size, timeout, name), world)
 
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
-        """Returns the backend of the ranks that aren't `excluded`. Each of them calls it; this group stays as it is.
+        """The ranks that aren't `excluded` call it. This group stays as it is.
 
-        The new group is a failure domain of its own, so deaths of other ranks don't fail it. `renumber`: its ranks are
-        their own global ranks.
+        The new group is a failure domain of its own. `renumber`: its ranks are their own global ranks.
         """
         members, watcher, what = self._members, self._world.watcher, "shrink_group"
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
@@ -437,12 +426,11 @@ class Group:
 
 
 def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Returns a gloo backend that listens at `address`, if known."""
     return gloo_backend(store, rank, size, timeout, _gloo_device(address))
 
 
 def _gloo_device(address: str) -> Any:
-    """Returns a gloo device that connects two ranks at first use, if this torch supports that."""
+    """Connects two ranks at first use, if this torch supports that."""
     make: Callable[..., Any] = dist.ProcessGroupGloo.create_device
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     where = {"interface": interface} if interface else {"hostname": address}
@@ -450,5 +438,5 @@ def _gloo_device(address: str) -> Any:
         make, where = dist.ProcessGroupGloo.create_default_device, {}
     try:
         return make(**where, lazy_init=True)
-    except TypeError:  # connects all ranks now
+    except TypeError:
         return make(**where)

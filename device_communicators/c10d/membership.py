@@ -1,8 +1,7 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
-Each process has a door: a listener of the control plane that belongs to no world and serves a store. A handle is the
-address of a door and its token. The members of `reconfigure` use the store of the process with the lowest handle, so
-each group's store is served by a living member.
+Each process has a door: a listener of the control plane that belongs to no world and serves a store. The process with
+the lowest handle serves a group's store, so its server is a living member.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ _FORMAT = "parallel_state/1"
 
 
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
-    """Returns a backend that has no group until its `reconfigure` is called. Opens no connection.
-
-    `module`: the compiled one. Raises UnsupportedError with torch before 2.15, which can't call `reconfigure`.
-    """
+    """Raises UnsupportedError with torch before 2.15, which can't call `reconfigure`."""
     if not hasattr(module, "make_reconfigurable"):
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -70,12 +66,12 @@ class Handle(NamedTuple):
     """The door of one process, as other processes receive it. It contains a secret."""
 
     host: str
-    """Name of its host. The first field, so that sorted handles are in the order of hosts."""
+    """The first field, so that sorted handles are in the order of hosts."""
     address: str
     port: int
     pid: int
     processes: str
-    """Its PID namespace."""
+    """PID namespace."""
     token: str
 
     def __str__(self) -> str:
@@ -83,7 +79,6 @@ class Handle(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """Returns the handle that `str` wrote. Raises InvalidArgumentError."""
         try:
             form, *fields = json.loads(text)
             if form != _FORMAT:
@@ -116,15 +111,13 @@ class Membership:
         self._handle: Handle | None = None
         self._used: set[int] = set()
         self._world: World | None = None
-        """The world of the current group."""
         self._store: ControlStore | None = None
-        """The store of the current group, which torch doesn't keep alive."""
+        """torch doesn't keep it alive."""
         self._problem = ""
-        """The reason that there is no group; "" before the first `reconfigure`."""
+        """Why there is no group; "" before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:
-        """Returns this process's handle, which stays the same."""
         if self._handle is None:
             door = Watcher()
             text = listen(door, self._address)
@@ -144,10 +137,10 @@ class Membership:
         timeout: timedelta | None,
         hints: Mapping[str, str],
     ) -> Any:
-        """Returns the backend of the group of the processes with these handles. Each of them calls it.
+        """Returns the backend of the processes with these handles. Each of them calls it.
 
-        Checks the arguments, then ends the former group. If it raises a CommunicationError, there is no group until the
-        next call, with another uuid.
+        Ends the former group after checking the arguments. After a CommunicationError there is no group until a call
+        with another uuid.
         """
         if not self._lock.acquire(blocking=False):
             raise UsageError("reconfigure is under way in another thread of this process; wait until it returned")
@@ -220,7 +213,6 @@ class Membership:
         return made
 
     def no_group(self, method: str) -> BaseException:
-        """Returns the error for a call without a group."""
         how = "call reconfigure() with the handles of all members"
         if not self._problem:
             return GroupNotInitializedError(f"{method} of group {self._name!r}: the group has no members yet; {how}")
@@ -235,7 +227,7 @@ class Membership:
             world.leaves_in_background = True
 
     def _end(self) -> None:
-        """Ends the group, without waiting until other ranks have received that."""
+        """Doesn't wait until other ranks have received that."""
         world, self._world = self._world, None
         if world is not None:
             world.leaves_in_background = True
@@ -243,7 +235,6 @@ class Membership:
         self._store = None
 
     def close(self) -> None:
-        """Ends the membership. Idempotent."""
         if os.getpid() != self._pid:
             return
         self._world = self._store = None
@@ -253,14 +244,12 @@ class Membership:
 
 
 class _SameCall:
-    """Checks through the store that all members pass the same handles in the same order."""
-
     def __init__(self, store: BoundedStore, names: list[str], peers: list[Handle], uuid: int) -> None:
         self._store, self._uuid = store, uuid
         self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
 
     def enter(self) -> None:
-        """Raises ConfigMismatchError if the first member made another call; `look` then raises it on the others."""
+        """`look` raises on the others if one member made another call."""
         found = self._store.compare_set("call", "", self._call).decode()
         if found != self._call:
             self._store.set("difference", self._call)

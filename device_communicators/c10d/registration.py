@@ -1,7 +1,6 @@
 """Registers the backend with torch.distributed, without loading it.
 
-Also patches places where torch requires gloo by name or class. The first group of the backend does that; the import
-only registers the name.
+The first group of the backend also patches places where torch requires gloo by name or class.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ from device_communicators.base.torch_internals import (
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""These packages receive the backend's true name, with which they make further groups."""
+"""They make further groups, and so receive the backend's true name."""
 
 
 def register() -> None:
-    """Registers the backend for `init_process_group("parallel_state")`. Idempotent.
-
-    A device's default backend stays the same.
-    """
+    """Idempotent. A device's default backend stays the same."""
     import torch.distributed as dist
 
     if dist.is_available() and not has_plugin(NAME):
@@ -47,7 +43,7 @@ def _open_torch() -> None:
 
 
 def _open_monitored_barrier() -> None:
-    """Lets `dist.monitored_barrier`, which requires gloo by name, accept this backend's groups."""
+    """`dist.monitored_barrier` requires gloo by name."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -67,7 +63,7 @@ def _open_monitored_barrier() -> None:
 
 
 def _open_set_pg_timeout() -> None:
-    """Lets `_set_pg_timeout` set this backend's timeout: before torch 2.15 it supports only gloo and NCCL."""
+    """Before torch 2.15, `_set_pg_timeout` supports only gloo and NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -91,10 +87,7 @@ def _open_set_pg_timeout() -> None:
 
 
 def _open_backend_type() -> None:
-    """Makes `_get_backend_name` return "gloo" for this backend; torch returns "custom" for all external ones.
-
-    ShardedTensor calls it on ranks without a shard, and treats every other name as a backend of GPUs.
-    """
+    """torch returns "custom" for external backends, which ShardedTensor treats as a backend of GPUs."""
 
     def wrap(of_torch: Any) -> Any:
         @functools.wraps(of_torch)
@@ -116,7 +109,6 @@ def _is_of_this_backend(group: Any) -> bool:
 
 @functools.cache
 def _show_as_gloo() -> None:
-    """Makes `dist.get_backend` return "gloo" for this backend to all packages but `_TRUSTED`."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -1,8 +1,7 @@
 """The failure domain of the backend's groups: the ranks of the default process group in which they were made.
 
-A rank may wait in one group for a living rank that waits in another for a dead one. So each rank watches all others,
-and a death ends the calls of all groups. This starts with the first group of all ranks, usually the default group.
-Until then, each group is a domain of its own.
+A rank may wait in one group for a living rank that waits in another for a dead one, so a death ends the calls of all
+groups. This starts with the first group of all ranks. Until then, each group is a domain of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from device_communicators.liveness.health import FailureDomain, Watcher
 
 
 class World:
-    """The ranks whose deaths fail the groups of one default process group, or one group alone."""
-
     _current: ClassVar[World | None] = None
     """The world of all ranks; guarded by _LOCK."""
 
@@ -38,11 +35,9 @@ class World:
         may_borrow: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ranks`: global. `store`: of the world's first group.
+        """`ranks`: global. `store`: of the first group. `caller`: function named in errors.
 
-        `caller`: the function that makes the world, for errors.
-
-        `may_borrow`: False if the world must not use a watcher that exists. `check`: see `meet` in cpu/watching.py.
+        `may_borrow`: may use a watcher that exists. `check`: see `meet` in cpu/watching.py.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._check = caller, check
@@ -51,21 +46,20 @@ class World:
         """Borrowed if the `ParallelGroups` of this process already watch these ranks."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
-        """Address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank on this host."""
         self.begun = False
         self.over_gloo = ""
-        """The reason that all groups use gloo: a rank without the compiled module, or no control plane."""
+        """Why all groups use gloo: a rank without the compiled module, or no control plane."""
         self.has_warned = False
         self.outlives_store = False
-        """True if the store at which the ranks meet may end before their groups: see `lasting_store`."""
+        """The store of the start may end before the groups: see `lasting_store`."""
         self.leaves_in_background = False
-        """True if `close` must not wait until the other ranks have received that this one left."""
+        """`close` must not wait until the other ranks have received it."""
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the world of a new group of global `ranks`: the current one if it has them, else a new one."""
+        """Returns the current world if it has these global ranks, else a new one."""
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
@@ -77,18 +71,17 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns the watcher of all global `ranks` if the default group is of this backend, or None."""
+        """Returns None unless the default group is of this backend and has these ranks."""
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher
 
     def set_current(self) -> None:
-        """Makes this the world of later groups."""
         with _LOCK:
             World._current = self
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
-        """Starts to watch the ranks of the first group, unless a watcher is borrowed. Each rank calls it.
+        """Watches the ranks of the first group. Each rank calls it.
 
         Returns why all groups must use gloo (the first `problem` of a rank, or no control plane), or "".
         """
@@ -109,26 +102,25 @@ class World:
         return found or self.watcher.explain(ranks)
 
     def begin(self, memory: HostMemory) -> None:
-        """Stores the cores and PIDs of this host's ranks. `memory`: of the first group."""
+        """`memory`: of the first group."""
         self.begun = True
         self.neighbours = memory.cores
         if not self.watcher.pids:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store for later connections of a group. `store`: the one with which the group was made."""
+        """Returns the store for later connections of a group, which was made with `store`."""
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))
 
     def hand_over(self, world: World) -> None:
-        """If this is the world of later groups, makes `world` that. Call it before this one's group is destroyed."""
+        """Makes `world` current if this one was. Call it before this one's group is destroyed."""
         with _LOCK:
             if World._current is self:
                 World._current = world
         self.leaves_in_background = True
 
     def close(self) -> None:
-        """Ends the world. Idempotent."""
         with _LOCK:
             if World._current is self:
                 World._current = None
@@ -138,13 +130,12 @@ class World:
             self.end_watch()
 
     def end_watch(self) -> None:
-        """Closes the watcher, unless it is borrowed. Idempotent."""
         if not self._is_borrowed:
             self.watcher.close()
 
 
 def address_of(store: Any) -> str:
-    """Returns the address of this process on the route to a store's server; "" if there is none."""
+    """Returns this process's address on the route to a store's server; "" if there is none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     known = (store.host, store.port) if isinstance(store, dist.TCPStore) else getattr(store, "address", None)

@@ -1,8 +1,4 @@
-"""Sends requests to the store or the program of a control plane. Imports no torch, so that `debug --live` starts fast.
-
-The compiled library does the I/O in the calling thread, without the interpreter lock. Python checks for signals every
-50 ms.
-"""
+"""Sends requests to the store or the program of a control plane. Imports no torch, so that `debug --live` starts fast."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""Equals kMostStoreBytes in csrc/store.h."""
+"""kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
 """A listener's first bytes."""
 _MOST_PARTS = 1 << 17
@@ -31,11 +27,10 @@ _SHOWN_BYTES = 48
 
 
 class ForeignServiceError(Exception):
-    """Another service answered; the text describes it."""
+    pass
 
 
 def in_words(answer: bytes) -> str:
-    """Describes the service that answered with these bytes."""
     if answer.startswith(MAGIC):
         return (
             "the store of another launch listens there, which accepts only the ranks of that launch. If a rank of it "
@@ -47,10 +42,10 @@ def in_words(answer: bytes) -> str:
 
 
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
-    """Sends `text` to the program at `address` and returns its reply; see `on_question` of `World.meet`.
+    """Returns the reply of the program at `address`; see `on_question` of `World.meet`.
 
-    Raises OSError if the connection fails or times out, ForeignServiceError for another service, and
-    ConfigMismatchError for another protocol version.
+    Raises OSError for connection failures and timeouts, ForeignServiceError, or ConfigMismatchError for another
+    protocol version.
     """
     hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
     client = library.ps_store_client(hosts.encode(), address[1], token.encode())
@@ -66,7 +61,7 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 
 
 class Request:
-    """A request, for one thread at a time. When a request of `hold` closes, the server removes the held key."""
+    """For one thread at a time. When a request of `hold` closes, the server removes the held key."""
 
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float) -> None:
         self._library = library
@@ -84,7 +79,10 @@ class Request:
             self._library.ps_store_end(handle)
 
     def wait(self) -> tuple[int, bytes]:
-        """Returns (0, reply), or (errno, error text); csrc/guest.h lists the errnos at `Request::wait`."""
+        """Returns (0, reply), or (errno of `Request::wait` in csrc/guest.h, error text).
+
+        Checks for signals every 50 ms.
+        """
         while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
             pass
         buffer = ctypes.create_string_buffer(1 << 12)
@@ -96,7 +94,6 @@ class Request:
 
 
 def error_of(code: int, text: bytes) -> BaseException:
-    """Returns the exception for an errno of `Request::wait`."""
     words = text.decode(errors="replace")
     if code == errno.EKEYREJECTED:
         return PermissionError(words)

@@ -1,12 +1,6 @@
 """Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank.
 
-A thread of the compiled library does the work without the interpreter lock. So a rank that holds the lock for long
-isn't reported as dead; its callbacks run later. docs/protocol.md describes the protocol.
-
-    world = World(library, address, limit_s=20.0, beat_s=1.0)     # listens; publish str(world.endpoint)
-    world.meet(members, on_change)                                # all ranks, with the same members
-    verdict = world.agree("tp:0", 0, [0, 1], b"value", timeout_s=60.0)
-    world.leave()
+A compiled thread does the work without the interpreter lock: a rank that holds it isn't reported as dead.
 """
 
 from __future__ import annotations
@@ -47,26 +41,23 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""Maximum size of an agreement's value."""
 MOST_STATUS_BYTES = 64 << 10
-"""A larger question gets no reply; a larger reply is truncated."""
 MOST_TEXT_BYTES = 256
-"""Maximum size of an agreement's purpose. Longer causes of failures are truncated to it."""
 LINGER_S = 1.0
 GREETING_BYTES = 44
-"""Size of a listener's first bytes: its hello and the head of its nonce frame (docs/protocol.md)."""
+"""A listener's hello and the head of its nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
 """A call whose thread is this late after the deadline raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""Equal to kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
+"""kMostMembers in csrc/frame.h, kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
 """Block size of HMAC-SHA-256, which would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
-"""Position of the endpoint on a board; see BoardHead in csrc/machine.h."""
+"""BoardHead in csrc/machine.h."""
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Link targets of board descriptors in /proc/PID/fd; the second if memfd_create is refused."""
+"""Link targets in /proc/PID/fd; the second if memfd_create is refused."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
@@ -75,7 +66,6 @@ _REPORT, _ASK, _REPLY = 15, 16, 17
 _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
-"""Verdict::Kind in csrc/core.h."""
 SAME = "the replay has the same digest\n"
 """Last line of `describe` if the replay ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
@@ -84,7 +74,6 @@ _GREETING = struct.Struct("<8s28xQ")
 
 
 def greeter(greeting: bytes) -> int:
-    """Returns the process number of the listener that sent `greeting`; 0 for another service or version."""
     if len(greeting) != GREETING_BYTES:
         return 0
     magic, proc = _GREETING.unpack(greeting)
@@ -103,34 +92,30 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Leaves all worlds at a normal exit. After an uncaught exception it doesn't, so that peers report a death."""
+    """Leaves all worlds, but not after an uncaught exception: peers must report a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
 
 
 class ControlError(CommunicationError):
-    """The control plane is unusable: this process left the world, or the plane's thread ended."""
+    pass
 
 
 class Endpoint(NamedTuple):
-    """Address and identity of a process, published before the ranks meet."""
-
     proc: int
-    """A random number: this process in this world."""
     host: str
     port: int
     token: str
     """The listener's secret, which peers prove by HMAC to have."""
     board: int
-    """The process's descriptor of its board: shared memory that processes of its watch domain read."""
+    """Descriptor of shared memory that processes of its watch domain read."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str | bytes) -> Endpoint:
-        """Decodes the text of `str(endpoint)`. Raises ValueError or TypeError for other text."""
         proc, host, port, token, board = json.loads(text)
         return cls(int(proc), str(host), int(port), str(token), int(board))
 
@@ -141,16 +126,14 @@ class Member(NamedTuple):
     """Equal for processes that can watch each other by PID; empty if none can watch this one."""
     pid: int
     began: str
-    """Start time of the process, as `host.start_time` returns it; empty if unknown."""
+    """As `host.start_time` returns it."""
     endpoint: Endpoint
 
 
 class Change(NamedTuple):
     kind: str
-    """died, left, failed, unreachable (its host shows no sign of life), or stopped.
-
-    stopped: the host's kernel responds, but its ranks don't run.
-    """
+    """died, left, failed, unreachable (its host shows no sign of life), or stopped (only the host's kernel
+    responds)."""
     rank: int
     text: str
     by: int = -1
@@ -161,13 +144,11 @@ class Verdict(NamedTuple):
     kind: str
     """agreed, ended (`ranks` exited), missing (`ranks` did not call in time), or undecided (`ranks` did not answer)."""
     values: list[bytes]
-    """If agreed, the values in the order of the call's `ranks`."""
+    """If agreed, in the order of the call's `ranks`."""
     ranks: list[int]
 
 
 class _Asked:
-    """A question to several ranks. `result`: the replies by rank."""
-
     def __init__(self, count: int, on_replies: Callable[[dict[int, bytes]], None] | None) -> None:
         self.done = threading.Event()
         self.result: dict[int, bytes] = {}
@@ -184,10 +165,9 @@ class World:
     ) -> None:
         """Listens at `address`, and serves a key-value store to processes that prove the token; see `ControlStore`.
 
-        `library`: the loaded C++ library. `port`: None: any free one, within PARALLEL_STATE_PORTS if set. `token`: the
-        listener's secret; random if empty. `limit_s`: a host without a sign of life for this long is unreachable.
-        Raises ResourceLimitError if descriptors, threads or memory ran out, and ControlError for other errors, such as
-        no free port.
+        `port` None: any free one, within PARALLEL_STATE_PORTS if set. `token`: random if empty. `limit_s`: a host
+        silent for this long is unreachable. Raises ResourceLimitError, and ControlError for other errors, such as no
+        free port.
         """
         exits.prepare()
         _leave_at_exit()
@@ -220,7 +200,6 @@ class World:
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._questions: dict[int, tuple[_Asked, int]] = {}
-        """Question number -> (the question, its rank)."""
         self._asked = 0
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
@@ -237,11 +216,11 @@ class World:
         on_question: Callable[[int, bytes], Answer] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Joins the world. Every member calls it with the same members. Returns without waiting.
+        """Joins the world without waiting. Every member calls it with the same members.
 
-        `on_change` is called for each rank that exits, and for this rank if a peer reports it. `on_question(rank,
-        question)` returns an `Answer`; rank -1 is a process outside the world that has the token. `look` is called
-        about every 0.4 s. One thread calls all callbacks, so they must be quick.
+        `on_change` is called for each rank that exits, and for this rank if a peer reports it. `on_question` gets rank
+        -1 for a process outside the world that has the token. `look` is called every 0.4 s. One thread calls all
+        callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -274,10 +253,7 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Starts the thread that calls callbacks and logs, if it isn't running.
-
-        Call it before `meet` to answer earlier questions, or for a world that only serves a store.
-        """
+        """Starts the callback thread before `meet`, to answer earlier questions or to only serve a store. Idempotent."""
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return
@@ -298,8 +274,8 @@ class World:
         """Sends `value` and returns the verdict: the values of all `ranks`, or why there are none.
 
         All of `ranks` must call it with the same purpose, attempt and ranks, and use each combination once. Returns at
-        most 0.5 s after `give_up()` first returns True. After "undecided", other ranks may have another verdict. Raises
-        ControlError if this process leaves the world, and ConfigMismatchError if a peer has another protocol version.
+        most 0.5 s after `give_up()` returns True. After "undecided", other ranks may have another verdict. Raises
+        ControlError if this process leaves the world, and ConfigMismatchError for another protocol version.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -343,10 +319,9 @@ class World:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Sends `question` to all `ranks` and returns the replies of their `on_question`, by rank.
+        """Returns the replies of `on_question` by rank, without ranks that exit or don't reply in time.
 
-        Ranks that exit, or don't reply in time, have no entry. With `on_replies` it returns {} at once, and the
-        callback thread calls `on_replies(replies)` later. The callback thread itself must pass `on_replies`.
+        With `on_replies` it returns {} at once; the callback thread passes the replies to it. That thread must use it.
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
@@ -375,14 +350,13 @@ class World:
         return dict(asked.result)
 
     def is_ending(self, pid: int) -> bool:
-        """Returns True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
+        """True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
         """Lets the compiled thread end a shared-memory group's waits when ranks exit.
 
-        `ranks`: the group's ranks on this host, in the group's order. A death in `domain` fails the group. Raises
-        ControlError if this process left the world.
+        `ranks`: on this host, in the group's order. A death in `domain` fails the group.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
@@ -393,22 +367,18 @@ class World:
         self._report(0, _FAILED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
-        """Reports ranks whose data connections are silent; `text` is the cause."""
         for rank in ranks:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out.
-
-        It contains tokens only in values of agreements.
-        """
+        """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out."""
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Leaves the world and frees its resources. Idempotent.
 
-        Returns when other hosts' kernels have the farewell and this host's ranks can read it, after at most `linger_s`
-        + 1 s. Waits up to 1 s more for a running callback.
+        Returns when other hosts' kernels have the farewell, after at most `linger_s` + 1 s. Waits up to 1 s more for a
+        running callback.
         """
         if self._is_leaving or self._pid != os.getpid():
             return
@@ -420,16 +390,14 @@ class World:
         elif thread is not threading.current_thread():
             thread.join(1.0)  # it may be in `on_change`
 
-    # Calls.
-
     @property
     def library(self) -> Any:
         return self._library
 
     @property
     def _handle(self) -> int:
-        """Raises ForkedError in a forked child."""
-        if self._pid != os.getpid():  # before any lock: the parent may have held it at the fork
+        """Checked before any lock, which the parent may have held at the fork."""
+        if self._pid != os.getpid():
             raise forks.error("the control plane")
         return int(self._own_handle)
 
@@ -447,7 +415,7 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits for the verdict in C++, in the calling thread, so that slow callbacks don't delay it."""
+        """Waits in C++, in the calling thread, so that slow callbacks don't delay it."""
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
@@ -483,8 +451,6 @@ class World:
             raise self._late(what, timeout_s)
         if asked.error is not None:
             raise asked.error
-
-    # In the thread.
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -572,12 +538,12 @@ class World:
 
 
 def describe(library: Any, record: bytes) -> str:
-    """Replays a record of `World.record` and describes it: events, actions, exits, and if the final state matches."""
+    """Replays and describes a record of `World.record`."""
     return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """Calls `fill(buffer, size)`, which returns the needed size, with larger buffers until it fits."""
+    """`fill(buffer, size)` returns the needed size."""
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):
         buffer = ctypes.create_string_buffer(needed)
@@ -586,7 +552,7 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Returns endpoints of this PID namespace's processes, by PID, from the boards that this user may read."""
+    """Finds this PID namespace's processes, by PID, from the boards that this user may read."""
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"
@@ -607,7 +573,7 @@ def _kind_of(flags: int) -> str:
 
 
 def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
-    """Reads kind, flags, process, number and text of news; skips the call's key."""
+    """Skips the call's key."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
     news.number("Q"), news.text(), news.number("I"), news.number("B")
@@ -619,7 +585,7 @@ def _words(text: bytes) -> str:
 
 
 def _pack(member: Member, addresses: dict[str, str]) -> bytes:
-    """Encodes a member. `addresses` caches resolved host names."""
+    """`addresses` caches resolved host names."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
         try:

@@ -1,7 +1,6 @@
-"""Implements torch's `Store` as a client of the key-value store that a `World` serves.
+"""Implements torch's `Store` as a client of the key-value store that a `World` serves (csrc/store.h).
 
-Both sides prove that they have the listener's token. Each request and reply has a MAC. Nothing is encrypted. The server
-is in csrc/store.h.
+Both sides prove that they have the token. Each request and reply has a MAC. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -35,32 +34,25 @@ _PAUSE_S = 0.02
 class ControlStore(dist.Store):
     """The store of one world. Thread-safe; threads don't wait for each other.
 
-    Methods raise DistStoreError for invalid requests, and if keys aren't set in time. They raise DistNetworkError if
-    the server can't be used. Its `__cause__` is a PermissionError for a wrong token, a ForeignServiceError for another
-    service, a ConfigMismatchError for another protocol version.
-
-    torch's C++ code doesn't keep this object alive and needs the interpreter lock to call it. c10d/control_store.py
-    compiles a replacement if possible.
+    Methods raise DistStoreError for invalid requests and keys not set in time; DistNetworkError if the server can't be
+    used. Its `__cause__` is a PermissionError for a wrong token, a ForeignServiceError, or a ConfigMismatchError for
+    another protocol version. torch's C++ code doesn't keep this object alive; see c10d/control_store.py.
     """
 
     served_by: int | None = None
     """The global rank that runs the server; None: a launcher."""
     access = "the job's secret"
-    """Access control, for messages."""
 
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Opens no connection; the first request does.
-
-        `timeout_s`: of each request; `set_timeout` changes it. `name`: for errors.
-        """
+        """Opens no connection. `timeout_s`: of each request; `set_timeout` changes it. `name`: for errors."""
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """Handle of the library's client, shared by all stores of one server; 0 until the name is resolved."""
+        """Shared by all stores of one server; 0 until the name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -69,7 +61,7 @@ class ControlStore(dist.Store):
         return f"{self._name} at {self.address[0]}:{self.address[1]}"
 
     def reach(self, deadline: float) -> None:
-        """Returns when the server answers. Raises DistNetworkError at the deadline."""
+        """Returns when the server answers."""
         while True:
             try:
                 self._ask(_CHECK, [], timeout_s=max(0.0, deadline - time.monotonic()))
@@ -88,16 +80,15 @@ class ControlStore(dist.Store):
         self.library.ps_store_close(self._client)
 
     def clone(self) -> ControlStore:
-        """Returns this store: its requests never wait for each other."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(_SET, [key, value])
 
     def hold(self, key: str, value: str | bytes) -> None:
-        """Sets KEY until this process exits or calls `close`; then gone/KEY replaces KEY.
+        """Sets KEY until this process exits or closes the store; then gone/KEY replaces it.
 
-        `delete_key` before that removes both. Key and value together have at most 64 KiB.
+        `delete_key` before that removes both. At most 64 KiB together.
         """
         self._ask(_HOLD, [key, value], holds=True)
 
@@ -134,7 +125,7 @@ class ControlStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
-    # torch's C++ code looks these up by their C++ names.
+    # torch's C++ code uses these names.
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
@@ -148,7 +139,7 @@ class ControlStore(dist.Store):
             request = Request(self.library, self.client(limit_s), content, limit_s)
             try:
                 code, text = request.wait()
-            except BaseException:  # a signal's handler raised
+            except BaseException:
                 request.close()
                 raise
             if code == errno.ETIME:
@@ -174,17 +165,14 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns the handle of the library's client. Resolves the server's name first, if needed.
-
-        Raises OSError if the name isn't resolved within `limit_s` or 2 s, whichever is longer.
-        """
+        """Returns the library's handle. Raises OSError if the name isn't resolved within `limit_s`, at least 2 s."""
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))
             self._client = self.library.ps_store_client(numeric.encode(), self.address[1], self._token.encode())
         return self._client
 
     def _look_up(self, limit_s: float) -> list[str]:
-        """Returns the server's addresses. Resolves in a thread: a name server may exceed `limit_s`."""
+        """Resolves in a thread: a name server may exceed `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
             raise TimeoutError(f"the name {self.address[0]!r} was not resolved")
