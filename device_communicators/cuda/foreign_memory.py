@@ -1,7 +1,6 @@
-"""Tensors over memory that torch did not allocate, by DLPack: on a CUDA device or the CPU, without a compiler or NumPy.
+"""Tensors over memory that torch did not allocate, by DLPack, without a compiler or NumPy.
 
-torch calls DLPack's deleter when the last tensor over the memory is freed, in any thread. The deleter drops a
-caller's object, whose `__del__` frees the memory.
+torch calls the deleter in any thread; it drops the owner, whose `__del__` frees the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-"""Values of DLDeviceType."""
+"""DLDeviceType."""
 _UNSIGNED = 1
 """kDLUInt of DLDataTypeCode."""
 
@@ -60,7 +59,7 @@ _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """Returns a uint8 tensor over `size_bytes` bytes of `device` at `address`. It and its views keep `owner` alive."""
+    """Returns a uint8 tensor. It and its views keep `owner` alive."""
     shape = (c_int64 * 1)(size_bytes)
     managed = _DLManagedTensor(
         _DLTensor(address, _DEVICE_TYPES[device.type], device.index or 0, 1, _UNSIGNED, 8, 1, shape),

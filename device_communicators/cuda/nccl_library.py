@@ -1,8 +1,4 @@
-"""NCCL through ctypes: finding the library, its functions, constants and structures.
-
-The tests compare signatures and layouts with nccl.h of the versions 2.27.7 to 2.32.3. Calls release the GIL. This
-module needs no GPU. Its users decide which functions to call, and when.
-"""
+"""NCCL through ctypes. Tests compare it with nccl.h of the versions 2.27.7 to 2.32.3. Calls release the GIL."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ import torch
 from device_communicators.base import settings
 
 OLDEST = 22700
-"""Oldest supported version, which torch 2.10 brings."""
+"""torch 2.10 brings it."""
 MULTI_RANK_GPU = 23003
 """From this version on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 
@@ -28,31 +24,28 @@ RESULTS = (
     "ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument",
     "ncclInvalidUsage", "ncclRemoteError", "ncclInProgress", "ncclTimeout",
 )  # fmt: skip
-"""Names of ncclResult_t by number. The last one exists since 2.31."""
+"""ncclResult_t. The last one exists since 2.31."""
 
 DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5, torch.float16: 6,
     torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
 }  # fmt: skip
-"""Numbers of ncclDataType_t."""
+"""ncclDataType_t."""
 BYTE = DTYPES[torch.uint8]
 REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
-"""Numbers of ncclRedOp_t. Only averages of integers use NCCL's "avg". For floats, "avg" rounds each summand first, so
-averages of floats are sums that are divided afterwards."""
+"""ncclRedOp_t. Only averages of integers use "avg": for floats it rounds each summand first."""
 
 UNDEFINED = -(2**31)
-"""NCCL_CONFIG_UNDEF_INT: NCCL uses the environment's value, or its default."""
+"""NCCL uses the environment's value, or its default."""
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
-"""NCCL_SPLIT_NOCOLOR: color of a rank that is in no part of a split communicator."""
+"""Color of a rank that is in no part of a split communicator."""
 SUSPEND_MEMORY = 1
 COLL_SYMMETRIC = 1
-"""NCCL_WIN_COLL_SYMMETRIC: collectives may use the window, with the same offset on all ranks."""
+"""Collectives may use the window, with the same offset on all ranks."""
 
 
 class UniqueId(ctypes.Structure):
-    """The C struct ncclUniqueId: the address at which the ranks of a new communicator connect."""
-
     _fields_: ClassVar = [("internal", c_byte * 128)]
 
 
@@ -84,8 +77,10 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""Fields of ncclConfig_t: name, type, and the version that added the field. The structure grows at its end, and NCCL
-treats fields beyond `size` as undefined. So a newer version may get fewer fields than it has, but never wrong ones."""
+"""Name, type, and the version that added the field. The structure grows at its end.
+
+NCCL treats fields beyond `size` as undefined, so a newer version may get fewer fields, but never wrong ones.
+"""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
@@ -120,11 +115,11 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """Raised inside these packages if NCCL is unavailable. The text is the reason that `explain()` shows."""
+    """The text is the reason that `explain()` shows."""
 
 
 class NcclLibrary:
-    """A loaded libnccl: its functions as attributes (`library.ncclAllReduce`), its version and its path."""
+    """Its functions are attributes: `library.ncclAllReduce`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -138,7 +133,7 @@ class NcclLibrary:
         except (OSError, AttributeError) as error:
             raise NcclUnavailableError(f"{path} can't be loaded as NCCL: {error}") from error
         self.version = number.value
-        """NCCL_VERSION_CODE: 22809 is 2.28.9."""
+        """22809 is 2.28.9."""
         if self.version < OLDEST:
             raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} or newer is needed")
         for name, (_, _, since) in _FUNCTIONS.items():
@@ -165,7 +160,7 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """Returns an ncclConfig_t of this version. All fields but `fields` are undefined, so NCCL chooses them."""
+        """All fields but `fields` are undefined, so NCCL chooses them."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
@@ -176,7 +171,6 @@ class NcclLibrary:
         return config
 
     def text_of(self, result: int) -> str:
-        """Describes a result code of NCCL, with NCCL's text of its last failure."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
         meaning = (self.ncclGetErrorString(result) or b"").decode(errors="surrogateescape")
         last = (self.ncclGetLastError(None) or b"").decode(errors="replace").strip()
@@ -194,7 +188,6 @@ def version_text(version: int) -> str:
 
 
 def load() -> NcclLibrary:
-    """Returns the NCCL library of this process. Raises NcclUnavailableError."""
     found = _load(settings.NCCL_LIBRARY.get())
     if isinstance(found, str):
         raise NcclUnavailableError(found)
@@ -213,9 +206,9 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns possible paths of NCCL, best first: the one torch has loaded, the one installed with it, the linker's.
+    """Returns possible paths of NCCL, best first.
 
-    A second NCCL beside torch's would work, but would use its own memory and read its own settings.
+    A second NCCL beside torch's would use its own memory and read its own settings.
     """
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []

@@ -10,13 +10,13 @@ _STOPPED = {
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
     "Z": "exited, and its parent has not waited for it",
 }
-"""State letter in /proc/PID/stat -> text. Other letters mean that the process runs, or sleeps normally."""
+"""By state letter. With other letters, the process runs or sleeps normally."""
 _SWAPPED_BYTES = 256 << 20
 """Less swapped memory than this is not reported."""
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Describes why a process of this host doesn't run: "stopped", …; "" if it runs, or if that is unknown."""
+    """Returns "" if the process runs, or if that is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()

@@ -18,10 +18,9 @@ _SLICE = timedelta(milliseconds=50)
 
 
 def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
-    """Returns the records of all ranks, which `gather` exchanges in parts of at most 4 KiB.
+    """`gather(number, part)` returns part `number` of each rank's record.
 
-    `gather(number, part)` must return part `number` of each rank's record. The first part starts with the record's
-    length, so every rank knows how many parts the longest record has.
+    The first part starts with the record's length, so every rank knows how many parts the longest record has.
     """
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
@@ -34,7 +33,7 @@ def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list
 
 
 def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
-    """Gathers `part` from each rank of a gloo group, padded to 4 KiB. Every rank of the group calls it.
+    """Every rank of the group calls it. Pads `part` to 4 KiB.
 
     Raises RuntimeError at the deadline, if gloo fails, or at most 50 ms after `ended()` becomes true.
     """

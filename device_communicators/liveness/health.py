@@ -39,15 +39,14 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 logger = logging.getLogger("parallel_state")
 
 _DEATH_CONFIRM_S = 0.5
-"""Seconds to wait, after a transport error, for the death that explains it: the kernel closes a process's connections
-before it reports the exit."""
+"""Wait after a transport error: the kernel closes a process's connections before it reports the exit."""
 NOTICE_S = 0.2
-"""Time after a death in which data that the dead rank sent before may still complete an operation."""
+"""After a death, data that the dead rank sent before may still complete an operation."""
 
 _TOGETHER_S = 0.1
-"""Deaths within this time are reported in one error: on a busy machine, ranks killed together exit one by one."""
+"""Deaths within this time are one error: on a busy machine, ranks killed together exit one by one."""
 _HOST_TOGETHER_S = 0.25
-"""The same for ranks of another host, which may all be exiting."""
+"""For ranks of another host, which may all be exiting."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
@@ -58,8 +57,6 @@ _OTHER_BRANCH = "Check if a rank failed or took another branch"
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that exited or failed unexpectedly, or that doesn't respond."""
-
     rank: int
     """Global."""
     reason: str
@@ -67,24 +64,19 @@ class Death:
     certain: bool = True
     """False if the rank is merely silent, or gave up by itself."""
     unreachable: bool = False
-    """True if the rank's host doesn't respond."""
+    """The rank's host doesn't respond."""
     stopped: bool = False
-    """True if the rank's host responds but the rank doesn't run."""
+    """The rank's host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """Time at which this process received the report, in seconds of the local monotonic clock."""
+    """This process's receipt of the report, on the monotonic clock."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
-    """Formats deaths: "global rank 3 has ended; global rank 5 has ended"."""
     return "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
 
 
 def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
-    """Returns the class of the error to raise for a wait that these deaths ended.
-
-    It is PeerDiedError if a death is certain, HostUnreachableError if a host doesn't respond, CollectiveTimeoutError if
-    ranks are stopped, else `otherwise`.
-    """
+    """Returns the class of the error for a wait that these deaths ended."""
     deaths = list(deaths)
     if any(death.certain for death in deaths):
         return PeerDiedError
@@ -94,15 +86,15 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 
 
 class FailureDomain:
-    """The global ranks whose death makes a group fail: the whole world, or the replicas that contain the group's ranks.
+    """The global ranks whose death makes a group fail: the world, or the replicas that contain the group's ranks.
 
-    It includes ranks outside of the group. If one dies, a member may fail in another group and never call this one.
+    If a rank outside of the group dies, a member may fail in another group and never call this one.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: identifies the domain, equally on all ranks; "" for the world.
+        """`root`: equal on all ranks of the domain; "" for the world.
 
-        `is_root`: True if groups that are split from this one get domains of their own.
+        `is_root`: groups split from this one get own domains.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -110,7 +102,7 @@ class FailureDomain:
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns `question()`, called in a thread; None after `limit_s`, or if its store or network fails."""
+    """Returns None after `limit_s`, or if the store or network fails."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no answer; no store
@@ -119,31 +111,29 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """A rank's process, as all ranks receive it at start-up: its host, namespaces, PID and address."""
+    """A rank's process, as all ranks receive it at start-up. Unknown texts are empty."""
 
     host: str
-    """Host name; empty if unknown."""
     network: str
-    """Network namespace: equal for processes that can reach each other over loopback; empty if unknown."""
+    """Equal for processes that can reach each other over loopback."""
     processes: str
-    """PID namespace: equal for processes that can watch each other by PID; empty if unknown."""
+    """Equal for processes that can watch each other by PID."""
     pid: int
     began: str
-    """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
+    """In the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: Endpoint | None
-    """Address of the rank's control plane."""
 
     @property
     def domain(self) -> str:
-        """A text that is equal for processes that can watch each other by PID; empty if no process can watch this one.
+        """Equal for processes that can watch each other by PID; empty if no process can watch this one.
 
-        Different network namespaces give different texts, so that a network failure between them is detected.
+        Differs between network namespaces, so that a network failure between them is detected.
         """
         return f"{self.processes}/{self.network}" if self.processes else ""
 
 
 def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
-    """Returns a rank to whose control plane other ranks can't connect, and why. Returns None if all can be reached."""
+    """Returns a rank to whose control plane other ranks can't connect, and why."""
     spans_hosts = len({place.network for place in places.values()}) > 1
     for rank, place in sorted(places.items()):
         if place.endpoint is None:
@@ -154,15 +144,13 @@ def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
 
 
 class UnmetError(Exception):
-    """Raised when ranks don't complete an exchange of values. `verdict` has the ranks that are missing."""
-
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.kind)
         self.verdict = verdict
 
 
 class Watcher:
-    """Stores which ranks of one world are alive, dead or have left, as far as this process knows."""
+    """The ranks of one world that are alive, dead or have left, as far as this process knows."""
 
     def __init__(self) -> None:
         exits.prepare()
@@ -171,41 +159,39 @@ class Watcher:
         self._world: World | None = None
         self._rank = -1
         self._places: dict[int, Place] = {}
-        """All watched ranks including this one; empty before `follow`."""
+        """Includes this rank; empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
-        """A host that sends nothing for this long, at least 4 beats, is unreachable."""
+        """A host that sends nothing for this long is unreachable."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
-        """Returns True if a global rank of this host left on purpose."""
+        """For global ranks of this host."""
         self._left: set[int] = set()
         self._pid = os.getpid()
         self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
-        """Topic -> function of the asking global rank (-1: a guest, such as `debug --live`) and payload, for the reply.
-
-        The functions must be quick. See `on_question` of `World.meet`.
-        """
+        """Topic -> function of the asking global rank (-1: a guest, such as `debug --live`) and payload. Must be
+        quick."""
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         """The control plane's callback thread calls these every 0.4 s. They must be quick."""
         self.on_death: list[Callable[[], None]] = []
-        """Called after each death, in the thread that reports it, for waits that can't poll `deaths_of`."""
+        """Called in the reporting thread, for waits that can't poll `deaths_of`."""
         self.status: Any = None
-        """This rank's `Status`; None without a control plane."""
+        """`Status`; None without a control plane."""
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
-        """`close` calls these, the last one first."""
+        """Called by `close`, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
-        """Global rank -> the store that it serves. Keeps them alive for torch's groups, which don't."""
+        """By serving rank. Kept alive for torch's groups, which don't."""
         self._name = ""
-        """Name of the scope; "" for the watcher that opened the control plane."""
+        """Of the scope; "" for the watcher that opened the control plane."""
         self._all = [self]
-        """The watchers over one control plane: the one that opened it, then its scopes."""
+        """The watcher that opened the control plane, then its scopes."""
 
     @property
     def problem(self) -> str:
-        """Describes why there is no control plane. Meaningless while there is one."""
+        """Meaningless while there is a control plane."""
         return self._problem
 
     @property
@@ -213,9 +199,9 @@ class Watcher:
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """Opens the port to which other control planes connect. Returns its address; None if that fails.
+        """Opens the port to which other control planes connect.
 
-        `library`: the loaded C++ library, or why it is unavailable. `address`: this host's address, as peers use it.
+        `library`: loaded, or why it is unavailable. `address`: of this host, as peers use it.
         """
         if self._world is None:
             try:
@@ -233,13 +219,13 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Starts the callback thread before the ranks have met, for `on_look` and for programs like `debug --live`."""
+        """Starts the callback thread before the ranks have met."""
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Starts to watch the ranks of `places`, by global rank. Each rank calls this once, with the same places.
+        """Starts to watch ranks. Each rank calls this once, with the same places.
 
         If another rank can't be reached by all, logs a warning and watches no rank.
         """
@@ -268,14 +254,14 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Adds this watcher to those of `shared_by`. Groups of the torch backend that use it must close first."""
+        """Groups of the torch backend that use this watcher must close first."""
         _SHARED.add(self)
 
     def join(self, other: Watcher, name: str) -> None:
-        """Makes this new watcher a scope of `other`: it watches the same ranks, over the same control plane.
+        """Makes this new watcher a scope of `other`, whose `give_up` fails only the users of the scope.
 
-        `give_up` then fails only the users of the scope. Each rank calls it with the same new `name`, and then
-        `gather`: an earlier `give_up` may be lost. Closing `other` closes the scope.
+        Each rank calls it with the same new `name`, and then `gather`: an earlier `give_up` may be lost. Closing
+        `other` closes the scope.
         """
 
         def take_failure(rank: int, text: bytes) -> bytes:
@@ -290,7 +276,6 @@ class Watcher:
 
     @classmethod
     def shared_by(cls, ranks: Iterable[int]) -> Watcher | None:
-        """Returns a watcher that was shared by `share` and watches all these global ranks; None if there is none."""
         return next((each for each in list(_SHARED) if each.watches(ranks)), None)
 
     def ask(
@@ -301,11 +286,10 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Sends `payload` to other ranks. Returns each rank's reply; ranks that exited or replied late are left out.
+        """Returns the replies of `answers[topic]` by rank, without ranks that exited or replied late.
 
-        A rank replies with what its function `answers[topic]` returns. With an empty topic and payload its control
-        plane replies by itself, even while Python there is blocked. With `on_replies`, `ask` returns {} at once, and
-        the control plane's callback thread calls `on_replies(replies)`.
+        With an empty topic and payload, control planes reply even while Python there is blocked. `on_replies`: see
+        `World.ask`.
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
@@ -319,7 +303,7 @@ class Watcher:
         return {}
 
     def is_silent(self, rank: int) -> bool:
-        """Returns True if a rank's control plane doesn't reply within 0.5 s: its process is probably stopped."""
+        """True if the control plane doesn't reply within 0.5 s: the process is probably stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
@@ -337,7 +321,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Stores a change of a rank's state that the control plane reports. Runs in its callback thread."""
+        """Runs in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
@@ -376,7 +360,7 @@ class Watcher:
         return rank in places and self._rank in places and places[rank].domain == places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
-        """Records a death of each rank on the host that declared this host unreachable or stopped."""
+        """Records deaths on the host that declared this host unreachable or stopped."""
         teller = self._places.get(change.by)
         if teller is None or self._is_near(change.by):
             return
@@ -388,7 +372,7 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports hosts that acknowledge no data on a connection, even if the control plane still reaches them."""
+        """Reports hosts that acknowledge no data, even if the control plane still reaches them."""
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
@@ -407,7 +391,7 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Calls `World.agree`, and cancels it if a rank of `watched` dies. Without a control plane, returns None."""
+        """Calls `World.agree`, and cancels it if a rank of `watched` dies. None without a control plane."""
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
@@ -433,16 +417,16 @@ class Watcher:
     ) -> list[bytes]:
         """Exchanges records between `ranks` (global), each of which calls it. Returns the records in their order.
 
-        The n-th calls of all ranks with the same purpose and ranks form one exchange. All of them return the same
-        records, or raise for the same reason. A record takes one round trip per 4 KiB. Raises:
+        The n-th calls with the same purpose and ranks form one exchange: all return the same records, or raise for the
+        same reason. A record takes one round trip per 4 KiB. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError with the ranks that left, did not call by the deadline, or did not answer. Its cause is
-          an UnmetError with the verdict. If a rank did not answer, other ranks may have the records and wait for this
-          rank until their next deadline. This rank isn't reported as failed: failed ranks can't `reinitialize`.
+        - CollectiveTimeoutError, caused by an UnmetError, with the ranks that left, did not call by the deadline, or did
+          not answer. After no answer, other ranks may have the records and wait for this rank until their next deadline.
+          This rank isn't reported as failed: failed ranks can't `reinitialize`;
         - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
 
-        `what` starts the error's text: "rank 3 requests parallel groups". `group` and `operation` are the error's.
+        `what` starts the error's text: "rank 3 requests parallel groups".
         """
         if len(ranks) == 1:
             return [record]
@@ -484,7 +468,6 @@ class Watcher:
         started: float,
         timeout_s: float,
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, the cause and the suspected ranks of the error for records that are missing."""
         verdict = error.verdict if isinstance(error, UnmetError) else None
         is_late = time.monotonic() >= started + timeout_s
         # If other ranks gave up because a rank died, the report of that death is about to arrive here.
@@ -517,12 +500,12 @@ class Watcher:
         return f"{named} did not come{answer} within {timeout_s:g} s{held}. {_OTHER_BRANCH}", others
 
     def record(self) -> bytes:
-        """Returns the control plane's last events, for `control.plane.describe`; b"" if there is no control plane."""
+        """For `control.plane.describe`; b"" without a control plane."""
         world = self._world
         return b"" if world is None else world.record()
 
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
-        """Stores the PIDs of this host's ranks (by global rank). `has_left(rank)` returns True for a rank that left."""
+        """`pids`: of this host's ranks, by global rank."""
         self.has_left = has_left
         self._pids = dict(pids)
 
@@ -530,30 +513,30 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if exits of all these ranks are detected at once."""
+        """True if exits of all these ranks are detected at once."""
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """Describes why exits of these ranks are detected late; "" if they are detected at once."""
+        """Describes why exits of these ranks are detected late; "" if they aren't."""
         if self.watches(ranks):
             return ""
         return f"exits of ranks are detected at deadlines, or when a gloo connection breaks: {self._problem}"
 
     def neighbours_of(self, rank: int) -> list[int]:
-        """Returns the other ranks that can watch the process of `rank` by its PID."""
+        """Returns the other ranks that can watch `rank` by its PID."""
         places = self._places
         domain = places[rank].domain if rank in places else ""
         return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Describes why ranks of this host don't run, by rank. Ranks that run or are on other hosts are left out."""
+        """Omits ranks that run or are on other hosts."""
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
         return {rank: condition for rank, condition in found.items() if condition}
 
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records a death of `rank`. Of several, keeps the first one; a certain death replaces an uncertain one."""
+        """Keeps the first death of a rank; a certain death replaces an uncertain one."""
         with self._news:
             known = self._deaths.get(rank)
             if known is not None and (known.certain or not certain):
@@ -567,7 +550,7 @@ class Watcher:
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports to all ranks that this rank failed. Does nothing if a death is known, which is then the cause."""
+        """Reports that this rank failed, unless a death is known, which is then the cause."""
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
@@ -577,7 +560,7 @@ class Watcher:
                     world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Returns the deaths of these global ranks in order of detection. Costs nothing while there are none."""
+        """In order of detection. Costs nothing while there are none."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
@@ -589,10 +572,9 @@ class Watcher:
     def await_death_of(
         self, ranks: Iterable[int], timeout_s: float | None = None, *, together_s: float = _TOGETHER_S
     ) -> list[Death]:
-        """Waits until one of these ranks dies, then briefly for others killed with it. Returns their deaths.
+        """Waits until one of these ranks dies, then briefly for others killed with it.
 
-        `timeout_s`: for the first death. The default, 0.5 s, is for connections that broke. `together_s`: for the
-        others; at least 0.25 s if some are on other hosts.
+        `timeout_s`: for the first death. `together_s`: for the others; at least 0.25 s if some are on other hosts.
         """
         ranks = list(ranks)
         timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s
@@ -609,8 +591,8 @@ class Watcher:
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
         """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
 
-        If a suspect on another host doesn't answer, this waits up to the heartbeat limit + 2 beats: its host may have
-        declared this one unreachable, which the control plane then reports.
+        If a suspect on another host is silent, waits up to the heartbeat limit + 2 beats: its host may have declared
+        this one unreachable.
         """
         found = self.await_death_of(ranks)
         if found or self._world is None:
@@ -625,7 +607,7 @@ class Watcher:
         return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """Records deaths of this host's processes that are exiting. The kernel takes seconds to end a large process."""
+        """The kernel takes seconds to end a large process."""
         world = self._world
         for rank, pid in self._pids.items():
             is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
@@ -633,10 +615,7 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """Returns a key-value store that the lowest of `ranks` serves, or None if there is no control plane.
-
-        Use it for a process group of `ranks`: the store ends with that rank, and so does the group.
-        """
+        """Returns a store that the lowest of `ranks` serves, or None without a control plane."""
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
         world, server = self._world, min(ranks)
@@ -655,11 +634,9 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, the cause and the suspected ranks of the error for a `store` operation that failed.
+        """Returns the class, cause and suspected ranks of the error for a failed operation of `store`.
 
-        The cause is a known death of one of `ranks` or of the store's server. A connection can break before the exit of
-        its process is detected, so this waits briefly for that exit. It doesn't wait if the store was silent until the
-        deadline.
+        Waits briefly for the server's exit, unless the store was silent until the deadline.
         """
         server = store.served_by
         watched = set(ranks) | ({server} if server is not None else set())
@@ -677,7 +654,7 @@ class Watcher:
         return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
-        """Calls the functions in `on_close`, leaves the world and closes the stores. May be called twice."""
+        """Idempotent."""
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []

@@ -14,7 +14,6 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _SPEC = find_spec("torch")  # `debug --live` starts without torch
 _TORCH = os.path.dirname(os.path.abspath((_SPEC and _SPEC.origin) or "torch"))
 _OWN = (f"{_ROOT}/device_communicators/", f"{_ROOT}/parallel_state/", f"{_TORCH}/")
-"""The folders of this library's two packages and of torch."""
 _FRAMES = 4
 MOST_FRAMES = 40
 _STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
@@ -23,7 +22,7 @@ _COMPILERS = (
     "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "torch/_inductor/codecache.py",
     "torch/_inductor/async_compile.py", "torch/utils/cpp_extension.py", "triton/compiler/",
 )  # fmt: skip
-"""Files whose functions are on a thread's stack while it compiles, but not while it runs compiled code."""
+"""On a thread's stack while it compiles, but not while it runs compiled code."""
 
 _WITHIN = (*_OWN, contextlib.__file__)
 
@@ -32,7 +31,6 @@ Frame = tuple[str, int, str]
 
 
 def call_site() -> str:
-    """Returns FILE:LINE of the innermost frame outside of this library and torch."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -43,7 +41,7 @@ def call_site() -> str:
 
 
 def frames_of(thread: int | None) -> list[Frame]:
-    """Returns the frames of a thread of this process, the innermost first; [] if it has ended."""
+    """The innermost first; [] if the thread has ended."""
     return _frames(sys._current_frames().get(thread or 0))
 
 
@@ -62,10 +60,9 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Describes a stack by up to four frames: the innermost one of the program, then its callers.
+    """Describes up to four frames: the innermost one of the program, then its callers.
 
-    Omits frames of this library, torch and contextlib (by which decorated functions are called), and those of the
-    standard library after the first frame.
+    Omits this library, torch and contextlib, and the standard library after the first frame.
     """
     outside = [frame for frame in frames if not frame[0].startswith(_WITHIN)]
     own = [frame for frame in outside if not _is_standard(frame[0])]

@@ -1,4 +1,1 @@
-"""The machine's GPUs as NVML reports them: topology, visible devices, peer access, and ranks that share a GPU.
-
-May import `cuda`, `routing` and packages below them.
-"""
+"""The machine's GPUs as NVML reports them: topology, visible devices, peer access, and ranks that share a GPU."""

@@ -1,7 +1,4 @@
-"""Queries NVML through pynvml, in this file only. `topology` interprets the answers.
-
-`topology` uses only `Reader.ask`, so that tests can replace the machine by recorded answers.
-"""
+"""Queries NVML through pynvml. Tests replace `Reader` by recorded answers."""
 
 from __future__ import annotations
 
@@ -13,19 +10,17 @@ from typing import Any, Protocol
 
 
 class NoAnswerError(Exception):
-    """NVML has no answer; the text is the reason. Callers in this package handle it."""
+    """The text is the reason."""
 
 
 class Reader(Protocol):
-    """Interface of the objects that answer the questions of `topology` about GPUs."""
-
     def ask(self, question: str, *where: int) -> Any:
         """Returns NVML's answer to a question about one GPU, one link of a GPU, or two GPUs. Raises NoAnswerError."""
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """Opens this machine's NVML. Raises NoAnswerError without a driver, its library, or pynvml."""
+    """Raises NoAnswerError without a driver, its library, or pynvml."""
     try:
         import pynvml
     except ImportError as error:
@@ -65,7 +60,7 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
 
 
 class Nvml:
-    """Answers questions by calling NVML: a function in `_CALLS`, or else a method of this class."""
+    """Questions are in `_CALLS`, or methods of this class."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
@@ -80,7 +75,6 @@ class Nvml:
         except self._pynvml.NVMLError as error:
             raise NoAnswerError(str(error)) from error
         except (AttributeError, ctypes.ArgumentError, OSError, ValueError) as error:
-            # An older pynvml lacks a function, or an older driver has another structure layout.
             raise NoAnswerError(f"{type(error).__name__}: {error}") from error
 
     def _max_links(self) -> int:

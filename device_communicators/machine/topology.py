@@ -1,7 +1,7 @@
 """The connections of this machine's GPUs as the driver reports them: NVLink, NVSwitch, PCIe, the nearest cores, P2P.
 
-If a driver, a GPU or a virtual machine has no answer, the fact is None and `unknown` holds the reason. Nothing here
-raises because NVML lacks something. Without a driver, a topology has no GPUs and a `problem`.
+A fact without an answer is None and `unknown` holds the reason. Without a driver, a topology has no GPUs and a
+`problem`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PCIE_PATHS = {
 
 P2P_STATUS = ("OK", "chipset not supported", "GPU not supported", "topology not supported", "disabled by registry key",
               "not supported", "unknown")  # fmt: skip
-"""State of a capability between two GPUs, by NVML's number."""
+"""By NVML's number."""
 
 P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 """By NVML's number."""
@@ -32,8 +32,6 @@ P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 
 @dataclass(frozen=True)
 class Link:
-    """One NVLink of a GPU that is up."""
-
     number: int
     kind: str
     """Type of the other end: gpu, switch or other."""
@@ -43,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of this machine. `index` is NVML's, in the order of PCI ids."""
+    """`index` is NVML's, in the order of PCI ids."""
 
     index: int
     uuid: str
@@ -52,11 +50,10 @@ class Gpu:
     name: str | None = None
     memory_bytes: int | None = None
     cores: tuple[int, ...] | None = None
-    """The nearest CPU cores: a process that uses the GPU should run there."""
+    """The nearest CPU cores."""
     links: tuple[Link, ...] | None = None
-    """Active NVLinks."""
     mig: bool | None = None
-    """True in MIG mode: CUDA then shows slices instead of the GPU, which have no links and no peers."""
+    """CUDA then shows slices, which have no links and no peers."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Unknown facts, each with the reason."""
 
@@ -67,33 +64,28 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Path:
-    """The path from one GPU to another, as the driver reports it."""
-
     nvlinks: int | None
-    """Number of NVLinks between the two; through switches, the lower number of the two GPUs."""
+    """Through switches, the lower number of the two GPUs."""
     switched: bool = False
     pcie: str | None = None
-    """PIX, PXB, PHB, NODE or SYS: see PCIE_PATHS."""
+    """See PCIE_PATHS."""
     p2p: dict[str, str] = field(default_factory=dict)
     """P2P_CAPABILITIES -> P2P_STATUS; unknown ones are missing."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Returns the label of `nvidia-smi topo -m`: NV18, PIX, …; ? if nothing is known."""
+        """As `nvidia-smi topo -m`: NV18, PIX, …; ? if nothing is known."""
         return f"NV{self.nvlinks}" if self.nvlinks else self.pcie or "?"
 
     @property
     def peer_problem(self) -> str | None:
-        """Returns why one GPU can't read and write the other's memory, as the driver reports it, or None."""
+        """Why one GPU can't read and write the other's memory."""
         return self._problem("read") or self._problem("write")
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Returns why NVLink doesn't connect the two GPUs, or None.
-
-        Active links can be unusable, for example if the fabric manager of the switches doesn't run.
-        """
+        """Active links can be unusable, for example if the switches' fabric manager doesn't run."""
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
         if not self.nvlinks:
@@ -109,8 +101,6 @@ class Path:
 
 @dataclass(frozen=True)
 class Topology:
-    """The GPUs of this machine and the paths between them."""
-
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
     """Indices of two different GPUs, in both orders -> path."""
@@ -121,11 +111,11 @@ class Topology:
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> Gpu | None:
-        """Returns the GPU with this UUID, or None. The prefix GPU- is optional: torch omits it."""
+        """The prefix GPU- is optional: torch omits it."""
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """Returns the path between two GPUs by UUID; None if one isn't on this machine, or both are the same."""
+        """None if one GPU isn't on this machine, or both are the same."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one.index, two.index))
 
@@ -136,7 +126,7 @@ _NO_LINK = {"not supported", "invalid argument"}
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
-    """Returns this machine's topology, or that of `reader`. Never raises for missing features of the driver."""
+    """Never raises for missing features of the driver."""
     try:
         if reader is not None:
             return _read(reader)
@@ -198,7 +188,7 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """Returns a GPU's active NVLinks. If NVML answers for any link, links without an answer don't exist."""
+    """If NVML answers for any link, links without an answer don't exist."""
     links: list[Link] = []
     reasons: set[str] = set()
     answered = False
@@ -248,7 +238,7 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu) -> Path:
 
 
 def _count_links(one: Gpu, two: Gpu) -> tuple[int | None, bool]:
-    """Returns the number of NVLinks between two GPUs, and True if they lead through switches."""
+    """Returns True if the links lead through switches."""
     if one.links is None or two.links is None:
         return None, False
     direct = [_links_to(one, two), _links_to(two, one)]

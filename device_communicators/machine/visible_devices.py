@@ -1,7 +1,6 @@
 """Predicts the GPUs that CUDA shows to a process, from CUDA_VISIBLE_DEVICES. Doesn't start CUDA.
 
-Follows CUDA's programming guide, and torch.cuda for repeated and ambiguous entries. Entries are indices, UUIDs or
-unique prefixes of UUIDs. The list ends at the first invalid entry.
+Entries are indices, UUIDs or unique prefixes of UUIDs. The list ends at the first invalid entry.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from device_communicators.machine.topology import Gpu
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows to a process, in CUDA's order, and remarks about the variable."""
+    """In CUDA's order."""
 
     gpus: tuple[Gpu, ...]
     remarks: tuple[str, ...] = ()
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """Returns the GPUs visible with CUDA_VISIBLE_DEVICES of `environ`. `gpus`: the machine's, in NVML's order."""
+    """`gpus`: the machine's, in NVML's order."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     remarks: list[str] = []
     if text is None:
@@ -78,7 +77,7 @@ def _by_uuid(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Gpu]:
 
 
 def _add_end_remark(text: str, entry: str, remarks: list[str]) -> None:
-    if text and entry.strip() != "-1":  # "" and "-1" are the usual ways to hide all devices
+    if text and entry.strip() != "-1":  # the usual ways to hide all devices
         remarks.append(f"CUDA_VISIBLE_DEVICES={text} ends before {entry!r}, which names no device, or several")
 
 

@@ -1,4 +1,1 @@
-"""NCCL for a group's GPU tensors, on the caller's current stream: set-up, collectives, transfers, deadlines, aborts.
-
-May import `cuda`, `routing` and the packages below them.
-"""
+"""NCCL for a group's GPU tensors, on the caller's current stream: set-up, collectives, transfers, deadlines, aborts."""

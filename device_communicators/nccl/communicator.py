@@ -1,11 +1,7 @@
 """Collectives and transfers of GPU tensors over the group's own NCCL communicators, on the current stream.
 
-torch's NCCL group has its own streams, with events to and from the caller's stream in each call. Here a call's kernel
-runs on the caller's stream. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a side stream. Transfers:
-see `links`.
-
-Calls that only move data move bytes. Reductions convert dtypes as `reductions` defines; 8-bit floats are reduced in a
-wider dtype, because NCCL rounds at each hop (as it still does for 16-bit floats).
+Calls that return a `Work` run on a side stream. 8-bit floats are reduced in a wider dtype, because NCCL rounds at each
+hop (as it still does for 16-bit floats).
 """
 
 from __future__ import annotations
@@ -61,8 +57,6 @@ _Transfers = Sequence[tuple[Tensor, int]]
 
 
 class NcclCommunicator(Communicator):
-    """Runs a group's collectives and transfers of GPU tensors over NCCL."""
-
     name = "nccl"
     carries_the_device = True
 
@@ -73,9 +67,8 @@ class NcclCommunicator(Communicator):
         self.library = library or load()
         self.streams = streams or CudaStreams(context.device, context.high_priority_stream)
         self._handle: Handle | None = None
-        """The communicator of all ranks. The first call makes it."""
         self._parent: Handle | None = None
-        """The non-blocking communicator from which `divide` splits others; None unless `set_up(divisible=True)`."""
+        """Non-blocking; `divide` splits others from it. None unless `set_up(divisible=True)`."""
         self._watch: Watch | None = None
         self._links = Links(self.library, context, self.streams)
         self._windows = Windows(context, self.library, self.streams)
@@ -99,15 +92,10 @@ class NcclCommunicator(Communicator):
         device = self.context.device.type
         return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
-    # Set-up and end.
-
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes the group's communicator, unless it exists, and tests it with a small all-reduce.
+        """Makes the group's communicator and tests it with a small all-reduce. Idempotent; every rank calls it.
 
-        Every rank of the group calls it. With `divisible`, `divide` can split the communicator later.
-
-        Raises PeerDiedError, CollectiveTimeoutError, CommunicationError; ConfigMismatchError if ranks have different
-        versions of NCCL; GroupNotInitializedError during a capture.
+        Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a capture.
         """
         context, started = self.context, time.monotonic()
         with self._making:
@@ -125,7 +113,7 @@ class NcclCommunicator(Communicator):
                 self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits off the communicator of `part`. Does nothing if this one was set up without `divisible=True`."""
+        """Does nothing if this communicator was set up without `divisible=True`."""
         with self._making, self.streams.guard():
             if self._parent is None:
                 return
@@ -146,7 +134,7 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """Tests the communicator by an all-reduce of `one`, in place. `advice`: what to do if the result is wrong."""
+        """`one` is reduced in place. `advice`: what to do if the result is wrong."""
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
@@ -170,7 +158,7 @@ class NcclCommunicator(Communicator):
             )
 
     def connect(self, peer: int) -> None:
-        """Makes the communicators for transfers with `peer`, which calls it as well. Needed before a capture."""
+        """`peer` calls it as well. Needed before a capture."""
         self._link(peer)
 
     def _link(self, peer: int) -> Link:
@@ -188,7 +176,6 @@ class NcclCommunicator(Communicator):
         return link
 
     def wait_for_links(self) -> None:
-        """Waits until the communicators of rank pairs that are being made can be used."""
         for link in self._links.all():
             link.wait(self._raise_failure)
 
@@ -204,7 +191,7 @@ class NcclCommunicator(Communicator):
         yield
 
     def close(self) -> None:
-        """Ends all communicators. Waits at most 10 s for the device, then aborts them. May be called twice."""
+        """Waits at most 10 s for the device, then aborts. Idempotent."""
         if self._closed:
             return
         self._closed = self._links.closed = True
@@ -235,9 +222,9 @@ class NcclCommunicator(Communicator):
             raise self._links.failure
 
     def suspend(self) -> None:
-        """Frees NCCL's device memory until `resume`. Every rank calls it, when the device has finished all calls.
+        """Frees NCCL's device memory. Every rank calls it, when the device has finished all calls.
 
-        Raises UnsupportedError if NCCL is older than 2.29.7.
+        Raises UnsupportedError before NCCL 2.29.7.
         """
         function = self._function("ncclCommSuspend")
         self._ready()
@@ -247,7 +234,7 @@ class NcclCommunicator(Communicator):
         self._suspended = True
 
     def resume(self) -> None:
-        """Reallocates the memory that `suspend` freed. Every rank calls it. Does nothing without a `suspend`."""
+        """Every rank calls it."""
         function = self._function("ncclCommResume")
         if self._suspended:
             self._raise_failure()
@@ -261,17 +248,12 @@ class NcclCommunicator(Communicator):
             raise UnsupportedError(f"{self.context}: {self.library.missing[name]}")
         return getattr(self.library, name)
 
-    # Symmetric memory.
-
     @property
     def has_memory(self) -> bool:
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns memory that is registered with the communicator (see `windows`), or None.
-
-        Runs an all-reduce in the first memory that it returns, to test that NCCL can use registered memory.
-        """
+        """Returns registered memory (see `windows`), or None. The first time, an all-reduce tests it."""
         handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:
@@ -291,8 +273,6 @@ class NcclCommunicator(Communicator):
         memory = self.context.host_memory
         if memory is not None and memory.debug:
             self._windows.compare(operation, symmetric, own)
-
-    # Calls into NCCL.
 
     def _check(self, *tensors: Tensor) -> None:
         for x in tensors:
@@ -314,7 +294,7 @@ class NcclCommunicator(Communicator):
         return self._handle  # type: ignore[return-value]  # set_up makes it or raises
 
     def _call(self, operation: str, function: Any, *args: Any, stream: int | None = None) -> None:
-        """Calls NCCL's `function(*args, comm, stream)` on `stream` (default: the current one)."""
+        """Calls `function(*args, comm, stream)`."""
         handle = self._ready()
         stream = self.streams.current() if stream is None else stream
         watch = self._watched()
@@ -331,7 +311,6 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _launch(self, operation: str) -> Iterator[Callable[..., None]]:
-        """Yields `add(function, *args)`. All calls that the body adds become one launch on the current stream."""
         handle, stream = self._ready(), self.streams.current()
 
         def add(function: Any, *args: Any) -> None:
@@ -344,7 +323,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Limits the NCCL call in a block by the deadline. Raises the failure if the deadline's thread aborted it."""
+        """Raises the failure if the deadline's thread aborted the call."""
         watch = self._watched()
         watch.begin(operation)
         try:
@@ -364,8 +343,6 @@ class NcclCommunicator(Communicator):
         if self._side is None:
             self._side = self.streams.side()
         return self._side.run(enqueue, tensors)
-
-    # Reductions.
 
     def _finish(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
         by_nccl = op == "avg" and _op_of(op, wide, narrow) == "avg"
@@ -420,7 +397,6 @@ class NcclCommunicator(Communicator):
         return ContinuedWork(work, lambda: self._finish(wide_out, op, narrow))
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """Runs one reduction per rank, to that rank, all in one launch."""
         self._check(x)
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sizes[self.context.rank], *rows.shape[1:]))
@@ -437,8 +413,6 @@ class NcclCommunicator(Communicator):
             self._finish(wide_out, op, narrow)
         return out.movedim(0, dim).contiguous()
 
-    # Calls that only move data.
-
     def _all_gather(self, out: Tensor, x: Tensor, stream: int | None = None) -> None:
         self._check(x)
         self._compare("all_gather", (out,), (x,))
@@ -453,7 +427,6 @@ class NcclCommunicator(Communicator):
         return self._run_beside(lambda stream: self._all_gather(out, x, stream), out, x) if x.numel() else DONE
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """Runs one broadcast per rank, from that rank, all in one launch."""
         self._check(x)
         if any(out.numel() for out in outs):
             with self._launch("all_gatherv") as add:
@@ -484,7 +457,7 @@ class NcclCommunicator(Communicator):
         self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        """Runs all sends and receives in one launch, so that none waits for another. Copies this rank's own block."""
+        """One launch, so that no transfer waits for another."""
         rank = self.context.rank
         own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]
@@ -501,8 +474,6 @@ class NcclCommunicator(Communicator):
         for out, x in own:
             if x.numel():
                 as_bytes(out).copy_(as_bytes(x))
-
-    # Between two ranks.
 
     def send(self, x: Tensor, dst: int) -> None:
         self._transfer("send", [x], dst)
@@ -533,7 +504,7 @@ class NcclCommunicator(Communicator):
             link.put(operation, tensors, stream)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Starts a send. NCCL has no tags: transfers between two ranks arrive in the order of their calls."""
+        """NCCL has no tags: transfers between two ranks arrive in the order of their calls."""
         return self._start("send", x, dst)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
@@ -547,12 +518,12 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Runs a barrier over gloo, because it must block the host, not the device."""
+        """Uses gloo, because a barrier must block the host."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
-    """Returns NCCL's op for `op`. Averages are computed as sums, which `_finish` divides; not those of integers."""
+    """Averages of floats are sums, which `_finish` divides."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 

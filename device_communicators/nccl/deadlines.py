@@ -1,8 +1,7 @@
 """A thread that detects failures of a group's NCCL calls, on the host and on the device.
 
-A call only enqueues work and returns, so no caller may be waiting when a rank exits, NCCL fails or the deadline passes.
-The thread then calls `abort`: kernels end, and waits for the device return. The group's next call raises the failure.
-Replays of a captured call have no deadline.
+A call only enqueues work, so no caller may be waiting when a failure occurs. The thread aborts kernels; the next call
+raises the failure. Replays of a captured call have no deadline.
 """
 
 from __future__ import annotations
@@ -22,18 +21,15 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""Timeout of an orderly end, after which communicators are aborted; also the timeout of an abort."""
+"""After this time, communicators are aborted; also the timeout of an abort."""
 _POLL_S = 0.2
 _PAUSE_S = 0.001
 
 PendingCall = tuple[str, float]
-"""An operation and its start time."""
 FindFailure = Callable[[str, float], "CommunicationError | None"]
-"""Takes the oldest pending operation and its start time."""
 
 
 def not_done(context: GroupContext, operation: str, started: float, where: str = "") -> CollectiveTimeoutError:
-    """Returns the error for a call that missed its deadline."""
     text = (
         f"{operation} of {context} was not done{where} within {context.timeout_s:g} s. This group is unusable now; "
         "check the ranks that are missing from this call (their logs, NCCL_DEBUG=INFO, `py-spy dump`), or raise the "
@@ -43,13 +39,10 @@ def not_done(context: GroupContext, operation: str, started: float, where: str =
 
 
 class _StreamCalls:
-    """The oldest and the last pending call on one stream."""
-
     def __init__(self, make_marker: Callable[[], Marker]) -> None:
         self._markers = (make_marker(), make_marker())
         self._pending: list[PendingCall | None] = [None, None]
-        """The call before each marker, or None. The oldest call keeps its marker until it is done, so further calls on
-        a stuck stream don't extend its deadline."""
+        """The call before each marker. The oldest call keeps its marker, so further calls don't extend its deadline."""
         self._oldest = 0
         self._lock = threading.Lock()
 
@@ -72,7 +65,7 @@ class _StreamCalls:
 
 
 class Watch:
-    """A thread that limits one group's NCCL calls by their deadlines. It runs until `close` or the first failure."""
+    """Runs until `close` or the first failure."""
 
     def __init__(
         self,
@@ -82,9 +75,9 @@ class Watch:
         find_failure: FindFailure = lambda operation, since: None,
         abort: Callable[[], None] = lambda: None,
     ) -> None:
-        """`find_failure` returns an error of NCCL's background work, if any. `abort` ends waiting kernels."""
+        """`find_failure`: of NCCL's background work. `abort` ends waiting kernels."""
         self.failure: CommunicationError | None = None
-        """The detected failure. The thread calls `abort` after setting it."""
+        """Set before `abort` is called."""
         self._context = context
         self._find_failure, self._abort = find_failure, abort
         self._make_marker = make_marker
@@ -101,11 +94,10 @@ class Watch:
         self._thread.start()
 
     def begin(self, operation: str) -> None:
-        """Starts the deadline for the call into NCCL that this thread makes next."""
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """Ends this thread's call into NCCL. Its deadline still applies to the work that it put on `stream`, if any."""
+        """The deadline still applies to the work that this thread's call put on `stream`, if any."""
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
             calls = self._streams.get(stream)
@@ -114,18 +106,18 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the CUDA streams on which this group has made calls, except calls in a capture of a CUDA graph."""
+        """Omits calls in captures."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:
-        """Returns True if the work of all calls is done. False also if CUDA fails."""
+        """False also if CUDA fails."""
         try:
             return all(calls.oldest() is None for calls in list(self._streams.values()))
         except RuntimeError:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """Waits until the work of all calls is done. Returns False after a failure, after `limit_s` or the timeout."""
+        """False after a failure, after `limit_s` or the timeout."""
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():
             if time.monotonic() > deadline:

@@ -1,10 +1,8 @@
 """`Handle`, one ncclComm_t with its registered windows: made with a deadline, split, ended or aborted.
 
-Before it is made, the ranks exchange their versions of NCCL and one rank's unique id.
-
-Only *non-blocking* communicators, which NCCL makes in the background, allow a deadline and an abort during set-up. But
-each later call of one starts a thread, too, which a CUDA graph capture doesn't allow (nccl's src/group.cc,
-ncclGroupEndInternal). So ranks make a non-blocking communicator and split a blocking one from it.
+Only *non-blocking* communicators allow a deadline and an abort during set-up. But each later call of one starts a
+thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). So ranks make a non-blocking
+communicator and split a blocking one from it.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps for at most 2 ms. To be called in the loop of a wait.
-
-        Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout.
-        """
+        """Sleeps for at most 2 ms. Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout."""
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
@@ -76,22 +71,20 @@ class Deadline:
 
 
 class Handle:
-    """Owns one NCCL communicator, of all or some ranks of the group."""
-
     def __init__(self, library: NcclLibrary, context: GroupContext) -> None:
         self.library = library
         self.context = context
         self.comm: int | None = None
-        """ncclComm_t; None before it is made and after its end."""
+        """None before it is made and after its end."""
         self.lock = threading.RLock()
         self.ended_in_order = False
-        """True once windows were deregistered and the communicator destroyed: their memory may be freed."""
+        """Memory of the windows may be freed."""
         self._windows: list[int] = []
         self._kept: list[object] = []  # NCCL may access these in the background
 
     @classmethod
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
-        """Makes a non-blocking communicator of `size` ranks on the current device. All ranks pass the same id.
+        """Makes a non-blocking communicator on the current device. All ranks pass the same id.
 
         Raises PeerDiedError, CollectiveTimeoutError or CommunicationError after freeing the communicator.
         """
@@ -105,10 +98,9 @@ class Handle:
         return made
 
     def split(self, context: GroupContext, color: int, key: int) -> Handle:
-        """Makes a blocking communicator of the ranks with the same color, ordered by key.
+        """Makes a blocking communicator of the ranks with the same color. Every rank of this one calls it.
 
-        Every rank of this communicator calls it. The two share no resources. `context` is that of the new communicator.
-        Raises the errors of `meet`, after aborting this communicator.
+        `context`: of the new communicator. Raises the errors of `meet`, after aborting this communicator.
         """
         made, name = Handle(self.library, context), context.name.encode()
         config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
@@ -116,7 +108,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in a `split` of other ranks, without getting a communicator."""
+        """Takes part in a `split` of other ranks."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:
@@ -175,7 +167,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """Returns SUCCESS, IN_PROGRESS or the error of background work. Callable from any thread; never blocks."""
+        """Callable from any thread; never blocks."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -193,22 +185,21 @@ class Handle:
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Waits for a call that is in progress and raises its error. The caller must hold the lock."""
+        """Waits for a call in progress and raises its error. The caller must hold the lock."""
         if result != SUCCESS:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Waits for a call's background work and raises its error. With NCCL_COMM_BLOCKING=0 every call has some."""
+        """With NCCL_COMM_BLOCKING=0 every call has background work."""
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
             raise self.error(operation, result, deadline.started)
         self._wait(comm, deadline)
 
     def register(self, address: int, size_bytes: int) -> str | None:
-        """Registers memory for symmetric kernels. Every rank of the communicator passes the same size.
+        """Every rank passes the same size. Returns the reason if NCCL refuses.
 
-        Returns the reason if NCCL refuses; other ranks may then block until their deadline. The communicator's end
-        deregisters its windows.
+        Other ranks may then block until their deadline. The communicator's end deregisters its windows.
         """
         window = ctypes.c_void_p()
         self._kept.append(window)
@@ -250,18 +241,15 @@ class Handle:
         return attributed(self.context, operation, started, failure)
 
     def abort(self) -> None:
-        """Aborts the communicator and its kernels, whose results are then invalid. May be called twice."""
+        """Results of its kernels are then invalid. Idempotent."""
         end_all([self], in_order=False)
 
     def close(self) -> None:
-        """Ends the communicator without an abort. The device must have finished its calls. May be called twice."""
+        """The device must have finished its calls. Idempotent."""
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
-        """Starts a thread that ends the communicator, or returns None if it is ended. Callable from any thread.
-
-        If another thread is still in a call after 1 s, the communicator is aborted, and that call returns.
-        """
+        """Callable from any thread. If another thread is still in a call after 1 s, aborts, and that call returns."""
         if self.comm is None:
             return None
 
@@ -296,10 +284,9 @@ class Handle:
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
-    """Ends communicators in parallel, and waits at most 10 s for all of them.
+    """Waits at most 10 s: NCCL doesn't release a communicator that a CUDA graph still uses.
 
-    In parallel, because a communicator's end may wait for kernels of another one. With a timeout, because NCCL doesn't
-    release a communicator that a CUDA graph still uses.
+    In parallel, because a communicator's end may wait for kernels of another one.
     """
     threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
     deadline = time.monotonic() + GOODBYE_S
@@ -314,8 +301,6 @@ def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
 
 
 class SetUpRecord(ctypes.Structure):
-    """A rank's message before a communicator is made: its version of NCCL, and perhaps a unique id."""
-
     version: int
     unique_id: UniqueId
     _fields_: ClassVar = [("version", ctypes.c_uint64), ("unique_id", UniqueId)]
@@ -336,14 +321,14 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
-    """Returns the records of all ranks. Every rank calls it. Raises ConfigMismatchError if versions differ."""
+    """Every rank calls it. Raises ConfigMismatchError if versions differ."""
     records = [SetUpRecord.from_buffer_copy(each) for each in context.gather(bytes(mine), "nccl set-up")]
     _compare(context, context.ranks, records)
     return records
 
 
 def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: int) -> SetUpRecord:
-    """Returns the record of `peer`, which calls it as well. Raises ConfigMismatchError if versions differ."""
+    """`peer` calls it as well. Raises ConfigMismatchError if versions differ."""
     record = SetUpRecord()
     x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, record))
     sending = WatchedByThread(context.cpu_group.send([x], peer, tag), context, "nccl set-up")
@@ -364,7 +349,6 @@ def _compare(context: GroupContext, ranks: Sequence[int], records: Sequence[SetU
 
 
 def expect_sum(context: GroupContext, total: float, started: float, advice: str) -> None:
-    """Raises CommunicationError unless the first all-reduce, of 1 from each rank, returned the group's size."""
     if total != context.size:
         raise context.failure(
             CommunicationError,

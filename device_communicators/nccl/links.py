@@ -1,10 +1,7 @@
 """Links: NCCL communicators of two ranks of a group, one per direction, for transfers.
 
-A communicator runs its transfers in order. With one for both directions, or for all pairs, two ranks that both send
-first would deadlock.
-
-Two ranks make their link at the first transfer between them, which both must call: in a thread, because a started
-transfer must not wait. Transfers started meanwhile are queued.
+With one for both directions, or for all pairs, two ranks that both send first would deadlock. A thread makes the link,
+because a started transfer must not wait. Transfers started meanwhile are queued.
 """
 
 from __future__ import annotations
@@ -25,16 +22,14 @@ from device_communicators.nccl.handle import Handle, end_all, exchange_records, 
 from device_communicators.routing.communicator import GroupContext
 
 _SET_UP_TAG = 3
-"""Tag namespace of link set-up. Sends within a host have the same one, but those groups have no GPU."""
+"""Sends within a host have the same tag namespace, but those groups have no GPU."""
 _CHECK_S = 0.5
 
 Transfer = Callable[["Link", str, Sequence[Tensor], int], None]
-"""Enqueues transfers on a stream: link, `send` or `recv`, tensors, stream."""
+"""Arguments: link, `send` or `recv`, tensors, stream."""
 
 
 class Link:
-    """Two communicators with one other rank: `send` for sends to it, `recv` for receives from it."""
-
     def __init__(self, library: NcclLibrary, streams: CudaStreams, rank: int) -> None:
         self.handles: dict[str, Handle] = {}
         self.failure: BaseException | None = None
@@ -47,18 +42,17 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """Returns True once the communicators exist and no queued transfer is left."""
+        """True if no queued transfer is left, either."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """Transfers contiguous tensors to or from the peer in one launch. The peer must pass as many tensors."""
+        """One launch. The peer must pass as many contiguous tensors."""
         handle, function = self.handles[operation], self._functions[operation]
         with handle.lock, nullcontext() if len(tensors) == 1 else handle.group(operation):
             for x in tensors:
                 handle.check(operation, function(x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream))
 
     def start(self, operation: str, x: Tensor, transfer: Transfer) -> Work:
-        """Starts a transfer on this direction's side stream, after the current stream's work so far."""
         begun = self._sides[operation].begin((x,))
         started = _Started(self, lambda: begun.finish(functools.partial(transfer, self, operation, (x,))))
         with self._lock:
@@ -69,7 +63,7 @@ class Link:
         return started.go()
 
     def wait(self, check: Callable[[], None] = lambda: None) -> None:
-        """Waits until the link is made. Raises its failure, or an error of `check`, which is called every 0.5 s."""
+        """Raises the link's failure, or an error of `check`, called every 0.5 s."""
         while not self._done.wait(_CHECK_S):
             check()
         self._raise_failure()
@@ -79,7 +73,7 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Makes the link and sends a byte each way: NCCL's first transfer connects the ranks and blocks the host."""
+        """Sends a byte each way: NCCL's first transfer connects the ranks and blocks the host."""
         try:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -120,8 +114,6 @@ class _Started:
 
 
 class Links:
-    """Keeps the links of one rank of a group, by peer."""
-
     def __init__(self, library: NcclLibrary, context: GroupContext, streams: CudaStreams) -> None:
         self._library = library
         self._context = context
@@ -129,9 +121,8 @@ class Links:
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
-        """The error of the first link that could not be made."""
         self.closed = False
-        """True once the group is closed. A link that is made after that is ended at once."""
+        """A link made after the group is closed is ended at once."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)
@@ -143,10 +134,7 @@ class Links:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
     def begin(self, peer: int, transfer: Transfer) -> Link:
-        """Returns the link to a peer; starts to make it if it doesn't exist. The peer must call it as well.
-
-        The link doesn't keep `transfer`.
-        """
+        """The peer must call it as well. The link doesn't keep `transfer`."""
         context = self._context
         context.check_cpu_group("a transfer")
         with self._lock:

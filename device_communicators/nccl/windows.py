@@ -1,10 +1,8 @@
 """Memory for tensors that NCCL's symmetric kernels read and write in place: `group.empty` on a GPU.
 
-NCCL maps a *window* of every rank's memory into each rank's address space. A symmetric kernel uses the offset of its
-own rank's tensor for all ranks; different offsets give wrong sums. So the ranks agree on each allocation over gloo
-(about 100 µs): every rank calls `allocate` with the same size, and all take the same block of the same window. A block
-is free once all ranks have released it. Memory stays registered until the group is closed. If a rank can't register
-memory, all ranks use ordinary memory from then on.
+A kernel uses the offset of its own rank's tensor for all ranks; different offsets give wrong sums. So the ranks agree
+on each allocation over gloo (about 100 µs), and all take the same block of the same window. A block is free once all
+ranks have released it. If a rank can't register memory, all ranks use ordinary memory from then on.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ logger = logging.getLogger("parallel_state")
 
 FUNCTIONS = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister", "ncclCommWindowDeregister")
 MOST_BLOCKS = 1024
-"""If this many tensors are alive, further tensors are in ordinary memory."""
+"""Further tensors are in ordinary memory."""
 WINDOW_BYTES = 16 << 20
-"""Minimum size of a window, unless the limit leaves less."""
+"""Minimum, unless the limit leaves less."""
 _GRANULE_BYTES = 2 << 20
 """ncclMemAlloc rounds sizes up to a multiple of this."""
 _ALIGNMENT_BYTES = 512
@@ -43,29 +41,21 @@ _RECORD = struct.Struct(f"<QQQ{MOST_BLOCKS // 8}s")
 
 
 class Block(NamedTuple):
-    """A range of bytes of a window that one tensor of `group.empty` can use."""
-
     window: int
     begin: int
     end: int
 
 
 class Ledger:
-    """Keeps account of the blocks of a group's windows: which are in use.
-
-    It is equal on all ranks, because all make the same changes in the same order.
-    """
+    """Blocks in use. Equal on all ranks, because all make the same changes in the same order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        """Bytes of each window."""
         self.blocks: dict[int, Block] = {}
-        """Used blocks, by number."""
         self.digest = 0
-        """Digest of all changes. If a rank missed one, digests differ at the next allocation."""
+        """If a rank missed a change, digests differ at the next allocation."""
 
     def take(self, size_bytes: int) -> int | None:
-        """Takes the first free block that is large enough. Returns its number, or None if there is none."""
         number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)
         if number is None:
             return None
@@ -94,7 +84,7 @@ class Ledger:
         self.digest = zlib.crc32(change.to_bytes(8, "little", signed=True), self.digest)
 
     def next_window(self, size_bytes: int, limit_bytes: int) -> int | None:
-        """Returns the size of a new window for `size_bytes`, or None if all windows would exceed the limit."""
+        """Returns None if all windows would exceed the limit."""
         left_bytes = limit_bytes - sum(self.sizes)
         least_bytes = _rounded(size_bytes, _GRANULE_BYTES)
         window_bytes = max(least_bytes, min(WINDOW_BYTES, left_bytes // _GRANULE_BYTES * _GRANULE_BYTES))
@@ -106,7 +96,7 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Holds a block in use. Releases it on this rank when no tensor refers to its memory any more."""
+    """Releases the block on this rank when no tensor refers to its memory any more."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number
@@ -117,18 +107,15 @@ class Lease:
 
 
 class Windows:
-    """The memory that one communicator has registered with NCCL, and the tensors in it."""
-
     def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
         self.problem: str | None = None
-        """Why no rank registers memory (equal on all ranks), or None."""
+        """Why no rank registers memory (equal on all ranks)."""
         self._context = context
         self._library = library
         self._streams = streams
         self._limit_bytes = settings.SYMMETRIC_BYTES.get()
         self._ledger = Ledger()
         self._addresses: list[int] = []
-        """This rank's address of each window."""
         self._refused: list[int] = []
         """Memory of failed windows, which some rank couldn't register."""
         self._returned: deque[int] = deque()
@@ -136,7 +123,6 @@ class Windows:
         self._free: set[int] = set()
         """Blocks that this rank released, but perhaps not all ranks."""
         self._allocated_on: set[int] = set()
-        """Streams that were current at an allocation."""
         self._warned = False
 
     def __str__(self) -> str:
@@ -155,10 +141,9 @@ class Windows:
     def allocate(
         self, size_bytes: int, register: Callable[[int, int], str | None], used_streams: Callable[[], list[int]]
     ) -> Tensor | None:
-        """Returns uninitialized bytes on the device, or None on all ranks. Every rank of the group calls it.
+        """Returns uninitialized bytes, or None on all ranks. Every rank of the group calls it.
 
-        `register(address, size)` makes a window, or returns the reason why it can't. `used_streams` returns the streams
-        of the group's calls. Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
+        `register(address, size)` makes a window, or returns the reason why it can't.
         """
         self._collect()
         agreed = self._exchange(size_bytes)
@@ -184,7 +169,6 @@ class Windows:
             self._free.add(self._returned.popleft())
 
     def _exchange(self, size_bytes: int) -> int | None:
-        """Exchanges with all ranks which blocks are free. Returns their lowest limit; None for ordinary memory."""
         mine = sum(1 << number for number in self._free).to_bytes(MOST_BLOCKS // 8, "little")
         own = _RECORD.pack(size_bytes, self._limit_bytes, self._ledger.digest, mine)
         records = self._context.gather(own + self._own_problem().encode(), "empty")
@@ -206,7 +190,7 @@ class Windows:
         return min(limits)
 
     def _add_window(self, size_bytes: int, limit_bytes: int, register: Callable[[int, int], str | None]) -> bool:
-        """Makes a window on all ranks, or on none. Returns True if it was made."""
+        """Makes a window on all ranks, or on none."""
         free_closed()
         window_bytes = self._ledger.next_window(size_bytes, limit_bytes)
         if window_bytes is None:
@@ -265,8 +249,7 @@ class Windows:
     def compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
         """Raises CollectiveMismatchError unless all ranks pass tensors at the same offsets. Every rank calls it.
 
-        Other ranks read or write `symmetric` tensors. Tensors in `own` must be registered on all ranks or on none. The
-        check needs an exchange over gloo (see PARALLEL_STATE_DEBUG).
+        Tensors in `own` must be registered on all ranks or on none.
         """
         if not self._ledger.sizes:
             return
@@ -290,9 +273,9 @@ class Windows:
         return ""
 
     def close(self, deregistered: bool) -> None:
-        """Frees unused windows. Windows with live tensors are freed when a later group closes or needs a window.
+        """Windows with live tensors are freed when a later group closes or needs a window. Idempotent.
 
-        Unless `deregistered`, aborted kernels may still use the memory, so it is never freed. May be called twice.
+        Unless `deregistered`, aborted kernels may still use the memory, so it is never freed.
         """
         self.problem = self.problem or "the group was closed"
         is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group
@@ -302,7 +285,7 @@ class Windows:
         free_closed()
 
     def free_unused(self) -> bool:
-        """Frees the windows of a closed group that no tensor of this rank uses. Returns True if none is left."""
+        """Returns True if no window is left."""
         self._collect()
         used = {block.window for number, block in self._ledger.blocks.items() if number not in self._free}
         unused = [at for at, address in enumerate(self._addresses) if address and at not in used]
@@ -319,10 +302,8 @@ class Windows:
 
 _LOCK = threading.Lock()
 _CLOSED: list[Windows] = []
-"""Windows of closed groups whose memory tensors still use."""
 
 
 def free_closed() -> None:
-    """Frees memory of closed groups that no tensor uses any more."""
     with _LOCK:
         _CLOSED[:] = [each for each in _CLOSED if not each.free_unused()]
