@@ -1,8 +1,7 @@
-"""Deadlines for operations on a torch store.
+"""Deadlines for operations on a torch store. Only this file calls methods of one.
 
-torch's TCPStore client waits without a deadline, behind a lock: 16 minutes on a dead link, forever on a stopped server.
-So each operation runs in a helper thread, which its caller abandons at the deadline. Only this file calls methods of a
-torch store.
+torch's TCPStore client waits without a deadline, behind a lock: 16 minutes on a dead link. So each operation runs in a
+helper thread, which its caller abandons at the deadline.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
 LAST_WORD_S = 0.5
-"""Bound of publishing a verdict after a deadline; the error is raised within the timeout + 1 s."""
+"""Bounds publishing a verdict: the error is raised within the timeout + 1 s."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
 
@@ -36,7 +35,6 @@ class _Connection:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pending: Call | None = None
-        """Oldest unanswered operation whose caller has stopped waiting."""
 
     def abandoned(self) -> Call | None:
         with self.lock:
@@ -51,7 +49,7 @@ class _Connection:
 
 
 class BoundedStore:
-    """A store whose operations raise StoreSilentError at a deadline, and DistError as torch's do. Thread-safe.
+    """Operations raise StoreSilentError at a deadline, and DistError as torch's do. Thread-safe.
 
     `get` and `multi_get` wait for a missing key until the deadline.
     """
@@ -78,7 +76,7 @@ class BoundedStore:
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Returns a store over the same connection. A true `ended()` ends its waits."""
+        """Uses the same connection. A true `ended()` ends a wait."""
         return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
 
     def within(self, limit_s: float) -> BoundedStore:
@@ -137,11 +135,10 @@ class BoundedStore:
 
     @property
     def can_hold(self) -> bool:
-        """True for stores of the control plane."""
         return hasattr(self.raw, "hold")
 
     def hold(self, key: str, value: str) -> None:
-        """Sets a key, which is deleted when this process exits or closes the store (never if `can_hold` is False)."""
+        """Deletes the key when this process exits or closes the store (never if `can_hold` is False)."""
         self._ask("hold" if self.can_hold else "set", key, value)
 
     def close(self) -> None:
@@ -149,7 +146,7 @@ class BoundedStore:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Polls a store of torch, because torch logs each wait that times out."""
+        """Polls torch's stores, which log each wait that times out."""
         if self.can_hold:
             try:
                 self.raw.wait(list(keys), timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""The user's cache of compiled code: its folder, access rights, lock, and a seal that detects a damaged file."""
+"""The user's cache of compiled code: its folder, access rights, lock and seal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheError(Exception):
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError if others could have written to `path`, which is loaded as code."""
+    """Raises CacheError if others could have written `path`, which is loaded as code."""
     if path.exists():
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -74,7 +74,7 @@ def seal(content: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes:
-    """Raises CacheError if the file is missing, damaged or writable by others."""
+    """Raises CacheError."""
     try:
         info = path.stat()
         content = path.read_bytes()
@@ -89,7 +89,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def flaw_of(library: Path) -> str | None:
-    """Returns the reason why a sealed library can't be loaded, or None."""
+    """Returns the reason why a sealed library can't be loaded."""
     try:
         read_sealed(library)
     except CacheError as error:

@@ -1,4 +1,4 @@
-"""The cores of this host: their topology in /sys, their division among ranks, and binding to them."""
+"""The cores of this host: topology in /sys, division among ranks, binding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ UNKNOWN = -1
 
 
 class Core(NamedTuple):
-    """One hardware thread, as the kernel numbers it."""
-
     number: int
     physical: int
     """Lowest number among the threads of its physical core."""
@@ -28,7 +26,7 @@ class Core(NamedTuple):
 
 
 class Area(NamedTuple):
-    """The NUMA node and last-level cache that contain all cores of a process; -1 if there is none."""
+    """-1 if no node or cache contains all cores of a process."""
 
     node: int
     cache: int
@@ -51,7 +49,7 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
 
 @functools.cache
 def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
-    """/sys is read at the first call only."""
+    """Reads /sys at the first call only."""
     nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)
@@ -111,11 +109,11 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
-    """Divides cores among `count` ranks: whole physical cores in one node and in as few caches as possible.
+    """Divides cores among ranks: whole physical cores in one node and in as few caches as possible.
 
-    Ranks of one node are consecutive; their number depends on the node's number of cores. With more ranks than physical
-    cores, threads are given out singly: the first of each physical core, then its siblings. With fewer ranks than
-    nodes, a rank gets several nodes. Raises InvalidArgumentError if there are fewer cores than ranks.
+    A node's number of ranks depends on its number of cores. With more ranks than physical cores, threads are given out
+    singly: the first of each core, then its siblings. With fewer ranks than nodes, a rank gets several nodes. Raises
+    InvalidArgumentError if there are fewer cores than ranks.
     """
     if count > len(cores):
         raise InvalidArgumentError(
@@ -141,7 +139,6 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
     end = 0
     for inside in by_node.values():
         begin, end = end, end + len(inside)
-        # A rank belongs to the node that contains the middle of its share of all cores.
         here = sum(begin * 2 * count <= (2 * rank + 1) * len(units) < end * 2 * count for rank in range(count))
         found += _split(inside, here)
     return found
@@ -153,7 +150,7 @@ def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
 
 
 def bind(cores: Iterable[int]) -> None:
-    """Binds all threads of this process. Raises InvalidArgumentError if none of `cores` is usable."""
+    """Raises InvalidArgumentError if none of `cores` is usable."""
     wanted = set(cores)
     try:
         os.sched_setaffinity(0, wanted)
@@ -168,10 +165,9 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns the number of ranks in each area of a host, or 0 if they can't be divided into areas.
+    """Returns 0 if ranks can't be divided into areas, by "nodes" or "caches" (of a single node).
 
-    `by`: "nodes", "caches" (of a single node) or "off". Areas must have equally many ranks, at least two and
-    consecutive: the first step of a sum is within an area.
+    All areas must have equally many ranks, at least two and consecutive: the first step of a sum is within an area.
     """
     if by == "off":
         return 0

@@ -86,17 +86,9 @@ class ConfigMismatchError(UsageError, ValueError):
 class CommunicationError(ParallelStateError, RuntimeError):
     """An operation failed while ranks communicated. The group is poisoned: its later calls fail at once.
 
-    Attributes, None or empty if they don't apply:
-
-    - `group`: name of the group.
-    - `operation`: name of the method.
-    - `sequence`: number of the operation within its group.
-    - `rank`: this rank in the group.
-    - `suspect_ranks`: global ranks that may have caused the failure.
-    - `elapsed_s`: from the call to the error, including the search for the cause.
-    - `timeout_s`: timeout of the operation.
-
-    A GroupFailedError has the attributes of the group's first failure.
+    Attributes, None or empty if they don't apply: `group` (name), `operation` (method), `sequence` (number of the
+    operation within its group), `rank` (in the group), `suspect_ranks` (global), `elapsed_s` (includes the search for
+    the cause), `timeout_s`. A GroupFailedError has those of the group's first failure.
     """
 
     def __init__(
@@ -116,14 +108,14 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.operation = operation
         self.sequence = sequence
         self.recent: tuple[str, ...] = ()
-        """The group's last operations in words, the failed one last."""
+        """The failed operation is the last one."""
         self.rank = rank
         self.suspect_ranks = tuple(suspect_ranks)
         self.elapsed_s = elapsed_s
         self.timeout_s = timeout_s
 
     def set_elapsed(self, elapsed_s: float) -> None:
-        """Updates the time in the message too: it was written before the search for the cause. Never decreases."""
+        """Updates the message too, which was written before the search for the cause. Never decreases."""
         self.elapsed_s = max(elapsed_s, self.elapsed_s or 0.0)
         if self.args:
             self.args = (_ELAPSED.sub(f" after {self.elapsed_s:.3f} s", str(self.args[0]), count=1), *self.args[1:])
@@ -136,7 +128,7 @@ class CommunicationError(ParallelStateError, RuntimeError):
 
 
 _ELAPSED = re.compile(r" after \d+\.\d{3} s\b")
-"""The first match in a text is the time of the call itself."""
+"""The first match is the time of the call itself."""
 
 
 class PeerDiedError(CommunicationError):
@@ -192,14 +184,14 @@ class LaunchError(ParallelStateError, RuntimeError):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns `[0, 1, 2]`; abbreviates more than 16 ranks as `[0, 1, 2, …, 1023]`."""
+    """Abbreviates more than 16 ranks as `[0, 1, 2, …, 1023]`."""
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
 
 
 def int_advice(value: object) -> str:
-    """Advises a Python int for an integer of numpy or torch, or a string; else ""."""
+    """For an integer of numpy or torch, or a string; else ""."""
     if isinstance(value, int):
         return ""
     try:
@@ -217,7 +209,7 @@ def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
 
 
 def plain(error: BaseException) -> str:
-    """Returns the first line of torch's or gloo's error, without source locations and general advice."""
+    """Removes source locations and general advice from an error of torch or gloo."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
     first = first.partition("This is typically caused by")[0].partition("Check the logs of")[0]

@@ -1,7 +1,7 @@
-"""Prevents an abort at exit while threads are in native calls.
+"""Prevents an abort at exit while threads are in native calls, by blocking them as Python 3.14 does.
 
-Before Python 3.14, a thread that returns from a native call during the exit is unwound. noexcept C++ code, such as
-torch's bindings, then calls `std::terminate`. This module blocks such a thread, as Python 3.14 does.
+Older versions unwind a thread that returns from a native call during the exit. noexcept C++ code, such as torch's
+bindings, then calls `std::terminate`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Handles processes forked from a rank: they may read numbers, but calls that communicate raise `ForkedError`.
-
-The native library drops its groups by itself (csrc/forks.h).
-"""
+"""Processes forked from a rank: they may read numbers, but calls that communicate raise `ForkedError`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """`leave` runs in each forked child; it must return True if the parent had groups. Only the first call counts."""
+    """Only the first call counts. `leave` runs in each forked child; it returns True if the parent had groups."""
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)
@@ -33,7 +30,7 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Idempotent for the same function. Call it at first use: an import registers no hooks."""
+    """Idempotent. Call it at first use: an import registers no hooks."""
     os.register_at_fork(after_in_child=function)
 
 

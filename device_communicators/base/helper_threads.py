@@ -66,10 +66,9 @@ class _Helpers:
             self._idle.append((threading.current_thread(), jobs))
 
     def end_idle(self) -> None:
-        """Called by closing groups."""
         self._ends += 1
         while self._idle:
-            with contextlib.suppress(IndexError):  # another thread was first
+            with contextlib.suppress(IndexError):
                 thread, jobs = self._idle.pop()
                 jobs.put(None)
                 thread.join(_END_S)
@@ -92,7 +91,7 @@ class Call:
         function, self._function = self._function, None
         try:
             self._result = function() if function is not None else None
-        except BaseException as error:  # for `result`, in the caller's thread
+        except BaseException as error:  # for `result`
             self._error = error
         finally:
             del function  # frees a store, so that its server can close
@@ -102,7 +101,7 @@ class Call:
         return self._done.is_set()
 
     def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
-        """Returns False at the deadline, or if `ended()`, polled every 50 ms, is true."""
+        """Returns False at the deadline, or if `ended()` is true."""
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()

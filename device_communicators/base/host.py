@@ -1,4 +1,4 @@
-"""Identity of this host and its processes, and its network addresses. Unknown values are empty or 0."""
+"""This host, its processes and its addresses. Unknown values are empty or 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-_LINK_LOCAL = "20"  # scope in /proc/net/if_inet6
+_LINK_LOCAL = "20"
 
 
 def boot_id() -> str:
@@ -25,7 +25,6 @@ def boot_id() -> str:
 
 
 def local_namespace(kind: str) -> int:
-    """Returns the namespace's inode, unique on this host."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
@@ -40,7 +39,7 @@ def namespace_id(kind: str) -> str:
 def process_domain() -> str:
     """Equal for processes that can watch each other by PID."""
     processes = namespace_id("pid")
-    # `start_time` uses the clock of the reading process, so the time namespace must be equal, too.
+    # `start_time` uses the clock of the reader's time namespace.
     return f"{processes}/{local_namespace('time')}" if processes else ""
 
 
@@ -63,7 +62,7 @@ def _stat(pid: int, field: int) -> str:
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
-    """`socket.getaddrinfo` that raises OSError for invalid names, where Python raises UnicodeError."""
+    """Raises OSError for invalid names, where Python raises UnicodeError."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except UnicodeError as error:
@@ -72,7 +71,6 @@ def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_S
 
 
 def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Raises OSError, for an invalid name too."""
     try:
         return socket.create_connection(address, timeout=timeout_s)
     except UnicodeError as error:
@@ -85,7 +83,7 @@ def address_towards(server: tuple[str, int] | None) -> str:
     try:
         family, kind, _, _, where = resolve(*server, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # chooses the interface; UDP sends nothing here
+            probe.connect(where)  # UDP sends nothing here
             return str(probe.getsockname()[0])
     except OSError:
         return ""
@@ -103,7 +101,7 @@ def ipv4_of(interface: str) -> str | None:
 
 
 def networks_of(interface: str) -> Iterator[str]:
-    """Yields addresses that other hosts can reach, as `10.0.0.7/16`; IPv4 first, which gloo uses."""
+    """Yields `10.0.0.7/16`; IPv4 first, which gloo uses."""
     ipv4, mask = ipv4_of(interface), interface_ioctl(interface, _SIOCGIFNETMASK)
     if ipv4 is not None:
         yield f"{ipv4}/{int.from_bytes(mask[4:8], 'big').bit_count()}"
@@ -141,14 +139,11 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """Returns the address that gloo publishes to peers; "" if the interface in GLOO_SOCKET_IFNAME has none.
-
-    If that is unset: the first address of this host's name that belongs to this host, else loopback. May block.
-    """
+    """The address that gloo publishes. May block on a name server."""
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """One per interface in GLOO_SOCKET_IFNAME ("" if it has none); one of this host if unset."""
+    """One per interface in GLOO_SOCKET_IFNAME ("" if it has none); if unset, the host name's local one, else loopback.."""
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

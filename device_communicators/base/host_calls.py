@@ -1,4 +1,4 @@
-"""Excludes functions from torch.compile, as torch.compiler.disable does, without its import (1 s) and wrapper (1 µs)."""
+"""Excludes functions from torch.compile without the import (1 s) and wrapper (1 µs) of torch.compiler.disable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
     """Makes the function a graph break. Under `fullgraph=True`, torch's error quotes `advice`, one line.
 
-    Apply it below `property`, `contextmanager` and the like. `name`: the user's method, if it isn't the function.
+    Apply it below `property`, `contextmanager` and the like.
     """
 
     def mark(function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Limits of the process, the user and the machine: which one caused an error, its value, and what to change."""
+"""Limits of the process, the user and the machine: which one caused an error, and what to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Enough for 13,000 groups. Some containers allow 10⁹, and programs that close every number take minutes."""
+"""Enough for 13,000 groups. Some containers allow 10⁹: closing every number takes minutes."""
 _TEXTS = {
     "Too many open files": errno.EMFILE,
     "can't start new thread": errno.EAGAIN,
@@ -32,10 +32,7 @@ _FOLDERS = "/dev/shm", "/tmp"
 
 
 def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Describes the resource whose shortage caused `error`, or returns None.
-
-    `folder`: for errors without a file name.
-    """
+    """Returns None if no shortage caused `error`. `folder`: for errors without a file name."""
     for each in _chain(error):
         number = _number(each)
         if number is not None:
@@ -45,10 +42,7 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns a ResourceLimitError, or `error` if no shortage caused it.
-
-    An error of the library keeps its type; the shortage is added to its text.
-    """
+    """Returns a ResourceLimitError, or `error`: the library's own errors keep their type and get a longer text."""
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):
         return error
@@ -81,7 +75,7 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Raises ResourceLimitError. Call it before gloo connects: gloo ends the process if it can't accept a connection."""
+    """Call it before gloo connects, which ends the process if it can't accept a connection."""
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         spare.callback(os.close, first)
@@ -90,7 +84,6 @@ def need_descriptors(count: int, doing: str) -> None:
 
 
 def in_force() -> str:
-    """Errors of child processes, whose own limits are unknown, quote them."""
     return (
         f"here a process may have {_limit(resource.RLIMIT_NOFILE)} descriptors (`ulimit -n`) and map "
         f"{_limit(resource.RLIMIT_AS)} bytes (`ulimit -v`), and the user {_limit(resource.RLIMIT_NPROC)} processes "
@@ -99,7 +92,6 @@ def in_force() -> str:
 
 
 _FEW_DESCRIPTORS = 8
-"""With at most this many free, a failure to create a temporary file counts as a lack of descriptors."""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -166,10 +158,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """True if a seccomp filter answers EPERM. glibc falls back to clone only after ENOSYS.
-
-    Without a filter, a call without arguments fails with EINVAL.
-    """
+    """Without a filter, this call fails with EINVAL. glibc falls back to clone only after ENOSYS."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -207,7 +196,7 @@ def _space(path: str | os.PathLike[str] | None) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit to the hard one, at most 65,536. A group over gloo needs at least five."""
+    """A group over gloo needs at least five descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -223,7 +212,6 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_shortage(needed: int) -> str:
-    """Returns "" if this process can open `needed` more files, or if that is unknown."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ""

@@ -16,7 +16,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(rank: int | None) -> None:
-    """Logs to stderr with time and rank. Does nothing if the program has handlers. Idempotent."""
+    """Does nothing if the program has handlers. Idempotent."""
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
         own = [_OwnHandler()]

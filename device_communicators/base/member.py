@@ -19,7 +19,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 
 
 class Timeout:
-    """The timeout of a group's calls, shared by all parts of the group. A change applies to calls that begin later."""
+    """Shared by all parts of the group. A change applies to calls that begin later."""
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0
@@ -39,7 +39,6 @@ class Timeout:
         self.publish()
 
     def follow(self, apply: Callable[[float], object]) -> None:
-        """For a part that keeps its own copy of the timeout."""
         self._followers.append(apply)
 
     def publish(self) -> None:
@@ -63,9 +62,9 @@ class Timeout:
 def extended_deadline(seconds: float) -> AbstractContextManager[None]:
     """Adds `seconds` to the timeout of each call that begins in the body: `with ps.extended_deadline(600): warm_up()`.
 
-    Applies to all groups of this process, also those made in the body, and sends nothing: every rank that waits for a
-    slow rank enters it. Nested uses add up. A started call counts from its wait. Calls of torch.distributed keep their
-    timeouts. Raises InvalidArgumentError unless `seconds` is above 0 and at most ten years.
+    Applies to all groups of this process and sends nothing: every rank that waits for a slow rank enters it. Nested
+    uses add up. A started call counts from its wait. Calls of torch.distributed keep their timeouts. Raises
+    InvalidArgumentError unless `seconds` is above 0 and at most ten years.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MOST_TIMEOUT_S:
         raise InvalidArgumentError(f"extended_deadline takes a positive number of seconds, but got {seconds!r}")

@@ -1,4 +1,4 @@
-"""Loads public names of the two packages at first use, so that a command that needs no torch starts without it."""
+"""Loads public names at first use, so that a command that needs no torch starts without it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from typing import Any, get_type_hints
 from device_communicators.base.limits import naming_shortages  # imported early: later no descriptor may be left
 
 Names = Mapping[str, Sequence[str]]
-"""Module -> the public names that it defines. A submodule of the root may itself be public."""
+"""Module -> its public names. A submodule of the root may itself be public."""
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
-    """Returns the sorted names, and the root's `__getattr__` (PEP 562), which caches in `root`, the module's globals.
-
-    It raises ResourceLimitError if no descriptor is left to open the module.
-    """
+    """Returns the sorted names, and the root's `__getattr__` (PEP 562). `root`: the module's globals."""
     module_of = {name: module for module, defined in names.items() for name in defined}
 
     def load(name: str) -> Any:
@@ -35,10 +32,7 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Makes the public classes of loaded modules show `root` as their module.
-
-    Evaluates their annotations first: `typing.get_type_hints` looks names up in the class's module.
-    """
+    """Sets the module of loaded public classes to `root`, in which `typing.get_type_hints` then looks names up."""
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
             if isinstance(public, type) and public.__module__ != root:

@@ -19,12 +19,12 @@ T = TypeVar("T")
 PREFIX = "PARALLEL_STATE_"
 
 _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
-"""The dict behind os.environ: finds an unset variable, the usual case, in a tenth of the time."""
+"""The dict behind os.environ: finds an unset variable in a tenth of the time."""
 
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """Returns the default if the variable is unset or empty. An invalid value raises SettingError."""
+    """An unset or empty variable has the default. An invalid value raises SettingError."""
 
     name: str
     default: T
@@ -32,7 +32,7 @@ class Setting(Generic[T]):
     must_be: str
     help: str
     equal: bool = False
-    """All ranks of a world must have the same value; they compare at start."""
+    """All ranks must have the same value; they compare at start."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         if environ is None and _VARIABLES is not None and self.name.encode() not in _VARIABLES:
@@ -276,7 +276,6 @@ def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def warn_about_unknown_names() -> None:
-    """Warns once per name."""
     for name in unknown_names():
         _warn_about(name)
 

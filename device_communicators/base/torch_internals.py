@@ -37,35 +37,33 @@ _WAITING_FOR_GRAPHS = (
 )
 
 _UNBOUND: list[torch.device] = []
-"""The default group's device, while it is unbound to create a group of members."""
 _RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # as an attribute, this name is a function
 
 
 def default_store() -> BoundedStore:
-    """Keeps the prefix of the default group's keys."""
     return BoundedStore(c10d._get_default_store())
 
 
 def is_fake(group: Any = None) -> bool:
-    """A fake group's peers don't exist: a wait for them never ends, unless the program writes their keys."""
+    """Waits for peers of a fake group never end, unless the program writes their keys."""
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
 def bound_device() -> torch.device | None:
-    """The program bound the default group to it at init; torch then creates its communicator."""
+    """The default group's, if the program bound it at init."""
     return _UNBOUND[-1] if _UNBOUND else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def reset_group_count() -> None:
-    """Gives the next default group the number 0. Call it while there is no default group.
+    """Gives the next default group the number 0, which is part of its keys. Call it without a default group.
 
-    The number is part of the group's keys. An init that fails within torch increases it on that rank only.
+    An init that fails within torch increases the number on that rank only.
     """
     c10d._world.group_count = 0
 
 
 def set_timeout(group: Any, timeout_s: float) -> None:
-    """Exception: a send or receive whose `wait` gets no timeout keeps the timeout of the group's creation."""
+    """Not of a send or receive whose `wait` gets no timeout."""
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
 
@@ -98,7 +96,7 @@ def has_plugin(backend: str) -> bool:
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """torch.distributed.set_timeout (public since 2.15) calls the wrapped function."""
+    """torch.distributed.set_timeout (public since 2.15) calls it."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
@@ -120,7 +118,6 @@ def set_members(group_name: str, size: int) -> None:
 
 
 def set_store(group_name: str, store: Any) -> None:
-    """For groups that torch makes from this one."""
     for group, (backend, _) in list(c10d._world.pg_map.items()):
         if group.group_name == group_name:
             c10d._world.pg_map[group] = backend, store
@@ -136,7 +133,6 @@ def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, 
 
 
 def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
-    """Doesn't register the group with torch.distributed."""
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -144,7 +140,6 @@ def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
 
 
 def register_named(group: Any, name: Any) -> None:
-    """For torch's functional collectives."""
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)
 
@@ -169,11 +164,10 @@ def new_group_of_members(
     options: Any = None,
     store: BoundedStore | None = None,
 ) -> Any:
-    """Creates a process group of `ranks` (global, ascending). Only these ranks call it.
+    """Only `ranks` (global, ascending) call it. `name` must be unique in the store.
 
-    `name` must be unique in the store. Returns when gloo's members are connected; NCCL connects at the first call.
-    `new_group` with `use_local_synchronization=True` would hash the ranks with the process's number of groups before
-    torch 2.15: members with different numbers never meet, and a group created again reads old addresses.
+    Before torch 2.15, `new_group(use_local_synchronization=True)` hashes the process's number of groups into the name:
+    members with different numbers never meet, and a group created again reads old addresses.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -213,10 +207,10 @@ def is_registered(group: Any) -> bool:
 
 
 def name_ranks(group: Any) -> None:
-    """Sets the ranks in the default group's NCCL options. Call it before the group is split.
+    """Call it before the default group is split.
 
-    torch sets them only for a process's first NCCL group; later a split reads past the end of an empty list and crashes
-    (pytorch #192109; seen with 2.11). Not run on a GPU.
+    torch sets the ranks only for a process's first NCCL group; later a split reads past the end of an empty list and
+    crashes (pytorch #192109; seen with 2.11). Not run on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -229,7 +223,7 @@ def mark_written(x: Tensor) -> None:
 
 
 def end_process_groups(group: Any = None) -> None:
-    """Logs after 10 s: NCCL waits without a limit while a CUDA graph uses the group."""
+    """NCCL waits without a limit while a CUDA graph uses the group."""
     ended = threading.Event()
 
     def remind() -> None:
@@ -245,9 +239,9 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. None restores torch's own.
+    """Makes torch's `env://` and `tcp://` use the store of `find(host, port)`. None restores torch's own.
 
-    Does nothing if torch has no `_create_c10d_store`: its `env://` then fails, `rendezvous.meet` works.
+    Without `_create_c10d_store` in torch, its `env://` fails; `rendezvous.meet` works.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -311,12 +305,12 @@ try:
     from torch._C._dynamo import eval_frame as _frames
 
     _SKIP: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-except (ImportError, AttributeError):  # another version of torch
+except (ImportError, AttributeError):
     _SKIP = None
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """As torch.compiler.disable, without the import of torch._dynamo, which takes a second."""
+    """As torch.compiler.disable, without the import of torch._dynamo (1 s)."""
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -328,10 +322,7 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Makes dynamo's frame hook skip the function and its callees.
-
-    For kernels: if a frame that dynamo can't trace calls the op, the hook would run on the kernel's frames.
-    """
+    """For kernels: if a frame that dynamo can't trace calls the op, its hook would run on the kernel's frames."""
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
@@ -341,7 +332,7 @@ def mark_constant(function: Any) -> None:
 
 
 def mark_static_address(tensor: Any) -> None:
-    """Without it, a compiled graph that writes to this input doesn't become a CUDA graph ("reduce-overhead")."""
+    """Without it, a compiled graph that writes to this input doesn't become a CUDA graph."""
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -358,7 +349,6 @@ def register_graph_pass(kind: type) -> None:
 
 
 def aot_eager(module: Any, inputs: Sequence[Any], run_pass: Callable[[Any], None]) -> Callable[..., Any]:
-    """Runs `run_pass` on each graph of AOTAutograd, and executes the graphs node by node."""
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
     def compiled(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -394,7 +384,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores `value` for this thread and for autograd's threads in its backward."""
+    """Also for autograd's threads in this thread's backward."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -416,9 +406,8 @@ def order_in_graph(
     The caller's token would be a mutated input: an exported program may not mutate a constant, and a partitioner
     without in-graph mutation takes the token after the backward for an output of the forward.
 
-    The op's results must be saved for the backward: recomputed collectives have no order with those of the backward. So
-    an activation budget above 0 doesn't recompute them. A budget of 0, or a checkpoint that recomputes, repeats all ops
-    in their order.
+    The op's results must be saved, because recomputed collectives have no order with those of the backward. A budget of
+    0, or a checkpoint that recomputes, repeats all ops in their order.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -439,7 +428,7 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """If the token of each op were saved, the backward would repeat the ops that have no other input."""
+    """Else the backward would repeat the ops that have no other input."""
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
@@ -448,11 +437,8 @@ def _leave_to_partitioner(token: FunctionalTensor) -> None:
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Before 2.15, if all nodes within an activation budget must be saved, torch saves a tuple and fails.
-
-    There, the budget may recompute ops.
-    """
-    from torch._functorch import config as functorch_config  # AOTAutograd has imported it
+    """Before 2.15, if all nodes within an activation budget must be saved, torch saves a tuple and fails."""
+    from torch._functorch import config as functorch_config  # already imported
 
     may_repeat = 0 < functorch_config.activation_memory_budget < 1
     return CheckpointPolicy.PREFER_SAVE if _SAVES_TUPLES and may_repeat else CheckpointPolicy.MUST_SAVE
@@ -471,7 +457,7 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""Has no `apply`, which rejects transforms (since torch 2.14 in C++)."""
+"""Has no `apply`, which rejects transforms."""
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -483,10 +469,7 @@ def in_forward_mode() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """For an Autograd kernel, which a transform runs for one of its levels.
-
-    torch rejects functions without a vmap rule; but here the dispatcher handles the other levels afterwards.
-    """
+    """torch rejects functions without a vmap rule; but here the dispatcher handles the other levels afterwards."""
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
@@ -494,13 +477,13 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Within torch.func, these are gradients of outer levels."""
+    """Within torch.func, gradients of outer levels."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """As torch.library.register_vmap, which imports torch._functorch at registration. Calls `rule(batch_dims, *whole)`."""
+    """As torch.library.register_vmap, which imports torch._functorch at registration."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

@@ -1,7 +1,7 @@
 """Lets C++ waits detect signals without the interpreter lock, by polling the pipe of `signal.set_wakeup_fd`.
 
-A process has one such descriptor. If the program sets its own, as asyncio does, waits of the main thread take the lock
-in each slice. To detect that, this module replaces `signal.set_wakeup_fd`.
+If the program sets its own descriptor, as asyncio does, waits of the main thread take the lock in each slice. To detect
+that, this module replaces `signal.set_wakeup_fd`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """Struct SignalPipe of cpu/csrc/signals.h."""
+    """cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
     """Readable after a signal; -1 if there is none."""
     inode: int
-    """0 skips the check. If `reader` has another inode, the program closed the pipe."""
+    """If `reader` has another inode, the program closed the pipe. 0 skips the check."""
 
 
 class _Wakeup:
@@ -35,12 +35,12 @@ class _Wakeup:
         self._inode = os.fstat(self.reader).st_ino
         self.pipes: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
-        """The wakeup descriptor is the pipe's, or the program's."""
+        """By this module, or by the program."""
         forks.call_in_children(self.renew)
         signal.set_wakeup_fd = self.set
 
     def set(self, fd: int, /, **options: Any) -> int:
-        """Replaces signal.set_wakeup_fd. Returns -1 instead of the pipe's descriptor, which programs must not get."""
+        """Returns -1 instead of the pipe's descriptor, which programs must not get."""
         before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
         self.is_set, self.is_foreign = fd == -1, fd != -1
         self.publish()
@@ -52,14 +52,14 @@ class _Wakeup:
             pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
-        """False if the program has closed the pipe, as daemons do."""
+        """False if the program closed the pipe, as daemons do."""
         try:
             return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """For a forked child (its signals would wake its parent), or if the program closed the pipe."""
+        """For a forked child (its signals would wake its parent), or a closed pipe."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -70,7 +70,7 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Duplicates `new` onto the number `old`, if that still is the pipe `inode`. Returns the new number."""
+    """Keeps the number `old`, if it still is the pipe `inode`."""
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
             os.dup2(new, old, inheritable=False)
@@ -89,13 +89,13 @@ def _wakeup() -> _Wakeup:
 
 
 def tell(pipe: SignalPipe) -> None:
-    """Updates the library's `pipe` now and at each change."""
+    """Updates `pipe` at each change."""
     _wakeup().pipes.append(pipe)
     begin()
 
 
 def begin() -> None:
-    """Only the main thread can; does nothing in others, or if the program has set a descriptor."""
+    """Does nothing outside the main thread, or if the program has set a descriptor."""
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():
         with contextlib.suppress(OSError):

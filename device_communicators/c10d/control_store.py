@@ -1,7 +1,7 @@
 """Gives torch the control plane's store in C++.
 
-torch's own threads use a store: NCCL's monitor and heartbeat, gloo's lazily connected pairs. In Python, each of them
-waits for the interpreter lock, and isn't safe at exit.
+In Python, torch's own threads (NCCL's monitor, gloo's lazily connected pairs) would wait for the interpreter lock, and
+aren't safe at exit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ def try_load() -> Any:
 
 
 def for_torch(store: Any) -> Any:
-    """Returns the store in C++, if `store` is a ControlStore and the module can be compiled.
-
-    Else `store` itself: the caller keeps it alive as long as torch uses it.
-    """
+    """Returns `store` itself without the module; the caller keeps it alive as long as torch uses it."""
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:
         return store

@@ -1,7 +1,6 @@
 """Makes a backend of torch.distributed for one group.
 
-One host's ranks need no connections. Several hosts' ranks connect for collectives; gloo, which connects on use, carries
-the rest.
+Ranks of several hosts connect for collectives; gloo, which connects on use, carries transfers.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from device_communicators.routing.failures import counted_from_begin
 logger = logging.getLogger("parallel_state")
 
 _HOOKS_LIMIT = timedelta(seconds=32)
-"""Twice the default time of torch's flight recorder to write a file (TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC)."""
+"""Twice TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC's default."""
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """Returns a `c10d::Backend`. torch calls it on every rank, with its DistributedBackendOptions.
+    """torch calls it on every rank, with its DistributedBackendOptions.
 
     With `enable_reconfigure` the backend has no group until its `reconfigure` is called.
     """
@@ -72,10 +71,10 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Returns the backend of one group. Every rank of the group calls it.
+    """Every rank of the group calls it. `world`: whose first group this is.
 
-    `world`: whose first group this is; by default, the current one or a new one. If a rank of the world has no compiled
-    module, all its groups use gloo, with one warning. Raises CommunicationError if ranks are missing.
+    If a rank of the world has no compiled module, all its groups use gloo, with one warning. Raises CommunicationError
+    if ranks are missing.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
@@ -132,7 +131,6 @@ def create_group(options: Any, world: World | None = None) -> Any:
 
 @contextlib.contextmanager
 def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None]:
-    """Converts an error of the store to CommunicationError with the cause and the suspect ranks."""
     started = time.monotonic()
     try:
         yield
@@ -165,10 +163,7 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Stops threads while the interpreter runs, and reports that this rank leaves.
-
-    After an exception it reports nothing, so that peers detect a death.
-    """
+    """Stops threads while the interpreter runs. After an exception, reports no leave: peers must detect a death."""
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None
     for group in list(_GROUPS):
@@ -176,7 +171,7 @@ def _shut_down() -> None:
     for group in list(_GROUPS):
         group.leave()
     if extension.try_load.cache_info().currsize and (module := extension.try_load()[0]) is not None:
-        module.wait_for_failure_hooks(_HOOKS_LIMIT)  # such as that of torch's flight recorder, which writes a file
+        module.wait_for_failure_hooks(_HOOKS_LIMIT)  # such as that of torch's flight recorder
 
 
 def load() -> Any:

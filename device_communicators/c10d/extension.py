@@ -25,7 +25,7 @@ _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Returns the module and "", or None and the reason. Compiles it if needed."""
+    """Returns the module and "", or None and the reason."""
     try:
         path, problem = native.find_or_compile(recipe())
     except (OSError, BuildError, CacheError) as error:
@@ -45,16 +45,16 @@ def _import(path: Path) -> tuple[Any, str]:
     if spec is None or spec.loader is None:
         return None, f"has no compiled part: {path} is no module of Python"
     try:
-        module = importlib.util.module_from_spec(spec)  # loads the library
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except ImportError as error:  # another build of the same version of torch
+    except ImportError as error:  # another build of this torch
         return None, f"has no compiled part: {path} can't be loaded: {error}"
     return module, ""
 
 
 @cache
 def compile_ahead() -> None:
-    """Compiles the module and the library that it calls, before a deadline starts. Raises nothing: `try_load` does."""
+    """Call it before a deadline starts. Errors: see `try_load`."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         native.compile_together([native.wanted_recipe(), recipe()])
 

@@ -1,7 +1,4 @@
-"""The Python part of one group of the backend: errors, and gloo. The compiled class calls it.
-
-gloo carries what shared memory doesn't support. Created on first use, or at once if not all ranks can be connected.
-"""
+"""The Python part of one group of the backend, which the compiled class calls: errors, and gloo."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Makes a CommunicationError also a DistBackendError, which programs catch; returns others unchanged.
+    """A CommunicationError becomes a DistBackendError, too, which programs catch.
 
     `routing.failures.error_of` finds it even if torch's autograd keeps only its text.
     """
@@ -82,7 +79,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Names `kind`, because pickle finds classes by module and name."""
+        """Pickle finds classes by module and name."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -95,7 +92,7 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """Callbacks of the compiled backend. Error methods raise what a signal handler raised during the call."""
+    """Error methods raise what a signal handler raised during the call."""
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """`is_worlds`: `world` begins and ends with this group. `create`: makes the backend of a part of it."""
+        """`is_worlds`: `world` begins and ends with this group."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -126,7 +123,7 @@ class Group:
         self._gloo: Any = None
         self._connections: Connections | None = None
         self.transfers = 0
-        """Address of the transfers, which the compiled backend deletes; 0: gloo carries them."""
+        """Address; the compiled backend deletes them. 0: gloo carries them."""
         if memory.channels is not None:
             self.transfers = memory.channels.open_transfers() or 0
         elif memory.is_meshed:
@@ -136,20 +133,19 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[], None] = lambda: None
-        """Set by the compiled backend, like the next two: makes it refuse later calls with `failed`."""
+        """The compiled backend sets this and the next two."""
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
-        """The calls that run now, and the last one that ended."""
         world.watcher.on_death.append(self._note_death)
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """None if gloo carries collectives: without the compiled library, or if only leads are connected."""
+        """None without the compiled library, or if only leads are connected: gloo carries collectives."""
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def operations(self) -> list[Operation]:
-        """gloo's calls are not among them."""
+        """Without gloo's calls."""
         return sorted(
             (
                 Operation(
@@ -207,7 +203,7 @@ class Group:
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
-        self._members.timeout.set(timeout_s)  # the failed call's own
+        self._members.timeout.set(timeout_s)
         found = collectives.failure(status, method, elapsed_s)
         if isinstance(found, TransferError):
             return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
@@ -225,7 +221,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
-        """For a call that starts after the group failed, or after a death that no call reported."""
+        """After an earlier failure, or a death that no call reported."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -235,7 +231,7 @@ class Group:
         return self._failed(died(self.context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
-        """Adds all dead ranks, and makes the group unusable."""
+        """Makes the group unusable."""
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
@@ -266,7 +262,6 @@ class Group:
         return self._failed(found, operation, elapsed_s)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
-        """Returns None if gloo refused a wrong call."""
         said = RuntimeError(text)
         if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
             return None
@@ -313,10 +308,9 @@ class Group:
         raise self._lost_store(silent, "new_group", started)
 
     def _connect_gloo(self) -> None:
-        """Connects neighbors in the gloo group by a barrier.
+        """gloo connects two ranks at their first transfer, and one fixed side dials.
 
-        gloo connects two ranks at their first transfer, and one fixed side dials: until the peer transfers, too, the
-        call blocks and signal handlers don't run.
+        Until the peer transfers, too, the call would block without signal handlers.
         """
         context, started = replace(self.context, make_cpu_group=lambda: self._gloo), time.monotonic()
         try:
@@ -341,9 +335,9 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Rank 0 waits for `timeout`, then names the first missing rank, or all.
+        """Rank 0 waits for `timeout`, then names the first missing rank, or all. The group stays usable.
 
-        Uses the control plane, so the group stays usable. Raises CollectiveTimeoutError.
+        Raises CollectiveTimeoutError.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s
@@ -379,14 +373,14 @@ class Group:
         return self._create(options)
 
     def merge(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
-        """Each of the `size` ranks of all merged groups calls it."""
+        """Each of the `size` ranks calls it."""
         world = World(BoundedStore(store), range(size), "merge_remote_group", may_borrow=False)
         return self._create(backend_options(store, rank, size, timeout, name), world)
 
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
-        """The ranks that aren't `excluded` call it. This group stays as it is.
+        """Ranks that aren't `excluded` call it. The new group is a failure domain of its own.
 
-        The new group is a failure domain of its own. `renumber`: its ranks are their own global ranks.
+        `renumber`: its ranks are their own global ranks.
         """
         members, watcher, what = self._members, self._world.watcher, "shrink_group"
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
@@ -430,7 +424,6 @@ def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, add
 
 
 def _gloo_device(address: str) -> Any:
-    """Connects two ranks at first use, if this torch supports that."""
     make: Callable[..., Any] = dist.ProcessGroupGloo.create_device
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     where = {"interface": interface} if interface else {"hostname": address}

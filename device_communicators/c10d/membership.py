@@ -1,7 +1,7 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
-Each process has a door: a listener of the control plane that belongs to no world and serves a store. The process with
-the lowest handle serves a group's store, so its server is a living member.
+Each process has a door: a listener of the control plane that belongs to no world and serves a store. The lowest
+handle's process serves a group's store, so the server is a living member.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORMAT = "parallel_state/1"
 
 
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
-    """Raises UnsupportedError with torch before 2.15, which can't call `reconfigure`."""
+    """`reconfigure` needs torch 2.15."""
     if not hasattr(module, "make_reconfigurable"):
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -63,15 +63,14 @@ def create_reconfigurable(options: Any, module: Any, create_group: Callable[...,
 
 
 class Handle(NamedTuple):
-    """The door of one process, as other processes receive it. It contains a secret."""
+    """A process's door. Contains a secret."""
 
     host: str
-    """The first field, so that sorted handles are in the order of hosts."""
+    """The first field: sorted handles are in the order of hosts."""
     address: str
     port: int
     pid: int
     processes: str
-    """PID namespace."""
     token: str
 
     def __str__(self) -> str:
@@ -96,17 +95,16 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """The callbacks of the compiled `ReconfigurableBackend`: its handle and its successive groups."""
+    """Callbacks of the compiled `ReconfigurableBackend`."""
 
     end_group: Callable[[], None]
-    """Set by the compiled backend: ends the calls of the backend's group, and releases it."""
+    """The compiled backend sets it: ends the group's calls, and releases it."""
 
     def __init__(self, options: Any, create_group: Callable[..., Any]) -> None:
         self._name, self._timeout = options.group_id, options.timeout
         self._address = address_of(options.store)
         self._create_group = create_group
         self._lock = threading.Lock()
-        """Held during `reconfigure`."""
         self._door: Watcher | None = None
         self._handle: Handle | None = None
         self._used: set[int] = set()
@@ -114,7 +112,7 @@ class Membership:
         self._store: ControlStore | None = None
         """torch doesn't keep it alive."""
         self._problem = ""
-        """Why there is no group; "" before the first `reconfigure`."""
+        """"" before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:
@@ -137,7 +135,7 @@ class Membership:
         timeout: timedelta | None,
         hints: Mapping[str, str],
     ) -> Any:
-        """Returns the backend of the processes with these handles. Each of them calls it.
+        """Returns the backend of the processes with these handles, which all call it.
 
         Ends the former group after checking the arguments. After a CommunicationError there is no group until a call
         with another uuid.
@@ -161,7 +159,7 @@ class Membership:
     def _check(
         self, uuid: int, handles: Collection[str], is_ordered: bool, hints: Mapping[str, str]
     ) -> tuple[list[Handle], int]:
-        """Returns the members in the order of their ranks, and this process's rank."""
+        """Returns the members in the order of ranks, and this process's rank."""
         if hints:
             raise UnsupportedError(
                 f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" has none: pass no hints'
@@ -192,7 +190,7 @@ class Membership:
         options = backend_options(shared.raw, rank, len(peers), timedelta(seconds=limit_s), self._name)
         check = _SameCall(shared, [each.describe() for each in peers], peers, uuid)
         world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, check=check.look)
-        world.leaves_in_background = True  # if the start fails
+        world.leaves_in_background = True
         world.set_current()
         try:
             if len(peers) > 1:
@@ -220,14 +218,13 @@ class Membership:
         return as_torch_error(GroupFailedError(text, group=self._name, operation=method))
 
     def revoke(self) -> None:
-        """Makes current and later calls of the group fail on its other ranks."""
+        """Makes calls of the group fail on its other ranks."""
         world = self._world
         if world is not None:
             world.watcher.give_up("aborted the group")
             world.leaves_in_background = True
 
     def _end(self) -> None:
-        """Doesn't wait until other ranks have received that."""
         world, self._world = self._world, None
         if world is not None:
             world.leaves_in_background = True
@@ -249,7 +246,7 @@ class _SameCall:
         self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
 
     def enter(self) -> None:
-        """`look` raises on the others if one member made another call."""
+        """`look` raises on the others."""
         found = self._store.compare_set("call", "", self._call).decode()
         if found != self._call:
             self._store.set("difference", self._call)

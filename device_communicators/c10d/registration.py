@@ -1,7 +1,4 @@
-"""Registers the backend with torch.distributed, without loading it.
-
-The first group of the backend also patches places where torch requires gloo by name or class.
-"""
+"""Registers the backend with torch.distributed. Its first group patches torch where it requires gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from device_communicators.base.torch_internals import (
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""They make further groups, and so receive the backend's true name."""
+"""They make further groups, and so receive the true name."""
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
-"""The failure domain of the backend's groups: the ranks of the default process group in which they were made.
+"""The failure domain of the backend's groups: the ranks of the default process group.
 
 A rank may wait in one group for a living rank that waits in another for a dead one, so a death ends the calls of all
-groups. This starts with the first group of all ranks. Until then, each group is a domain of its own.
+groups. Until the first group of all ranks, each group is a domain of its own.
 """
 
 from __future__ import annotations
@@ -35,31 +35,27 @@ class World:
         may_borrow: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ranks`: global. `store`: of the first group. `caller`: function named in errors.
-
-        `may_borrow`: may use a watcher that exists. `check`: see `meet` in cpu/watching.py.
-        """
+        """`ranks`: global. `caller`: for errors. `may_borrow`: a watcher. `check`: see `meet` in cpu/watching.py."""
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._check = caller, check
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
-        """Borrowed if the `ParallelGroups` of this process already watch these ranks."""
+        """Borrowed if `ParallelGroups` already watch these ranks."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank on this host."""
         self.begun = False
         self.over_gloo = ""
-        """Why all groups use gloo: a rank without the compiled module, or no control plane."""
+        """Why all groups use gloo."""
         self.has_warned = False
         self.outlives_store = False
-        """The store of the start may end before the groups: see `lasting_store`."""
+        """See `lasting_store`."""
         self.leaves_in_background = False
-        """`close` must not wait until the other ranks have received it."""
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the current world if it has these global ranks, else a new one."""
+        """Returns the current world if it has these ranks, else a new one."""
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
@@ -71,7 +67,7 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns None unless the default group is of this backend and has these ranks."""
+        """None unless the default group is of this backend."""
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher
@@ -81,10 +77,7 @@ class World:
             World._current = self
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
-        """Watches the ranks of the first group. Each rank calls it.
-
-        Returns why all groups must use gloo (the first `problem` of a rank, or no control plane), or "".
-        """
+        """Each rank of the first group calls it. Returns why all groups must use gloo, or ""."""
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
         if self._is_borrowed:
@@ -102,19 +95,18 @@ class World:
         return found or self.watcher.explain(ranks)
 
     def begin(self, memory: HostMemory) -> None:
-        """`memory`: of the first group."""
         self.begun = True
         self.neighbours = memory.cores
         if not self.watcher.pids:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store for later connections of a group, which was made with `store`."""
+        """The server of `store`, which made the group, may end before it."""
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))
 
     def hand_over(self, world: World) -> None:
-        """Makes `world` current if this one was. Call it before this one's group is destroyed."""
+        """Call it before this world's group is destroyed."""
         with _LOCK:
             if World._current is self:
                 World._current = world
@@ -135,7 +127,6 @@ class World:
 
 
 def address_of(store: Any) -> str:
-    """Returns this process's address on the route to a store's server; "" if there is none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     known = (store.host, store.port) if isinstance(store, dist.TCPStore) else getattr(store, "address", None)

@@ -1,4 +1,4 @@
-"""Sends requests to the store or the program of a control plane. Imports no torch, so that `debug --live` starts fast."""
+"""Sends requests to the store or the program of a control plane. Imports no torch: `debug --live` starts fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from device_communicators.base.limits import name_shortage
 MOST_BYTES = (32 << 20) - 4096
 """kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
-"""A listener's first bytes."""
 _MOST_PARTS = 1 << 17
 _QUESTION = 11
 """StoreCall::kQuestion in csrc/store.h."""
@@ -42,7 +41,7 @@ def in_words(answer: bytes) -> str:
 
 
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
-    """Returns the reply of the program at `address`; see `on_question` of `World.meet`.
+    """Returns the program's reply; see `on_question` of `World.meet`.
 
     Raises OSError for connection failures and timeouts, ForeignServiceError, or ConfigMismatchError for another
     protocol version.
@@ -61,8 +60,6 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 
 
 class Request:
-    """For one thread at a time. When a request of `hold` closes, the server removes the held key."""
-
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float) -> None:
         self._library = library
         self._handle = library.ps_store_ask(client, content, len(content), limit_s, CONNECT_S)
@@ -73,16 +70,13 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Releases the connection for reuse; closes it if no reply arrived or it is a hold. Idempotent."""
+        """Keeps the connection for reuse, unless no reply arrived or it is a hold. Idempotent."""
         handle, self._handle = self._handle, 0
         if handle > 0:
             self._library.ps_store_end(handle)
 
     def wait(self) -> tuple[int, bytes]:
-        """Returns (0, reply), or (errno of `Request::wait` in csrc/guest.h, error text).
-
-        Checks for signals every 50 ms.
-        """
+        """Returns (0, reply), or (errno of `Request::wait` in csrc/guest.h, error text)."""
         while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
             pass
         buffer = ctypes.create_string_buffer(1 << 12)

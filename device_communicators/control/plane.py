@@ -1,7 +1,4 @@
-"""Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank.
-
-A compiled thread does the work without the interpreter lock: a rank that holds it isn't reported as dead.
-"""
+"""Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank."""
 
 from __future__ import annotations
 
@@ -45,9 +42,9 @@ MOST_STATUS_BYTES = 64 << 10
 MOST_TEXT_BYTES = 256
 LINGER_S = 1.0
 GREETING_BYTES = 44
-"""A listener's hello and the head of its nonce frame (docs/protocol.md)."""
+"""The hello and the head of the nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
-"""A call whose thread is this late after the deadline raises ControlError."""
+"""Then a call raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
@@ -55,7 +52,6 @@ _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
 MOST_TOKEN_BYTES = 64
 """Block size of HMAC-SHA-256, which would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
-"""BoardHead in csrc/machine.h."""
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
 """Link targets in /proc/PID/fd; the second if memfd_create is refused."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
@@ -67,10 +63,9 @@ _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
-"""Last line of `describe` if the replay ends in the recorded state."""
+"""Last line of `describe` for a correct replay."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s28xQ")
-"""The hello's magic, and the sender's process number."""
 
 
 def greeter(greeting: bytes) -> int:
@@ -92,7 +87,7 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Leaves all worlds, but not after an uncaught exception: peers must report a death."""
+    """After an uncaught exception, peers must report a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
@@ -107,9 +102,9 @@ class Endpoint(NamedTuple):
     host: str
     port: int
     token: str
-    """The listener's secret, which peers prove by HMAC to have."""
+    """Peers prove by HMAC to have it."""
     board: int
-    """Descriptor of shared memory that processes of its watch domain read."""
+    """Descriptor of memory that its watch domain reads."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
@@ -123,28 +118,24 @@ class Endpoint(NamedTuple):
 class Member(NamedTuple):
     rank: int
     domain: str
-    """Equal for processes that can watch each other by PID; empty if none can watch this one."""
+    """Equal for processes that can watch each other by PID."""
     pid: int
     began: str
-    """As `host.start_time` returns it."""
     endpoint: Endpoint
 
 
 class Change(NamedTuple):
     kind: str
-    """died, left, failed, unreachable (its host shows no sign of life), or stopped (only the host's kernel
-    responds)."""
+    """died, left, failed, unreachable, or stopped (only the host's kernel responds)."""
     rank: int
     text: str
     by: int = -1
-    """The rank that reported it; -1 if unknown."""
 
 
 class Verdict(NamedTuple):
     kind: str
-    """agreed, ended (`ranks` exited), missing (`ranks` did not call in time), or undecided (`ranks` did not answer)."""
+    """agreed (`values` in the order of the call's ranks), or why not: `ranks` ended, are missing, or undecided."""
     values: list[bytes]
-    """If agreed, in the order of the call's `ranks`."""
     ranks: list[int]
 
 
@@ -163,11 +154,10 @@ class World:
     def __init__(
         self, library: Any, address: str, *, limit_s: float, beat_s: float, port: int | None = None, token: str = ""
     ) -> None:
-        """Listens at `address`, and serves a key-value store to processes that prove the token; see `ControlStore`.
+        """Listens at `address`, and serves a key-value store; see `ControlStore`.
 
-        `port` None: any free one, within PARALLEL_STATE_PORTS if set. `token`: random if empty. `limit_s`: a host
-        silent for this long is unreachable. Raises ResourceLimitError, and ControlError for other errors, such as no
-        free port.
+        `port` None: any free one, within PARALLEL_STATE_PORTS if set. `token`: random if empty. `limit_s`: then a
+        silent host is unreachable. Raises ResourceLimitError and ControlError.
         """
         exits.prepare()
         _leave_at_exit()
@@ -218,9 +208,8 @@ class World:
     ) -> None:
         """Joins the world without waiting. Every member calls it with the same members.
 
-        `on_change` is called for each rank that exits, and for this rank if a peer reports it. `on_question` gets rank
-        -1 for a process outside the world that has the token. `look` is called every 0.4 s. One thread calls all
-        callbacks, so they must be quick.
+        `on_change` may be about this rank. `on_question` gets rank -1 for a process outside the world that has the
+        token. `look` is called every 0.4 s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -253,7 +242,7 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Starts the callback thread before `meet`, to answer earlier questions or to only serve a store. Idempotent."""
+        """Before `meet`, answers earlier questions. Idempotent."""
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return
@@ -271,11 +260,12 @@ class World:
         timeout_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Verdict:
-        """Sends `value` and returns the verdict: the values of all `ranks`, or why there are none.
+        """Sends `value` and returns the verdict.
 
-        All of `ranks` must call it with the same purpose, attempt and ranks, and use each combination once. Returns at
-        most 0.5 s after `give_up()` returns True. After "undecided", other ranks may have another verdict. Raises
-        ControlError if this process leaves the world, and ConfigMismatchError for another protocol version.
+        Each of `ranks` calls it with the same arguments, and each attempt once.
+
+        Returns at most 0.5 s after `give_up()` returns True. After "undecided", other ranks may have another verdict.
+        Raises ControlError if this process leaves the world, and ConfigMismatchError for another protocol version.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -319,9 +309,9 @@ class World:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Returns the replies of `on_question` by rank, without ranks that exit or don't reply in time.
+        """Returns the replies by rank, without ranks that exit or are late.
 
-        With `on_replies` it returns {} at once; the callback thread passes the replies to it. That thread must use it.
+        With `on_replies` it returns {} at once; the callback thread, which must use it, passes the replies to it later.
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
@@ -350,14 +340,11 @@ class World:
         return dict(asked.result)
 
     def is_ending(self, pid: int) -> bool:
-        """True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
+        """True if each thread is exiting or has a pending SIGKILL, too."""
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """Lets the compiled thread end a shared-memory group's waits when ranks exit.
-
-        `ranks`: on this host, in the group's order. A death in `domain` fails the group.
-        """
+        """`ranks`: on this host, in the group's order. A death in `domain` fails the group."""
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
         if not self._library.ps_group_listen(group, self._handle, *arguments):
@@ -371,15 +358,11 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out."""
+        """The last 32 to 64 KiB of events, for `describe`; empty if memory ran out."""
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Leaves the world and frees its resources. Idempotent.
-
-        Returns when other hosts' kernels have the farewell, after at most `linger_s` + 1 s. Waits up to 1 s more for a
-        running callback.
-        """
+        """Returns when other hosts' kernels have the farewell, after at most `linger_s` + 2 s. Idempotent."""
         if self._is_leaving or self._pid != os.getpid():
             return
         self._is_leaving = True
@@ -388,7 +371,7 @@ class World:
         if thread is None:
             self._library.ps_control_close(self._handle)
         elif thread is not threading.current_thread():
-            thread.join(1.0)  # it may be in `on_change`
+            thread.join(1.0)
 
     @property
     def library(self) -> Any:
@@ -396,7 +379,7 @@ class World:
 
     @property
     def _handle(self) -> int:
-        """Checked before any lock, which the parent may have held at the fork."""
+        """Called before any lock, which the parent may have held at the fork."""
         if self._pid != os.getpid():
             raise forks.error("the control plane")
         return int(self._own_handle)
@@ -445,7 +428,7 @@ class World:
         )
 
     def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
-        if self._end:  # the thread may have ended after the question was sent
+        if self._end:  # perhaps after the question was sent
             raise ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
         if not asked.done.wait(timeout_s + _GRACE_S):
             raise self._late(what, timeout_s)
@@ -538,7 +521,6 @@ class World:
 
 
 def describe(library: Any, record: bytes) -> str:
-    """Replays and describes a record of `World.record`."""
     return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
 
 
@@ -552,7 +534,7 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Finds this PID namespace's processes, by PID, from the boards that this user may read."""
+    """Finds this PID namespace's processes, by PID, from readable boards."""
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"
@@ -573,7 +555,6 @@ def _kind_of(flags: int) -> str:
 
 
 def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
-    """Skips the call's key."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
     news.number("Q"), news.text(), news.number("I"), news.number("B")
@@ -585,7 +566,7 @@ def _words(text: bytes) -> str:
 
 
 def _pack(member: Member, addresses: dict[str, str]) -> bytes:
-    """`addresses` caches resolved host names."""
+    """`addresses`: a cache."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
         try:
@@ -604,7 +585,7 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Decodes what `put` in csrc/frame.h encoded."""
+    """Inverse of `put` in csrc/frame.h."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

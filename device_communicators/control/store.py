@@ -1,6 +1,6 @@
-"""Implements torch's `Store` as a client of the key-value store that a `World` serves (csrc/store.h).
+"""torch's `Store` as a client of the store that a `World` serves (csrc/store.h).
 
-Both sides prove that they have the token. Each request and reply has a MAC. Nothing is encrypted.
+Both sides prove that they have the token. Requests and replies have MACs, but aren't encrypted.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _PAUSE_S = 0.02
 class ControlStore(dist.Store):
     """The store of one world. Thread-safe; threads don't wait for each other.
 
-    Methods raise DistStoreError for invalid requests and keys not set in time; DistNetworkError if the server can't be
-    used. Its `__cause__` is a PermissionError for a wrong token, a ForeignServiceError, or a ConfigMismatchError for
-    another protocol version. torch's C++ code doesn't keep this object alive; see c10d/control_store.py.
+    Raises DistStoreError for invalid requests and keys not set in time; DistNetworkError if the server can't be used.
+    Its `__cause__` is a PermissionError for a wrong token, a ForeignServiceError, or a ConfigMismatchError for another
+    protocol version. torch's C++ code doesn't keep this object alive; see c10d/control_store.py.
     """
 
     served_by: int | None = None
-    """The global rank that runs the server; None: a launcher."""
+    """Global rank; None: a launcher."""
     access = "the job's secret"
 
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Opens no connection. `timeout_s`: of each request; `set_timeout` changes it. `name`: for errors."""
+        """Opens no connection. `timeout_s`: of each request."""
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """Shared by all stores of one server; 0 until the name is resolved."""
+        """0 until the name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -61,7 +61,6 @@ class ControlStore(dist.Store):
         return f"{self._name} at {self.address[0]}:{self.address[1]}"
 
     def reach(self, deadline: float) -> None:
-        """Returns when the server answers."""
         while True:
             try:
                 self._ask(_CHECK, [], timeout_s=max(0.0, deadline - time.monotonic()))
@@ -73,7 +72,7 @@ class ControlStore(dist.Store):
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Closes idle connections and ends each `hold`. The next request connects again."""
+        """Ends each `hold`. The next request connects again."""
         for request in self._held:
             request.close()
         self._held.clear()
@@ -88,7 +87,7 @@ class ControlStore(dist.Store):
     def hold(self, key: str, value: str | bytes) -> None:
         """Sets KEY until this process exits or closes the store; then gone/KEY replaces it.
 
-        `delete_key` before that removes both. At most 64 KiB together.
+        `delete_key` removes both. At most 64 KiB together.
         """
         self._ask(_HOLD, [key, value], holds=True)
 
@@ -165,14 +164,14 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns the library's handle. Raises OSError if the name isn't resolved within `limit_s`, at least 2 s."""
+        """Raises OSError if the name isn't resolved within `limit_s`, at least 2 s."""
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))
             self._client = self.library.ps_store_client(numeric.encode(), self.address[1], self._token.encode())
         return self._client
 
     def _look_up(self, limit_s: float) -> list[str]:
-        """Resolves in a thread: a name server may exceed `limit_s`."""
+        """Uses a thread: a name server may exceed `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
             raise TimeoutError(f"the name {self.address[0]!r} was not resolved")

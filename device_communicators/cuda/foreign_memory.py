@@ -1,4 +1,4 @@
-"""Tensors over memory that torch did not allocate, by DLPack, without a compiler or NumPy.
+"""Tensors over memory that torch did not allocate, by DLPack.
 
 torch calls the deleter in any thread; it drops the owner, whose `__del__` frees the memory.
 """
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-"""DLDeviceType."""
 _UNSIGNED = 1
-"""kDLUInt of DLDataTypeCode."""
 
 
 class _DLTensor(ctypes.Structure):
@@ -38,11 +36,11 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _ALIVE: dict[int, tuple[object, ...]] = {}
-"""Address of a _DLManagedTensor -> objects that must live as long as the tensor."""
+"""By address of a _DLManagedTensor."""
 
 
 def _make_deleter() -> Any:
-    drop = _ALIVE.pop  # bound now: at the interpreter's exit, globals are deleted before the last tensors
+    drop = _ALIVE.pop  # bound now: at exit, globals are deleted before the last tensors
 
     @ctypes.CFUNCTYPE(None, c_void_p)
     def delete(managed: int) -> None:
@@ -59,7 +57,7 @@ _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """Returns a uint8 tensor. It and its views keep `owner` alive."""
+    """uint8. The tensor and its views keep `owner` alive."""
     shape = (c_int64 * 1)(size_bytes)
     managed = _DLManagedTensor(
         _DLTensor(address, _DEVICE_TYPES[device.type], device.index or 0, 1, _UNSIGNED, 8, 1, shape),

@@ -16,7 +16,7 @@ from device_communicators.base import settings
 OLDEST = 22700
 """torch 2.10 brings it."""
 MULTI_RANK_GPU = 23003
-"""From this version on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
+"""From here on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 
 SUCCESS, UNHANDLED_CUDA_ERROR, INTERNAL_ERROR, INVALID_USAGE = 0, 1, 3, 5
 REMOTE_ERROR, IN_PROGRESS, TIMEOUT = 6, 7, 8
@@ -30,7 +30,6 @@ DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5, torch.float16: 6,
     torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
 }  # fmt: skip
-"""ncclDataType_t."""
 BYTE = DTYPES[torch.uint8]
 REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
 """ncclRedOp_t. Only averages of integers use "avg": for floats it rounds each summand first."""
@@ -39,10 +38,10 @@ UNDEFINED = -(2**31)
 """NCCL uses the environment's value, or its default."""
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
-"""Color of a rank that is in no part of a split communicator."""
+"""Of a rank in no part of a split communicator."""
 SUSPEND_MEMORY = 1
 COLL_SYMMETRIC = 1
-"""Collectives may use the window, with the same offset on all ranks."""
+"""Collectives may use the window, with one offset on all ranks."""
 
 
 class UniqueId(ctypes.Structure):
@@ -77,10 +76,7 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""Name, type, and the version that added the field. The structure grows at its end.
-
-NCCL treats fields beyond `size` as undefined, so a newer version may get fewer fields, but never wrong ones.
-"""
+"""Name, type, and the version that added it. NCCL treats fields beyond `size` as undefined."""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
@@ -115,16 +111,14 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """The text is the reason that `explain()` shows."""
+    """`explain()` shows the text."""
 
 
 class NcclLibrary:
-    """Its functions are attributes: `library.ncclAllReduce`."""
-
     def __init__(self, path: str) -> None:
         self.path = path
         self.missing: dict[str, str] = {}
-        """Function that this version lacks -> the reason."""
+        """Function -> the reason."""
         try:
             self._library = ctypes.CDLL(path)
             number = c_int()
@@ -160,7 +154,7 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """All fields but `fields` are undefined, so NCCL chooses them."""
+        """NCCL chooses the other fields."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
@@ -183,7 +177,6 @@ def config_type(version: int) -> type[ctypes.Structure]:
 
 
 def version_text(version: int) -> str:
-    """Formats 22809 as `2.28.9`."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -206,10 +199,7 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns possible paths of NCCL, best first.
-
-    A second NCCL beside torch's would use its own memory and read its own settings.
-    """
+    """Best first. A second NCCL beside torch's would use its own memory and settings."""
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []
     return list(dict.fromkeys([*_loaded(), *installed, "libnccl.so.2"]))

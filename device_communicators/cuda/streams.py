@@ -14,7 +14,6 @@ from device_communicators.base.torch_internals import current_cuda_device, curre
 from device_communicators.calls.work import Work
 
 _RELAXED = 2
-"""cudaStreamCaptureModeRelaxed."""
 
 
 class StreamWork:
@@ -37,7 +36,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=priority)
 
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
-        """Makes the side stream wait for the current stream. `tensors` may be freed before their use.
+        """`tensors` may be freed before their use.
 
         Works within a capture, too: the work's `wait` joins the side stream.
         """
@@ -75,7 +74,7 @@ class Marker:
         self._event.record(self._stream)
 
     def is_reached(self) -> bool:
-        """True if the device has completed all work before the last `record`."""
+        """True if the work before the last `record` is done."""
         return self._stream is None or bool(self._event.query())
 
 
@@ -117,10 +116,9 @@ class CudaStreams:
         return current_cuda_device() == self._index
 
     def enter_relaxed(self) -> bool:
-        """Sets the thread's device, and its capture mode to relaxed. Returns False if that is impossible.
+        """Makes calls of this thread safe while another one captures in the mode `global`, torch's default.
 
-        While a thread captures in the mode `global`, torch's default, querying an event in another thread makes the
-        capture fail, unless that thread's mode is relaxed.
+        Returns False if that is impossible.
         """
         enter(self._device)
         function = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None) or _from_runtime()
@@ -131,17 +129,13 @@ class CudaStreams:
 
 
 class StreamOrder:
-    """Orders calls on any streams that share a buffer.
-
-    Within a capture, the capturing program orders the calls.
-    """
+    """Orders calls that share a buffer, on any streams. In a capture, the capturing program does."""
 
     def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self.last: int | None = None
 
     def next(self) -> int:
-        """Returns the current stream, which then waits for the stream of the last call."""
         stream = self._streams.current()
         if stream != self.last and not self._streams.is_capturing():
             if self.last is not None:
@@ -151,13 +145,12 @@ class StreamOrder:
 
 
 def enter(device: torch.device) -> None:
-    """For a new thread. Else any CUDA call creates a context of hundreds of MB on the first GPU."""
+    """Without it, a new thread's CUDA call creates a context of hundreds of MB on the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _from_runtime() -> Any:
-    """The runtime's symbols may not be global."""
     with (
         contextlib.suppress(OSError, AttributeError),
         open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file,

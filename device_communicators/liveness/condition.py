@@ -1,4 +1,4 @@
-"""Describes why a process of this host doesn't run: it is stopped, blocked in the kernel or swapped out."""
+"""The reason why a process of this host doesn't run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ _STOPPED = {
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
     "Z": "exited, and its parent has not waited for it",
 }
-"""By state letter. With other letters, the process runs or sleeps normally."""
+"""With other letters, the process runs or sleeps normally."""
 _SWAPPED_BYTES = 256 << 20
-"""Less swapped memory than this is not reported."""
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Returns "" if the process runs, or if that is unknown."""
+    """ "" if the process runs, or if that is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()
-    except OSError:  # it exited, or there is no /proc
+    except OSError:
         return ""
     facts = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.split()}
     stopped = _STOPPED.get(state)

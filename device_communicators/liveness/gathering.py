@@ -1,4 +1,4 @@
-"""Parts of `Watcher.gather`: cuts records into parts of 4 KiB, and gathers parts over gloo."""
+"""Parts of `Watcher.gather`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLICE = timedelta(milliseconds=50)
 def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
     """`gather(number, part)` returns part `number` of each rank's record.
 
-    The first part starts with the record's length, so every rank knows how many parts the longest record has.
+    The first part has the record's length, so every rank knows how many parts the longest one has.
     """
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
@@ -33,7 +33,7 @@ def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list
 
 
 def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
-    """Every rank of the group calls it. Pads `part` to 4 KiB.
+    """Every rank of the group calls it.
 
     Raises RuntimeError at the deadline, if gloo fails, or at most 50 ms after `ended()` becomes true.
     """

@@ -1,4 +1,4 @@
-"""Records which ranks of the world died. The control plane reports deaths to a `Watcher`; waiting calls poll it.
+"""The ranks of the world that died: the control plane reports to a `Watcher`; waiting calls poll it.
 
 A rank that left on purpose is not dead: it has sent everything that its peers wait for.
 """
@@ -39,14 +39,14 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 logger = logging.getLogger("parallel_state")
 
 _DEATH_CONFIRM_S = 0.5
-"""Wait after a transport error: the kernel closes a process's connections before it reports the exit."""
+"""The kernel closes a process's connections before it reports the exit."""
 NOTICE_S = 0.2
-"""After a death, data that the dead rank sent before may still complete an operation."""
+"""Data that a dead rank sent before may still complete an operation."""
 
 _TOGETHER_S = 0.1
 """Deaths within this time are one error: on a busy machine, ranks killed together exit one by one."""
 _HOST_TOGETHER_S = 0.25
-"""For ranks of another host, which may all be exiting."""
+"""For another host."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
@@ -64,11 +64,11 @@ class Death:
     certain: bool = True
     """False if the rank is merely silent, or gave up by itself."""
     unreachable: bool = False
-    """The rank's host doesn't respond."""
+    """The host doesn't respond."""
     stopped: bool = False
-    """The rank's host responds but the rank doesn't run."""
+    """The host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """This process's receipt of the report, on the monotonic clock."""
+    """Of the report, on the monotonic clock."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
@@ -76,7 +76,6 @@ def describe_deaths(deaths: Iterable[Death]) -> str:
 
 
 def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
-    """Returns the class of the error for a wait that these deaths ended."""
     deaths = list(deaths)
     if any(death.certain for death in deaths):
         return PeerDiedError
@@ -86,32 +85,29 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 
 
 class FailureDomain:
-    """The global ranks whose death makes a group fail: the world, or the replicas that contain the group's ranks.
+    """The global ranks whose death makes a group fail.
 
     If a rank outside of the group dies, a member may fail in another group and never call this one.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: equal on all ranks of the domain; "" for the world.
-
-        `is_root`: groups split from this one get own domains.
-        """
+        """`root`: equal on all ranks; "" for the world. `is_root`: groups split from this one get own domains."""
         self.ranks = frozenset(ranks)
         self.root = root
         self.is_root = is_root
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns None after `limit_s`, or if the store or network fails."""
+    """None after `limit_s`, or if the store or network fails."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
-        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no answer; no store
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError):
             return call.result()
     return None
 
 
 class Place(NamedTuple):
-    """A rank's process, as all ranks receive it at start-up. Unknown texts are empty."""
+    """As all ranks receive it at start-up. Unknown texts are empty."""
 
     host: str
     network: str
@@ -120,12 +116,11 @@ class Place(NamedTuple):
     """Equal for processes that can watch each other by PID."""
     pid: int
     began: str
-    """In the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: Endpoint | None
 
     @property
     def domain(self) -> str:
-        """Equal for processes that can watch each other by PID; empty if no process can watch this one.
+        """Equal for processes that can watch each other by PID; empty if none can watch this one.
 
         Differs between network namespaces, so that a network failure between them is detected.
         """
@@ -133,7 +128,6 @@ class Place(NamedTuple):
 
 
 def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
-    """Returns a rank to whose control plane other ranks can't connect, and why."""
     spans_hosts = len({place.network for place in places.values()}) > 1
     for rank, place in sorted(places.items()):
         if place.endpoint is None:
@@ -150,8 +144,6 @@ class UnmetError(Exception):
 
 
 class Watcher:
-    """The ranks of one world that are alive, dead or have left, as far as this process knows."""
-
     def __init__(self) -> None:
         exits.prepare()
         self._deaths: dict[int, Death] = {}
@@ -162,32 +154,29 @@ class Watcher:
         """Includes this rank; empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
-        """A host that sends nothing for this long is unreachable."""
+        """Then a silent host is unreachable."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
-        """For global ranks of this host."""
+        """For this host's global ranks."""
         self._left: set[int] = set()
         self._pid = os.getpid()
         self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
-        """Topic -> function of the asking global rank (-1: a guest, such as `debug --live`) and payload. Must be
-        quick."""
+        """Topic -> function of the asking global rank (-1: a guest) and payload. Must be quick."""
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
-        """The control plane's callback thread calls these every 0.4 s. They must be quick."""
         self.on_death: list[Callable[[], None]] = []
-        """Called in the reporting thread, for waits that can't poll `deaths_of`."""
+        """Called in the reporting thread, for waits that can't poll."""
         self.status: Any = None
-        """`Status`; None without a control plane."""
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
-        """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
+        """To other hosts (with a method `silent_peers`) -> global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
-        """By serving rank. Kept alive for torch's groups, which don't."""
+        """By serving rank. torch's groups don't keep them alive."""
         self._name = ""
-        """Of the scope; "" for the watcher that opened the control plane."""
+        """"" for the watcher that opened the control plane."""
         self._all = [self]
-        """The watcher that opened the control plane, then its scopes."""
+        """That watcher, then its scopes."""
 
     @property
     def problem(self) -> str:
@@ -199,10 +188,7 @@ class Watcher:
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """Opens the port to which other control planes connect.
-
-        `library`: loaded, or why it is unavailable. `address`: of this host, as peers use it.
-        """
+        """`library`: or why it is unavailable. `address`: of this host, as peers use it."""
         if self._world is None:
             try:
                 if isinstance(library, str):
@@ -219,13 +205,13 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Starts the callback thread before the ranks have met."""
+        """Call it before the ranks have met."""
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Starts to watch ranks. Each rank calls this once, with the same places.
+        """Each rank calls this once, with the same places.
 
         If another rank can't be reached by all, logs a warning and watches no rank.
         """
@@ -254,11 +240,11 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Groups of the torch backend that use this watcher must close first."""
+        """Groups of the torch backend must close before this watcher."""
         _SHARED.add(self)
 
     def join(self, other: Watcher, name: str) -> None:
-        """Makes this new watcher a scope of `other`, whose `give_up` fails only the users of the scope.
+        """Makes this new watcher a scope of `other`: `give_up` fails only its own users.
 
         Each rank calls it with the same new `name`, and then `gather`: an earlier `give_up` may be lost. Closing
         `other` closes the scope.
@@ -286,10 +272,9 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Returns the replies of `answers[topic]` by rank, without ranks that exited or replied late.
+        """Returns replies by rank, without ranks that exited or are late. `on_replies`: see `World.ask`.
 
-        With an empty topic and payload, control planes reply even while Python there is blocked. `on_replies`: see
-        `World.ask`.
+        An empty topic and payload get replies even while Python there is blocked.
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
@@ -303,12 +288,12 @@ class Watcher:
         return {}
 
     def is_silent(self, rank: int) -> bool:
-        """True if the control plane doesn't reply within 0.5 s: the process is probably stopped."""
+        """Waits at most 0.5 s for a reply: a silent process is probably stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
         topic, _, payload = question.partition(b"\0")
-        name, _, topic = topic.rpartition(b"|")  # a guest names no scope
+        name, _, topic = topic.rpartition(b"|")
         scopes = [each for each in self._all if name.decode(errors="replace") in ("", each._name)]
         answer = next(filter(None, (each.answers.get(topic.decode(errors="replace")) for each in scopes)), None)
         return b"" if answer is None else answer(rank, payload)
@@ -321,7 +306,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Runs in the control plane's callback thread."""
+        """Called in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
@@ -360,7 +345,6 @@ class Watcher:
         return rank in places and self._rank in places and places[rank].domain == places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
-        """Records deaths on the host that declared this host unreachable or stopped."""
         teller = self._places.get(change.by)
         if teller is None or self._is_near(change.by):
             return
@@ -372,7 +356,7 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports hosts that acknowledge no data, even if the control plane still reaches them."""
+        """Finds hosts that acknowledge no data, even if the control plane still reaches them."""
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
@@ -391,7 +375,7 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Calls `World.agree`, and cancels it if a rank of `watched` dies. None without a control plane."""
+        """Cancels if a rank of `watched` dies. None without a control plane."""
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
@@ -421,12 +405,11 @@ class Watcher:
         same reason. A record takes one round trip per 4 KiB. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError, caused by an UnmetError, with the ranks that left, did not call by the deadline, or did
-          not answer. After no answer, other ranks may have the records and wait for this rank until their next deadline.
-          This rank isn't reported as failed: failed ranks can't `reinitialize`;
+        - CollectiveTimeoutError, caused by an UnmetError, for ranks that left, were late, or did not answer. After no
+          answer, other ranks may have the records. This rank isn't reported as failed: it may still `reinitialize`;
         - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
 
-        `what` starts the error's text: "rank 3 requests parallel groups".
+        `what` starts the error's text.
         """
         if len(ranks) == 1:
             return [record]
@@ -470,7 +453,7 @@ class Watcher:
     ) -> tuple[type[CommunicationError], str, list[int]]:
         verdict = error.verdict if isinstance(error, UnmetError) else None
         is_late = time.monotonic() >= started + timeout_s
-        # If other ranks gave up because a rank died, the report of that death is about to arrive here.
+        # The report of the death that made other ranks give up is about to arrive.
         awaits_news = not is_late and (verdict is None or self._rank not in verdict.ranks)
         if deaths := self.await_death_of(watched, None if awaits_news else 0.0):
             text = f"{describe_deaths(deaths)}. {_WITHOUT_THEM}"
@@ -500,12 +483,11 @@ class Watcher:
         return f"{named} did not come{answer} within {timeout_s:g} s{held}. {_OTHER_BRANCH}", others
 
     def record(self) -> bytes:
-        """For `control.plane.describe`; b"" without a control plane."""
         world = self._world
         return b"" if world is None else world.record()
 
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
-        """`pids`: of this host's ranks, by global rank."""
+        """`pids`: by global rank."""
         self.has_left = has_left
         self._pids = dict(pids)
 
@@ -513,30 +495,27 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """True if exits of all these ranks are detected at once."""
+        """True if their exits are detected at once."""
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """Describes why exits of these ranks are detected late; "" if they aren't."""
         if self.watches(ranks):
             return ""
         return f"exits of ranks are detected at deadlines, or when a gloo connection breaks: {self._problem}"
 
     def neighbours_of(self, rank: int) -> list[int]:
-        """Returns the other ranks that can watch `rank` by its PID."""
         places = self._places
         domain = places[rank].domain if rank in places else ""
         return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Omits ranks that run or are on other hosts."""
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
         return {rank: condition for rank, condition in found.items() if condition}
 
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Keeps the first death of a rank; a certain death replaces an uncertain one."""
+        """The first death counts; a certain death replaces an uncertain one."""
         with self._news:
             known = self._deaths.get(rank)
             if known is not None and (known.certain or not certain):
@@ -550,7 +529,7 @@ class Watcher:
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports that this rank failed, unless a death is known, which is then the cause."""
+        """Reports that this rank failed, unless a known death is the cause."""
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
@@ -560,7 +539,7 @@ class Watcher:
                     world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """In order of detection. Costs nothing while there are none."""
+        """In order of detection. Costs nothing without deaths."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
@@ -572,9 +551,9 @@ class Watcher:
     def await_death_of(
         self, ranks: Iterable[int], timeout_s: float | None = None, *, together_s: float = _TOGETHER_S
     ) -> list[Death]:
-        """Waits until one of these ranks dies, then briefly for others killed with it.
+        """Waits for a death, then briefly for others killed with it.
 
-        `timeout_s`: for the first death. `together_s`: for the others; at least 0.25 s if some are on other hosts.
+        `timeout_s`: for the first. `together_s`: for the others; at least 0.25 s if some are on other hosts.
         """
         ranks = list(ranks)
         timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s
@@ -591,7 +570,7 @@ class Watcher:
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
         """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
 
-        If a suspect on another host is silent, waits up to the heartbeat limit + 2 beats: its host may have declared
+        For a silent suspect on another host, waits up to the heartbeat limit + 2 beats: that host may have declared
         this one unreachable.
         """
         found = self.await_death_of(ranks)
@@ -615,7 +594,7 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """Returns a store that the lowest of `ranks` serves, or None without a control plane."""
+        """The lowest of `ranks` serves it. None without a control plane."""
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
         world, server = self._world, min(ranks)
@@ -634,7 +613,7 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, cause and suspected ranks of the error for a failed operation of `store`.
+        """Returns the class, cause and suspected ranks of the error.
 
         Waits briefly for the server's exit, unless the store was silent until the deadline.
         """
@@ -655,7 +634,7 @@ class Watcher:
 
     def close(self) -> None:
         """Idempotent."""
-        with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
+        with contextlib.ExitStack() as stack:  # runs all, even if one raises
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []
             for call in closing:

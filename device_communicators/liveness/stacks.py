@@ -1,4 +1,4 @@
-"""Stacks of threads of this process: the program's lines in them, and whether a thread is compiling."""
+"""Stacks of threads of this process, and if a thread is compiling."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Describes up to four frames: the innermost one of the program, then its callers.
+    """Up to four frames: the innermost one of the program, then its callers.
 
     Omits this library, torch and contextlib, and the standard library after the first frame.
     """

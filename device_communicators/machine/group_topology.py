@@ -1,7 +1,7 @@
 """The GPUs of a group's ranks and how they are connected: the same result on every rank.
 
-A fact about the group holds if every rank confirms it. Drivers may report peer access that loses data, so `peer.group`
-tests it. NCCL before 2.30.3 accepts ranks that share a GPU only as if on different hosts, over slow sockets.
+Drivers may report peer access that loses data, so `peer.group` tests it. NCCL before 2.30.3 accepts ranks that share a
+GPU only as if on different hosts, over slow sockets.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
 
 _View = dict[str, Any]
-"""`nvlinks`, `nvlink_problem` and `peer_problem` of the Path to another GPU."""
+"""`nvlinks`, `nvlink_problem` and `peer_problem` of a Path."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The ranks' common answer to a question; usable as a condition."""
+    """The ranks' common answer; usable as a condition."""
 
     holds: bool
     reason: str
-    """The objection to the claim, or the evidence for it."""
 
     def __bool__(self) -> bool:
         return self.holds
@@ -51,9 +50,9 @@ class GroupTopology:
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
     fewest_nvlinks: int | None
-    """Between two GPUs of the group; None if unknown for all pairs."""
+    """Between two GPUs; None if unknown for all pairs."""
     nvlink_full_mesh: Vote
-    """Directly or through switches, without a reported obstacle. Ranks on one GPU count as connected."""
+    """Ranks on one GPU count as connected."""
     peer_access: Vote
 
     def sharers(self, rank: int) -> tuple[int, ...]:
@@ -62,15 +61,14 @@ class GroupTopology:
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Starts CUDA."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
-    """Each rank calls it with its machine's topology. `uuid`: `uuid_of(device)` or NVML's form."""
+    """Each rank calls it. `uuid`: `uuid_of(device)` or NVML's form."""
     gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
     views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
-    # The rest depends only on data of all ranks, so the result is the same on every rank.
+    # Depends only on data of all ranks, so the result is the same on every rank.
     users: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is not None:
@@ -100,7 +98,7 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
-    """None for this rank's own GPU, and for GPUs that its machine doesn't have."""
+    """None for this rank's own GPU, and for GPUs of other machines."""
     mine, facts = gpus[rank].uuid, ("nvlinks", "nvlink_problem", "peer_problem")
     paths = (topology.path(mine, other.uuid) if mine and other.uuid else None for other in gpus)
     return [None if path is None else {fact: getattr(path, fact) for fact in facts} for path in paths]
@@ -109,10 +107,7 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
 def _objection(
     gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, joint: str
 ) -> str | None:
-    """Describes the first pair of devices that fails the check.
-
-    `problem`: the key of the check in a view. `joint`: separates pair and problem.
-    """
+    """`problem`: key in a view. `joint`: separates pair and problem."""
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is None:
             return f"rank {rank} has no GPU: {gpu.problem}"
@@ -128,12 +123,12 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """Returns JSON values in rank order. Every rank of the group calls it."""
+    """JSON values in rank order. Every rank of the group calls it."""
     return [json.loads(each) for each in context.gather(json.dumps(mine).encode(), operation)]
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
-    """Returns UUID -> global ranks. Every rank of the group calls it; None without a GPU."""
+    """UUID -> global ranks. Every rank of the group calls it."""
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
         users[each].append(rank)
@@ -172,7 +167,6 @@ def describe_sharing(version: int) -> str:
 
 
 def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for a rank: round robin over the visible GPUs."""
     text = (os.environ if environ is None else environ).get(VISIBLE, "")
     visible = [each.strip() for each in text.split(",") if each.strip()]
     return visible[rank % gpus] if len(visible) >= gpus else str(rank % gpus)
@@ -190,7 +184,7 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Sets `variables_of`, except NCCL variables that are already set. Call it before CUDA and NCCL start."""
+    """Keeps NCCL variables that are already set. Call it before CUDA and NCCL start."""
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)
     written = {name: value for name, value in found.items() if name == VISIBLE or not env.get(name)}

@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 
 class NoAnswerError(Exception):
-    """The text is the reason."""
+    pass
 
 
 class Reader(Protocol):
     def ask(self, question: str, *where: int) -> Any:
-        """Returns NVML's answer to a question about one GPU, one link of a GPU, or two GPUs. Raises NoAnswerError."""
+        """`where`: a GPU, a GPU and its link, or two GPUs. Raises NoAnswerError."""
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """Raises NoAnswerError without a driver, its library, or pynvml."""
+    """Raises NoAnswerError."""
     try:
         import pynvml
     except ImportError as error:
@@ -56,11 +56,11 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
     "common_ancestor": ("nvmlDeviceGetTopologyCommonAncestor", 2, int),
     "p2p_status": ("nvmlDeviceGetP2PStatus", 2, int),
 }
-"""Question -> function, how many of its first arguments are GPUs, and the conversion of its answer."""
+"""Question -> function, how many of its first arguments are GPUs, conversion."""
 
 
 class Nvml:
-    """Questions are in `_CALLS`, or methods of this class."""
+    """Questions are in `_CALLS`, or methods."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml

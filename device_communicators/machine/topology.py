@@ -1,7 +1,6 @@
-"""The connections of this machine's GPUs as the driver reports them: NVLink, NVSwitch, PCIe, the nearest cores, P2P.
+"""The connections of this machine's GPUs as the driver reports them.
 
-A fact without an answer is None and `unknown` holds the reason. Without a driver, a topology has no GPUs and a
-`problem`.
+A fact without an answer is None and `unknown` holds the reason.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ P2P_STATUS = ("OK", "chipset not supported", "GPU not supported", "topology not 
 """By NVML's number."""
 
 P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
-"""By NVML's number."""
 
 
 @dataclass(frozen=True)
 class Link:
     number: int
     kind: str
-    """Type of the other end: gpu, switch or other."""
+    """gpu, switch or other."""
     pci_id: str | None
-    """Of the other end; None if unknown, such as for switches that a virtual machine hides."""
+    """Of the other end; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,13 @@ class Gpu:
     index: int
     uuid: str
     pci_id: str | None = None
-    """As `0000:1b:00.0`."""
     name: str | None = None
     memory_bytes: int | None = None
     cores: tuple[int, ...] | None = None
-    """The nearest CPU cores."""
     links: tuple[Link, ...] | None = None
     mig: bool | None = None
     """CUDA then shows slices, which have no links and no peers."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Unknown facts, each with the reason."""
 
     @property
     def switch_links(self) -> int:
@@ -68,24 +63,22 @@ class Path:
     """Through switches, the lower number of the two GPUs."""
     switched: bool = False
     pcie: str | None = None
-    """See PCIE_PATHS."""
     p2p: dict[str, str] = field(default_factory=dict)
-    """P2P_CAPABILITIES -> P2P_STATUS; unknown ones are missing."""
+    """P2P_CAPABILITIES -> P2P_STATUS."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """As `nvidia-smi topo -m`: NV18, PIX, …; ? if nothing is known."""
+        """As `nvidia-smi topo -m`; ? if nothing is known."""
         return f"NV{self.nvlinks}" if self.nvlinks else self.pcie or "?"
 
     @property
     def peer_problem(self) -> str | None:
-        """Why one GPU can't read and write the other's memory."""
         return self._problem("read") or self._problem("write")
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Active links can be unusable, for example if the switches' fabric manager doesn't run."""
+        """Active links can be unusable, for example without the switches' fabric manager."""
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
         if not self.nvlinks:
@@ -103,7 +96,7 @@ class Path:
 class Topology:
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """Indices of two different GPUs, in both orders -> path."""
+    """By indices, in both orders."""
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None
@@ -115,14 +108,13 @@ class Topology:
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """None if one GPU isn't on this machine, or both are the same."""
+        """None if a GPU isn't on this machine, or both are the same."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one.index, two.index))
 
 
-_GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…
+_GPU, _SWITCH = 0, 2
 _NO_LINK = {"not supported", "invalid argument"}
-"""NVML's answers for a link that doesn't exist."""
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
@@ -216,7 +208,7 @@ def _link(facts: _Facts, gpu: int, number: int) -> Link:
         facts.unknown.pop("link_ends", None)
     kind = {_GPU: "gpu", _SWITCH: "switch"}.get(remote, "other")
     if remote is None and pci_id is None:
-        # An active link to an unknown device is a switch that the virtual machine hides (NCCL issue 1182).
+        # A switch that the virtual machine hides (NCCL issue 1182).
         kind = "switch"
     return Link(number, kind, pci_id)
 
@@ -238,7 +230,7 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu) -> Path:
 
 
 def _count_links(one: Gpu, two: Gpu) -> tuple[int | None, bool]:
-    """Returns True if the links lead through switches."""
+    """True if the links lead through switches."""
     if one.links is None or two.links is None:
         return None, False
     direct = [_links_to(one, two), _links_to(two, one)]
@@ -254,6 +246,6 @@ def _links_to(gpu: Gpu, other: Gpu) -> int:
 
 
 def short_pci_id(pci_id: str) -> str:
-    """Formats NVML's `00000000:1B:00.0` as the kernel writes it, `0000:1b:00.0`."""
+    """Formats NVML's `00000000:1B:00.0` as `0000:1b:00.0`."""
     domain, _, rest = pci_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}" if len(domain) > 4 and domain[:-4].strip("0") == "" else f"{domain}:{rest}"

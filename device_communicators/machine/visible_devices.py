@@ -1,7 +1,4 @@
-"""Predicts the GPUs that CUDA shows to a process, from CUDA_VISIBLE_DEVICES. Doesn't start CUDA.
-
-Entries are indices, UUIDs or unique prefixes of UUIDs. The list ends at the first invalid entry.
-"""
+"""Predicts the GPUs that CUDA shows to a process, without starting CUDA. An invalid entry ends the list."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class Visible:
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """`gpus`: the machine's, in NVML's order."""
+    """`gpus`: in NVML's order."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     remarks: list[str] = []
     if text is None:
@@ -77,7 +74,7 @@ def _by_uuid(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Gpu]:
 
 
 def _add_end_remark(text: str, entry: str, remarks: list[str]) -> None:
-    if text and entry.strip() != "-1":  # the usual ways to hide all devices
+    if text and entry.strip() != "-1":  # the usual ways to hide all
         remarks.append(f"CUDA_VISIBLE_DEVICES={text} ends before {entry!r}, which names no device, or several")
 
 

@@ -1,7 +1,6 @@
-"""Collectives and transfers of GPU tensors over the group's own NCCL communicators, on the current stream.
+"""NCCL calls on the current stream; those that return a `Work` run on a side stream.
 
-Calls that return a `Work` run on a side stream. 8-bit floats are reduced in a wider dtype, because NCCL rounds at each
-hop (as it still does for 16-bit floats).
+8-bit floats are reduced in a wider dtype, because NCCL rounds at each hop (as it still does for 16-bit floats).
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class NcclCommunicator(Communicator):
         self.streams = streams or CudaStreams(context.device, context.high_priority_stream)
         self._handle: Handle | None = None
         self._parent: Handle | None = None
-        """Non-blocking; `divide` splits others from it. None unless `set_up(divisible=True)`."""
+        """Non-blocking; None unless `set_up(divisible=True)`."""
         self._watch: Watch | None = None
         self._links = Links(self.library, context, self.streams)
         self._windows = Windows(context, self.library, self.streams)
@@ -93,7 +92,7 @@ class NcclCommunicator(Communicator):
         return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes the group's communicator and tests it with a small all-reduce. Idempotent; every rank calls it.
+        """Makes and tests the group's communicator. Every rank calls it. Idempotent.
 
         Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a capture.
         """
@@ -113,7 +112,7 @@ class NcclCommunicator(Communicator):
                 self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Does nothing if this communicator was set up without `divisible=True`."""
+        """Needs `set_up(divisible=True)`; else does nothing."""
         with self._making, self.streams.guard():
             if self._parent is None:
                 return
@@ -134,7 +133,7 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """`one` is reduced in place. `advice`: what to do if the result is wrong."""
+        """`advice`: if the result is wrong."""
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
@@ -222,7 +221,7 @@ class NcclCommunicator(Communicator):
             raise self._links.failure
 
     def suspend(self) -> None:
-        """Frees NCCL's device memory. Every rank calls it, when the device has finished all calls.
+        """Every rank calls it, when the device has finished all calls.
 
         Raises UnsupportedError before NCCL 2.29.7.
         """
@@ -253,7 +252,7 @@ class NcclCommunicator(Communicator):
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns registered memory (see `windows`), or None. The first time, an all-reduce tests it."""
+        """Returns registered memory (see `windows`), or None."""
         handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:
@@ -294,11 +293,10 @@ class NcclCommunicator(Communicator):
         return self._handle  # type: ignore[return-value]  # set_up makes it or raises
 
     def _call(self, operation: str, function: Any, *args: Any, stream: int | None = None) -> None:
-        """Calls `function(*args, comm, stream)`."""
         handle = self._ready()
         stream = self.streams.current() if stream is None else stream
         watch = self._watched()
-        watch.begin(operation)  # the code of _watching, inlined: the context manager costs 1 µs
+        watch.begin(operation)  # inlined _watching: the context manager costs 1 µs
         try:
             with handle.lock:
                 result = function(*args, handle.comm, stream)
@@ -323,7 +321,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Raises the failure if the deadline's thread aborted the call."""
+        """Raises the failure if the watch aborted the call."""
         watch = self._watched()
         watch.begin(operation)
         try:
@@ -405,7 +403,7 @@ class NcclCommunicator(Communicator):
             wide = reducible(rows, reduce_op)[0]
             numbers = (DTYPES[wide.dtype], REDUCE_OPS[_op_of(op, wide, narrow)])
             with self._launch("reduce_scatterv") as add:
-                row = wide.numel() // len(rows)  # `wide` has the elements of `rows` in the dtype of the reduction
+                row = wide.numel() // len(rows)  # `wide`: `rows` in the dtype of the reduction
                 for dst, block in enumerate(wide.view(-1).split([size * row for size in sizes])):
                     if block.numel():
                         what = (block.data_ptr(), wide_out.data_ptr(), block.numel(), *numbers, dst)
@@ -463,7 +461,7 @@ class NcclCommunicator(Communicator):
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]
         receives = [(x, src) for x, src in receives if x.numel() and src != rank]
         self._check(*(x for x, _ in (*sends, *receives)))
-        # Even if there is nothing to transfer here: peers with data wait for this rank to make the communicator.
+        # Even without data here: peers with data wait for this rank to make the communicator.
         self.set_up()
         if sends or receives:
             with self._launch(operation) as add:
@@ -504,7 +502,7 @@ class NcclCommunicator(Communicator):
             link.put(operation, tensors, stream)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """NCCL has no tags: transfers between two ranks arrive in the order of their calls."""
+        """NCCL has no tags: transfers arrive in the order of their calls."""
         return self._start("send", x, dst)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
@@ -518,7 +516,7 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Uses gloo, because a barrier must block the host."""
+        """Must block the host, so uses gloo."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 

@@ -1,7 +1,7 @@
 """A thread that detects failures of a group's NCCL calls, on the host and on the device.
 
-A call only enqueues work, so no caller may be waiting when a failure occurs. The thread aborts kernels; the next call
-raises the failure. Replays of a captured call have no deadline.
+Calls only enqueue work, so no caller may be waiting. The thread aborts kernels; the next call raises the failure.
+Replays of a captured call have no deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""After this time, communicators are aborted; also the timeout of an abort."""
+"""Then communicators are aborted; also the timeout of an abort."""
 _POLL_S = 0.2
 _PAUSE_S = 0.001
 
@@ -42,7 +42,7 @@ class _StreamCalls:
     def __init__(self, make_marker: Callable[[], Marker]) -> None:
         self._markers = (make_marker(), make_marker())
         self._pending: list[PendingCall | None] = [None, None]
-        """The call before each marker. The oldest call keeps its marker, so further calls don't extend its deadline."""
+        """The oldest call keeps its marker, so further calls don't extend its deadline."""
         self._oldest = 0
         self._lock = threading.Lock()
 
@@ -65,8 +65,6 @@ class _StreamCalls:
 
 
 class Watch:
-    """Runs until `close` or the first failure."""
-
     def __init__(
         self,
         context: GroupContext,
@@ -75,7 +73,6 @@ class Watch:
         find_failure: FindFailure = lambda operation, since: None,
         abort: Callable[[], None] = lambda: None,
     ) -> None:
-        """`find_failure`: of NCCL's background work. `abort` ends waiting kernels."""
         self.failure: CommunicationError | None = None
         """Set before `abort` is called."""
         self._context = context
@@ -83,7 +80,7 @@ class Watch:
         self._make_marker = make_marker
         self._streams: dict[int, _StreamCalls] = {}
         self._in_nccl: dict[int, PendingCall] = {}
-        """Calls that haven't returned from NCCL, by thread."""
+        """By thread."""
         self._enter_relaxed = enter_relaxed
         self._wake = threading.Event()
         self._closed = False
@@ -97,7 +94,7 @@ class Watch:
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """The deadline still applies to the work that this thread's call put on `stream`, if any."""
+        """The deadline still applies to work on `stream`."""
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
             calls = self._streams.get(stream)
@@ -127,7 +124,7 @@ class Watch:
 
     def close(self) -> None:
         self._closed = True
-        # The group's methods would keep the group and its process groups alive until a garbage collection.
+        # The methods would keep the group and its process groups alive until a garbage collection.
         self._find_failure, self._abort = (lambda operation, since: None), (lambda: None)
         self._wake.set()
         if self._context.watcher is not None:
@@ -150,7 +147,7 @@ class Watch:
                 return
             try:
                 failure = self._poll(may_query)
-            except Exception as error:  # an error of CUDA: its context is lost
+            except Exception as error:  # CUDA's context is lost
                 failure = self._lost(error)
             if failure is not None:
                 self.failure = failure

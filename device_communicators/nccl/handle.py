@@ -1,4 +1,4 @@
-"""`Handle`, one ncclComm_t with its registered windows: made with a deadline, split, ended or aborted.
+"""`Handle`, one ncclComm_t with its registered windows.
 
 Only *non-blocking* communicators allow a deadline and an abort during set-up. But each later call of one starts a
 thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). So ranks make a non-blocking
@@ -61,7 +61,7 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps for at most 2 ms. Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout."""
+        """Sleeps for at most 2 ms. Raises PeerDiedError and CollectiveTimeoutError."""
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
@@ -75,7 +75,6 @@ class Handle:
         self.library = library
         self.context = context
         self.comm: int | None = None
-        """None before it is made and after its end."""
         self.lock = threading.RLock()
         self.ended_in_order = False
         """Memory of the windows may be freed."""
@@ -86,7 +85,7 @@ class Handle:
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
         """Makes a non-blocking communicator on the current device. All ranks pass the same id.
 
-        Raises PeerDiedError, CollectiveTimeoutError or CommunicationError after freeing the communicator.
+        Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
         """
         made = cls(library, context)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
@@ -98,9 +97,9 @@ class Handle:
         return made
 
     def split(self, context: GroupContext, color: int, key: int) -> Handle:
-        """Makes a blocking communicator of the ranks with the same color. Every rank of this one calls it.
+        """Makes blocking communicators, one per color. Every rank of this one calls it.
 
-        `context`: of the new communicator. Raises the errors of `meet`, after aborting this communicator.
+        `context`: of the new one. Raises the errors of `meet`, after aborting this one.
         """
         made, name = Handle(self.library, context), context.name.encode()
         config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
@@ -185,12 +184,12 @@ class Handle:
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Waits for a call in progress and raises its error. The caller must hold the lock."""
+        """Waits for a call in progress. The caller must hold the lock."""
         if result != SUCCESS:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """With NCCL_COMM_BLOCKING=0 every call has background work."""
+        """With NCCL_COMM_BLOCKING=0 every call is in progress first."""
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
             raise self.error(operation, result, deadline.started)
@@ -199,7 +198,7 @@ class Handle:
     def register(self, address: int, size_bytes: int) -> str | None:
         """Every rank passes the same size. Returns the reason if NCCL refuses.
 
-        Other ranks may then block until their deadline. The communicator's end deregisters its windows.
+        Other ranks may then block until their deadline.
         """
         window = ctypes.c_void_p()
         self._kept.append(window)
@@ -218,7 +217,7 @@ class Handle:
 
     @contextlib.contextmanager
     def group(self, operation: str) -> Iterator[None]:
-        """Combines the calls of the body into one launch. The caller must hold the lock."""
+        """The caller must hold the lock."""
         self.check(operation, self.library.ncclGroupStart())
         try:
             yield
@@ -249,7 +248,7 @@ class Handle:
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
-        """Callable from any thread. If another thread is still in a call after 1 s, aborts, and that call returns."""
+        """Callable from any thread. A call of another thread is aborted after 1 s."""
         if self.comm is None:
             return None
 
@@ -284,7 +283,7 @@ class Handle:
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
-    """Waits at most 10 s: NCCL doesn't release a communicator that a CUDA graph still uses.
+    """NCCL doesn't release a communicator that a CUDA graph still uses, so this waits at most 10 s.
 
     In parallel, because a communicator's end may wait for kernels of another one.
     """

@@ -1,7 +1,7 @@
 """Links: NCCL communicators of two ranks of a group, one per direction, for transfers.
 
-With one for both directions, or for all pairs, two ranks that both send first would deadlock. A thread makes the link,
-because a started transfer must not wait. Transfers started meanwhile are queued.
+With one for both directions, two ranks that both send first would deadlock. A thread makes the link, because a started
+transfer must not wait.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from device_communicators.nccl.handle import Handle, end_all, exchange_records, 
 from device_communicators.routing.communicator import GroupContext
 
 _SET_UP_TAG = 3
-"""Sends within a host have the same tag namespace, but those groups have no GPU."""
+"""Sends within a host use it, too, but those groups have no GPU."""
 _CHECK_S = 0.5
 
 Transfer = Callable[["Link", str, Sequence[Tensor], int], None]
-"""Arguments: link, `send` or `recv`, tensors, stream."""
 
 
 class Link:
@@ -42,11 +41,11 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """True if no queued transfer is left, either."""
+        """False while transfers are queued."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """One launch. The peer must pass as many contiguous tensors."""
+        """The peer must pass as many contiguous tensors."""
         handle, function = self.handles[operation], self._functions[operation]
         with handle.lock, nullcontext() if len(tensors) == 1 else handle.group(operation):
             for x in tensors:
@@ -73,11 +72,11 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Sends a byte each way: NCCL's first transfer connects the ranks and blocks the host."""
+        """Sends a byte each way: NCCL's first transfer blocks the host."""
         try:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            for operation in self.handles:  # `meet` orders them so that both ranks use the same communicator first
+            for operation in self.handles:  # both ranks use the same communicator first
                 put = functools.partial(transfer, self, operation, (byte,))
                 self._sides[operation].begin((byte,)).finish(put)
             while not self._done.is_set():
@@ -122,7 +121,7 @@ class Links:
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
         self.closed = False
-        """A link made after the group is closed is ended at once."""
+        """Links made later are ended at once."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)
@@ -145,7 +144,7 @@ class Links:
             return link
 
     def _make(self, link: Link, peer: int, transfer: Transfer) -> None:
-        self._streams.enter_relaxed()  # NCCL's calls here must not disturb a capture of another thread
+        self._streams.enter_relaxed()  # must not disturb a capture of another thread
         link.make(lambda: self._meet(peer), self._context.device, transfer)
         self.failure = self.failure or link.failure
         if self.closed:

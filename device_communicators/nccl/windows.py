@@ -1,8 +1,8 @@
 """Memory for tensors that NCCL's symmetric kernels read and write in place: `group.empty` on a GPU.
 
-A kernel uses the offset of its own rank's tensor for all ranks; different offsets give wrong sums. So the ranks agree
-on each allocation over gloo (about 100 µs), and all take the same block of the same window. A block is free once all
-ranks have released it. If a rank can't register memory, all ranks use ordinary memory from then on.
+A kernel uses the offset of its own rank's tensor for all ranks, so the ranks agree on each allocation over gloo (about
+100 µs). A block is free once all ranks have released it. If a rank can't register memory, all ranks use ordinary memory
+from then on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ FUNCTIONS = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister", "ncclCommW
 MOST_BLOCKS = 1024
 """Further tensors are in ordinary memory."""
 WINDOW_BYTES = 16 << 20
-"""Minimum, unless the limit leaves less."""
 _GRANULE_BYTES = 2 << 20
 """ncclMemAlloc rounds sizes up to a multiple of this."""
 _ALIGNMENT_BYTES = 512
@@ -47,13 +46,13 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Blocks in use. Equal on all ranks, because all make the same changes in the same order."""
+    """Equal on all ranks, because all make the same changes in the same order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.digest = 0
-        """If a rank missed a change, digests differ at the next allocation."""
+        """Differs at the next allocation if a rank missed a change."""
 
     def take(self, size_bytes: int) -> int | None:
         number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)
@@ -84,7 +83,6 @@ class Ledger:
         self.digest = zlib.crc32(change.to_bytes(8, "little", signed=True), self.digest)
 
     def next_window(self, size_bytes: int, limit_bytes: int) -> int | None:
-        """Returns None if all windows would exceed the limit."""
         left_bytes = limit_bytes - sum(self.sizes)
         least_bytes = _rounded(size_bytes, _GRANULE_BYTES)
         window_bytes = max(least_bytes, min(WINDOW_BYTES, left_bytes // _GRANULE_BYTES * _GRANULE_BYTES))
@@ -96,20 +94,20 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Releases the block on this rank when no tensor refers to its memory any more."""
+    """Releases the block on this rank when no tensor uses it."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append(self._number)  # __del__ runs in any thread at any time, so it does nothing else
+        self._returned.append(self._number)  # runs in any thread at any time, so it does nothing else
 
 
 class Windows:
     def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
         self.problem: str | None = None
-        """Why no rank registers memory (equal on all ranks)."""
+        """Equal on all ranks."""
         self._context = context
         self._library = library
         self._streams = streams
@@ -117,11 +115,11 @@ class Windows:
         self._ledger = Ledger()
         self._addresses: list[int] = []
         self._refused: list[int] = []
-        """Memory of failed windows, which some rank couldn't register."""
+        """Memory that some rank couldn't register."""
         self._returned: deque[int] = deque()
-        """Blocks that this rank released after the last `_collect`."""
+        """Released on this rank, after the last `_collect`."""
         self._free: set[int] = set()
-        """Blocks that this rank released, but perhaps not all ranks."""
+        """Released on this rank, but perhaps not on all."""
         self._allocated_on: set[int] = set()
         self._warned = False
 
@@ -143,7 +141,7 @@ class Windows:
     ) -> Tensor | None:
         """Returns uninitialized bytes, or None on all ranks. Every rank of the group calls it.
 
-        `register(address, size)` makes a window, or returns the reason why it can't.
+        `register(address, size)` returns the reason if it fails.
         """
         self._collect()
         agreed = self._exchange(size_bytes)
@@ -190,7 +188,6 @@ class Windows:
         return min(limits)
 
     def _add_window(self, size_bytes: int, limit_bytes: int, register: Callable[[int, int], str | None]) -> bool:
-        """Makes a window on all ranks, or on none."""
         free_closed()
         window_bytes = self._ledger.next_window(size_bytes, limit_bytes)
         if window_bytes is None:
@@ -205,14 +202,14 @@ class Windows:
                 result = self._library.ncclMemAlloc(ctypes.byref(address), window_bytes)
             why = "" if result == SUCCESS else f"no {window_bytes >> 20} MiB: {self._library.text_of(result)}"
             problem = self._agree(why)
-            if problem is not None:  # the next call tries again: memory of other tensors may be free then
+            if problem is not None:  # tried again: memory of other tensors may be free then
                 self._warn(problem)
                 if not why:
                     self._library.ncclMemFree(address)
                 return False
             why = register(address.value or 0, window_bytes) or ""
         problem = self._agree(why)
-        if problem is not None:  # this rank may have registered it: freed only after the communicator's end
+        if problem is not None:  # perhaps registered here: freed after the communicator's end
             self._refused.append(address.value or 0)
             self._give_up(problem)
             return False
@@ -247,7 +244,7 @@ class Windows:
         self._allocated_on.add(current)
 
     def compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
-        """Raises CollectiveMismatchError unless all ranks pass tensors at the same offsets. Every rank calls it.
+        """Raises CollectiveMismatchError unless offsets are equal on all ranks, which all call it.
 
         Tensors in `own` must be registered on all ranks or on none.
         """
@@ -285,7 +282,6 @@ class Windows:
         free_closed()
 
     def free_unused(self) -> bool:
-        """Returns True if no window is left."""
         self._collect()
         used = {block.window for number, block in self._ledger.blocks.items() if number not in self._free}
         unused = [at for at, address in enumerate(self._addresses) if address and at not in used]
