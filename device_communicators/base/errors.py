@@ -191,7 +191,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def int_advice(value: object) -> str:
-    """For an integer of numpy or torch, or a string; else ""."""
+    """Returns advice for an integer of numpy or torch, or a string; else ""."""
     if isinstance(value, int):
         return ""
     try:

@@ -44,7 +44,7 @@ def process_domain() -> str:
 
 
 def start_time(pid: int) -> str:
-    """In clock ticks since boot; detects a reused PID."""
+    """Returns clock ticks since boot, which detect a reused PID."""
     return _stat(pid, 19)
 
 
@@ -139,11 +139,11 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """The address that gloo publishes. May block on a name server."""
+    """Returns the address that gloo publishes. May block on a name server."""
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """One per interface in GLOO_SOCKET_IFNAME ("" if it has none); if unset, the host name's local one, else loopback.."""
+    """Returns one per interface in GLOO_SOCKET_IFNAME ("" if it has none). Unset: a local one of the host's name."""
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

@@ -50,7 +50,7 @@ def is_fake(group: Any = None) -> bool:
 
 
 def bound_device() -> torch.device | None:
-    """The default group's, if the program bound it at init."""
+    """Returns the device that the program bound the default group to at init."""
     return _UNBOUND[-1] if _UNBOUND else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
@@ -63,7 +63,7 @@ def reset_group_count() -> None:
 
 
 def set_timeout(group: Any, timeout_s: float) -> None:
-    """Not of a send or receive whose `wait` gets no timeout."""
+    """Doesn't apply to a send or receive whose `wait` gets no timeout."""
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
 
@@ -310,7 +310,7 @@ except (ImportError, AttributeError):
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """As torch.compiler.disable, without the import of torch._dynamo (1 s)."""
+    """Does what torch.compiler.disable does, without importing torch._dynamo (1 s)."""
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -322,7 +322,7 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """For kernels: if a frame that dynamo can't trace calls the op, its hook would run on the kernel's frames."""
+    """Marks kernels: if a frame that dynamo can't trace calls the op, its hook would run on the kernel's frames."""
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
@@ -332,7 +332,7 @@ def mark_constant(function: Any) -> None:
 
 
 def mark_static_address(tensor: Any) -> None:
-    """Without it, a compiled graph that writes to this input doesn't become a CUDA graph."""
+    """Lets a compiled graph that writes to this input become a CUDA graph."""
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -384,7 +384,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Also for autograd's threads in this thread's backward."""
+    """Stores `value` also for autograd's threads in this thread's backward."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -428,7 +428,7 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Else the backward would repeat the ops that have no other input."""
+    """Removes the mark, or the backward would repeat the ops that have no other input."""
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
@@ -477,13 +477,13 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Within torch.func, gradients of outer levels."""
+    """Enables, within torch.func, the gradients of outer levels."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """As torch.library.register_vmap, which imports torch._functorch at registration."""
+    """Does what register_vmap does, which imports torch._functorch at registration."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

@@ -20,7 +20,7 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """cpu/csrc/signals.h."""
+    """Struct of cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
@@ -35,7 +35,7 @@ class _Wakeup:
         self._inode = os.fstat(self.reader).st_ino
         self.pipes: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
-        """By this module, or by the program."""
+        """Set by this module, or by the program."""
         forks.call_in_children(self.renew)
         signal.set_wakeup_fd = self.set
 
@@ -52,14 +52,14 @@ class _Wakeup:
             pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
-        """False if the program closed the pipe, as daemons do."""
+        """Returns False if the program closed the pipe, as daemons do."""
         try:
             return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """For a forked child (its signals would wake its parent), or a closed pipe."""
+        """Replaces the pipe if it is closed, or in a forked child, whose signals would wake its parent."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (

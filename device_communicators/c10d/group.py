@@ -123,7 +123,7 @@ class Group:
         self._gloo: Any = None
         self._connections: Connections | None = None
         self.transfers = 0
-        """Address; the compiled backend deletes them. 0: gloo carries them."""
+        """Address of the transfers, which the compiled backend deletes; 0: gloo carries them."""
         if memory.channels is not None:
             self.transfers = memory.channels.open_transfers() or 0
         elif memory.is_meshed:
@@ -140,12 +140,12 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """None without the compiled library, or if only leads are connected: gloo carries collectives."""
+        """Returns None without the compiled library, or if only leads are connected: gloo carries collectives."""
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def operations(self) -> list[Operation]:
-        """Without gloo's calls."""
+        """Leaves out gloo's calls."""
         return sorted(
             (
                 Operation(
@@ -221,7 +221,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
-        """After an earlier failure, or a death that no call reported."""
+        """Returns the error of a call after a failure, or after a death that no call reported."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)

@@ -112,7 +112,7 @@ class Membership:
         self._store: ControlStore | None = None
         """torch doesn't keep it alive."""
         self._problem = ""
-        """"" before the first `reconfigure`."""
+        """Empty before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:

@@ -67,7 +67,7 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """None unless the default group is of this backend."""
+        """Returns None unless the default group is of this backend."""
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher

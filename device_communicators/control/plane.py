@@ -44,7 +44,7 @@ LINGER_S = 1.0
 GREETING_BYTES = 44
 """The hello and the head of the nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
-"""Then a call raises ControlError."""
+"""A call that is this late after its deadline raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
@@ -87,7 +87,7 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """After an uncaught exception, peers must report a death."""
+    """Does nothing after an uncaught exception: peers must report a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
@@ -242,7 +242,7 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Before `meet`, answers earlier questions. Idempotent."""
+        """Answers earlier questions if called before `meet`. Idempotent."""
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return
@@ -340,7 +340,7 @@ class World:
         return dict(asked.result)
 
     def is_ending(self, pid: int) -> bool:
-        """True if each thread is exiting or has a pending SIGKILL, too."""
+        """Returns True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
@@ -358,7 +358,7 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """The last 32 to 64 KiB of events, for `describe`; empty if memory ran out."""
+        """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out."""
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:

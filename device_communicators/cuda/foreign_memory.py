@@ -36,7 +36,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _ALIVE: dict[int, tuple[object, ...]] = {}
-"""By address of a _DLManagedTensor."""
+"""Objects that a tensor needs, by address of its _DLManagedTensor."""
 
 
 def _make_deleter() -> Any:
@@ -57,7 +57,7 @@ _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """uint8. The tensor and its views keep `owner` alive."""
+    """Returns a uint8 tensor. It and its views keep `owner` alive."""
     shape = (c_int64 * 1)(size_bytes)
     managed = _DLManagedTensor(
         _DLTensor(address, _DEVICE_TYPES[device.type], device.index or 0, 1, _UNSIGNED, 8, 1, shape),

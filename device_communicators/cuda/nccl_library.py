@@ -16,7 +16,7 @@ from device_communicators.base import settings
 OLDEST = 22700
 """torch 2.10 brings it."""
 MULTI_RANK_GPU = 23003
-"""From here on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
+"""From this version on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 
 SUCCESS, UNHANDLED_CUDA_ERROR, INTERNAL_ERROR, INVALID_USAGE = 0, 1, 3, 5
 REMOTE_ERROR, IN_PROGRESS, TIMEOUT = 6, 7, 8
@@ -38,7 +38,7 @@ UNDEFINED = -(2**31)
 """NCCL uses the environment's value, or its default."""
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
-"""Of a rank in no part of a split communicator."""
+"""Color of a rank in no part of a split communicator."""
 SUSPEND_MEMORY = 1
 COLL_SYMMETRIC = 1
 """Collectives may use the window, with one offset on all ranks."""
@@ -199,7 +199,7 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Best first. A second NCCL beside torch's would use its own memory and settings."""
+    """Returns paths, the best first. A second NCCL beside torch's would use its own memory and settings."""
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []
     return list(dict.fromkeys([*_loaded(), *installed, "libnccl.so.2"]))

@@ -74,7 +74,7 @@ class Marker:
         self._event.record(self._stream)
 
     def is_reached(self) -> bool:
-        """True if the work before the last `record` is done."""
+        """Returns True if the work before the last `record` is done."""
         return self._stream is None or bool(self._event.query())
 
 

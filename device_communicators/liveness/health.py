@@ -46,7 +46,7 @@ NOTICE_S = 0.2
 _TOGETHER_S = 0.1
 """Deaths within this time are one error: on a busy machine, ranks killed together exit one by one."""
 _HOST_TOGETHER_S = 0.25
-"""For another host."""
+"""Bound for ranks of another host."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
@@ -68,7 +68,7 @@ class Death:
     stopped: bool = False
     """The host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """Of the report, on the monotonic clock."""
+    """Time of the report, on the monotonic clock."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
@@ -98,7 +98,7 @@ class FailureDomain:
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """None after `limit_s`, or if the store or network fails."""
+    """Returns None after `limit_s`, or if the store or network fails."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
@@ -154,7 +154,7 @@ class Watcher:
         """Includes this rank; empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
-        """Then a silent host is unreachable."""
+        """A host that is silent for this long is unreachable."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
@@ -168,15 +168,15 @@ class Watcher:
         """Called in the reporting thread, for waits that can't poll."""
         self.status: Any = None
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
-        """To other hosts (with a method `silent_peers`) -> global ranks of their group."""
+        """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
-        """By serving rank. torch's groups don't keep them alive."""
+        """Stores by serving rank. torch's groups don't keep them alive."""
         self._name = ""
-        """"" for the watcher that opened the control plane."""
+        """Empty for the watcher that opened the control plane."""
         self._all = [self]
-        """That watcher, then its scopes."""
+        """The watcher that opened the control plane, then its scopes."""
 
     @property
     def problem(self) -> str:
@@ -188,7 +188,7 @@ class Watcher:
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """`library`: or why it is unavailable. `address`: of this host, as peers use it."""
+        """`library`: the library, or the reason why it is unavailable. `address`: of this host, as peers use it."""
         if self._world is None:
             try:
                 if isinstance(library, str):
@@ -375,7 +375,7 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Cancels if a rank of `watched` dies. None without a control plane."""
+        """Cancels if a rank of `watched` dies. Returns None without a control plane."""
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
@@ -495,7 +495,7 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """True if their exits are detected at once."""
+        """Returns True if their exits are detected at once."""
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
@@ -539,7 +539,7 @@ class Watcher:
                     world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """In order of detection. Costs nothing without deaths."""
+        """Returns deaths in order of detection. Costs nothing without deaths."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
@@ -594,7 +594,7 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """The lowest of `ranks` serves it. None without a control plane."""
+        """Returns a store that the lowest of `ranks` serves; None without a control plane."""
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
         world, server = self._world, min(ranks)

@@ -41,7 +41,7 @@ def call_site() -> str:
 
 
 def frames_of(thread: int | None) -> list[Frame]:
-    """The innermost first; [] if the thread has ended."""
+    """Returns the innermost first; [] if the thread has ended."""
     return _frames(sys._current_frames().get(thread or 0))
 
 
@@ -60,7 +60,7 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Up to four frames: the innermost one of the program, then its callers.
+    """Describes up to four frames: the innermost one of the program, then its callers.
 
     Omits this library, torch and contextlib, and the standard library after the first frame.
     """

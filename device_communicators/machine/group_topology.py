@@ -98,7 +98,7 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
-    """None for this rank's own GPU, and for GPUs of other machines."""
+    """Returns None for this rank's own GPU, and for GPUs of other machines."""
     mine, facts = gpus[rank].uuid, ("nvlinks", "nvlink_problem", "peer_problem")
     paths = (topology.path(mine, other.uuid) if mine and other.uuid else None for other in gpus)
     return [None if path is None else {fact: getattr(path, fact) for fact in facts} for path in paths]
@@ -123,12 +123,12 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """JSON values in rank order. Every rank of the group calls it."""
+    """Returns JSON values in rank order. Every rank of the group calls it."""
     return [json.loads(each) for each in context.gather(json.dumps(mine).encode(), operation)]
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
-    """UUID -> global ranks. Every rank of the group calls it."""
+    """Returns UUID -> global ranks. Every rank of the group calls it."""
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
         users[each].append(rank)

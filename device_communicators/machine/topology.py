@@ -69,7 +69,7 @@ class Path:
 
     @property
     def label(self) -> str:
-        """As `nvidia-smi topo -m`; ? if nothing is known."""
+        """Returns the label of `nvidia-smi topo -m`; ? if nothing is known."""
         return f"NV{self.nvlinks}" if self.nvlinks else self.pcie or "?"
 
     @property
@@ -108,7 +108,7 @@ class Topology:
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """None if a GPU isn't on this machine, or both are the same."""
+        """Returns None if a GPU isn't on this machine, or both are the same."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one.index, two.index))
 
@@ -230,7 +230,7 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu) -> Path:
 
 
 def _count_links(one: Gpu, two: Gpu) -> tuple[int | None, bool]:
-    """True if the links lead through switches."""
+    """Returns True if the links lead through switches."""
     if one.links is None or two.links is None:
         return None, False
     direct = [_links_to(one, two), _links_to(two, one)]

@@ -74,7 +74,7 @@ def _by_uuid(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Gpu]:
 
 
 def _add_end_remark(text: str, entry: str, remarks: list[str]) -> None:
-    if text and entry.strip() != "-1":  # the usual ways to hide all
+    if text and entry.strip() != "-1":  # the usual ways to hide all devices
         remarks.append(f"CUDA_VISIBLE_DEVICES={text} ends before {entry!r}, which names no device, or several")
 
 

@@ -516,7 +516,7 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Must block the host, so uses gloo."""
+        """Uses gloo, because it must block the host."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 

@@ -21,7 +21,7 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""Then communicators are aborted; also the timeout of an abort."""
+"""After this time communicators are aborted; also the timeout of an abort."""
 _POLL_S = 0.2
 _PAUSE_S = 0.001
 
@@ -80,7 +80,7 @@ class Watch:
         self._make_marker = make_marker
         self._streams: dict[int, _StreamCalls] = {}
         self._in_nccl: dict[int, PendingCall] = {}
-        """By thread."""
+        """Calls that NCCL has not returned from, by thread."""
         self._enter_relaxed = enter_relaxed
         self._wake = threading.Event()
         self._closed = False
@@ -107,14 +107,14 @@ class Watch:
         return list(self._streams)
 
     def device_is_done(self) -> bool:
-        """False also if CUDA fails."""
+        """Returns False also if CUDA fails."""
         try:
             return all(calls.oldest() is None for calls in list(self._streams.values()))
         except RuntimeError:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """False after a failure, after `limit_s` or the timeout."""
+        """Returns False after a failure, after `limit_s` or the timeout."""
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():
             if time.monotonic() > deadline:

@@ -41,7 +41,7 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """False while transfers are queued."""
+        """Returns False while transfers are queued."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
