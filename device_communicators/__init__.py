@@ -1,7 +1,4 @@
-"""Moves bytes between ranks: communicators, the route that selects among them, errors and settings.
-
-Contains nothing about tensor or pipeline parallelism. `parallel_state` imports it, never the reverse.
-"""
+"""Moves bytes between ranks. Knows nothing of tensor or pipeline parallelism."""
 
 from device_communicators.base.public_names import load_on_use
 
@@ -13,7 +10,6 @@ _NAMES = {
     "device_communicators.routing.route": ["Route", "Traffic"],
     "device_communicators.routing.started": ["Handle"],
 }
-"""Module -> public names. The first use of a name imports its module."""
 
 __all__, __getattr__ = load_on_use(globals(), _NAMES)
 

@@ -1,11 +1,6 @@
 """The table of communicators, best first. Only this module refers to the concrete ones.
 
-To add a communicator, write its file and one row here (docs/extending.md has an example). A row joins a group's route
-if its `device` matches and neither `unfit` nor `probe` returns an objection. `unfit` uses facts that are equal on every
-rank. `probe` uses facts that may differ (a library that loads, a working link), so one rank's objection counts for all:
-a route that differs between ranks hangs. Finally the communicator itself may refuse (`admit`), the same on all ranks.
-
-Imports for groups with GPUs are inside functions, because every program imports this module.
+Ranks must choose the same route, or they hang. GPU modules are imported inside functions.
 """
 
 from __future__ import annotations
@@ -26,47 +21,43 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """Texts for `explain()`: how calls reach a communicator in eager code, compiled code, …"""
+    """How calls reach a communicator, for `explain()`."""
 
     eager: str
     compiled: str
     captured: str | None
-    """None if the host does the work: a graph's replay would omit it, so it is refused during capture."""
+    """None if the host does the work: then capture is refused."""
 
 
 OP = Paths("registered op, Python", "the same op", None)
-"""CPU tensors, unless a row says otherwise."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The table's entry for one communicator: its class, and the conditions under which a group can use it."""
+    """One communicator, and the conditions under which a group can use it."""
 
     name: str
     module: str
     class_name: str
     paths: Paths = OP
-    """Shown by `explain()`; without a `captured` path, capture is refused."""
     device: str = "any"
-    """Device of the groups that may use it: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
+    """Device of its groups: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
     partial: bool = False
-    """True if it may refuse valid requests, which the rows below must then support. Other rows support everything."""
+    """True if it may refuse valid requests. The rows below must then support them."""
     several_hosts: bool = False
-    """True if it is only for groups that span hosts. The contract tests then simulate hosts."""
     unfit: Callable[[GroupContext], str | None] = lambda context: None
-    """Returns an objection to the group, or None, from facts that are equal on every rank."""
+    """Returns an objection, or None, from facts that are equal on every rank."""
     probe: Callable[[GroupContext], str | None] | None = None
-    """Returns a rank's own objection, or None; called if `unfit` returned None. One objection counts for all ranks."""
+    """Returns an objection of this rank, which counts for all, or None."""
     agree: Callable[[GroupContext], str | None] | None = None
-    """Returns an objection that is the same on every rank, or None. Every rank calls it, and it may communicate."""
+    """Returns an objection that is equal on every rank, or None. Every rank calls it."""
     simulated: bool = False
-    """For simulated groups. The other rows are for groups of processes."""
     fake: bool = False
-    """For groups of torch's `fake` backend, which use no other row."""
+    """True for torch's `fake` backend, which uses no other row."""
     custom_all_reduce: bool = False
-    """True for this library's own kernels, which `set_custom_all_reduce(False)` turns off."""
+    """True if `set_custom_all_reduce(False)` disables it."""
     asked_for: Callable[[], bool] = lambda: False
-    """Returns True if a setting requests it. If it is then unavailable for a group, the log has the reason."""
+    """Returns True if a setting requests it. The log then says why it is unavailable."""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
@@ -75,7 +66,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """Returns the reason why the group can't use this communicator, or None. It is the same on all ranks."""
+        """The result is equal on all ranks."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):
@@ -103,7 +94,6 @@ def _no_hosts(context: GroupContext) -> str | None:
 
 
 def _switched_off(context: GroupContext, setting: settings.Setting[str]) -> str | None:
-    """Returns why a GPU communicator is off by its setting: `off`, or `auto` without measurements for this machine."""
     from device_communicators.peer import thresholds as peer_thresholds
 
     if setting.get() == "auto":
@@ -142,7 +132,7 @@ def _no_peers(context: GroupContext) -> str | None:
         return f"it has {context.size} ranks, and kernels in peer memory support at most {MAX_RANKS}"
     memory = context.host_memory
     if memory is not None and (memory.problem is not None or memory.apart):
-        return None  # `peer.thresholds` then checks by the drivers that all GPUs are on one host
+        return None  # `peer.thresholds` then asks the drivers
     return _no_shared_memory(context)
 
 
@@ -163,12 +153,10 @@ def _no_peer_memory(context: GroupContext) -> str | None:
 
 
 _KERNEL = Paths("C++ kernel of the op", "the same op", None)
-"""Replaces `OP` for a communicator whose library has the ops."""
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
 _PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
 
 _WARNED: set[str] = set()
-"""The logged reasons why groups of this process don't use shared memory."""
 
 CATALOG: tuple[Row, ...] = (
     Row(
@@ -199,14 +187,10 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row("process_group", "device_communicators.process_group.gloo", "ProcessGroupCommunicator"),
 )  # fmt: skip
-"""In the order in which a route tries them."""
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
-    """Returns the route of a group. Every rank of the group calls it, in the same order of groups.
-
-    A group of one rank has no communicators: the coordinator completes its operations.
-    """
+    """Every rank of the group calls it, in the same order of groups."""
     if context.size == 1:
         return Route(context, (), {})
     rows = [row for row in rows if (row.simulated, row.fake) == (context.simulated, context.fake)]
@@ -243,11 +227,11 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _warn_of_no_shared_memory(context: GroupContext) -> None:
-    """Logs once why ranks of one host share no memory, unless a setting chose that or the system isn't Linux."""
+    """Logs once why ranks of one host share no memory, unless a setting chose that."""
     memory = context.host_memory
     problem = None if memory is None else memory.problem or memory.apart or None
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
-    # A problem names a setting if another rank's setting is the reason.
+    # A problem that names a setting comes from another rank's setting.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
     is_silent = chosen or known or problem in _WARNED or not logs.is_first_of_host()
     if problem is None or is_silent or sys.platform != "linux":
@@ -260,7 +244,6 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
-    """Runs the probes of all ranks. Returns `reasons`, with a reason for each row that a probe on any rank rejected."""
     found = {i: row.probe(context) for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None}
     if found and context.make_cpu_group is not None:
         votes = context.gather(json.dumps([reason is None for reason in found.values()]).encode(), "vote")

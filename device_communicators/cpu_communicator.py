@@ -1,8 +1,4 @@
-"""Communicator for CPU tensors: the compiled collectives (cpu/csrc/group.h), within a host and between hosts.
-
-Each collective is one call of the compiled group, the same as from the registered ops and the CPU fast path. Transfers
-between two ranks use queues in shared memory, or connections (`streams`).
-"""
+"""Collectives and transfers of CPU tensors in C++ (cpu/csrc/group.h), within a host and between hosts."""
 
 from __future__ import annotations
 
@@ -31,13 +27,12 @@ from device_communicators.routing.communicator import (
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scatterv")
-"""These need a connection between every two ranks on different hosts."""
 
 
 class CpuCommunicator(Communicator):
-    """Runs calls on CPU tensors in C++: through shared memory on a host, and connections between hosts.
+    """Uses shared memory on a host, and connections between hosts.
 
-    A started collective is already complete when its call returns.
+    A started collective is complete when its call returns.
     """
 
     name = "shared_memory"  # "hierarchical" with several segments
@@ -154,10 +149,8 @@ class CpuCommunicator(Communicator):
     def barrier(self) -> None:
         self._group.call("barrier")
 
-    # Between two ranks. In one segment, messages use queues elsewhere, and only plain tensors are sent here.
-
     def send(self, x: Tensor, dst: int) -> None:
-        x = x.contiguous()  # first: without memory for it, nothing has been sent
+        x = x.contiguous()  # first: if its allocation fails, nothing has been sent
         self._transfers.send(x, dst, self._tag(self.context.tag(0)))
 
     def recv(self, out: Tensor, src: int) -> None:
@@ -179,7 +172,6 @@ class CpuCommunicator(Communicator):
         return self._channels.transfers
 
     def _tag(self, tag: int) -> int:
-        """Returns the transport's tag: 0 for rings, each of which serves one group and one kind of transfers."""
         if self._streams is not None:
             return tag
         if tag != self.context.tag(0):

@@ -1,8 +1,6 @@
-"""Communicator for a simulated group: one process, in which every other rank is assumed to hold this rank's tensor.
+"""Communicator for a simulated group: one process, which assumes that every rank holds its own tensor.
 
-So a sum multiplies by the group's size, a product is a power, gathers copy, and max and min change nothing. avg changes
-nothing either, unless a sum of integers wraps. Calls that need a real peer's data (another rank's broadcast, a receive)
-raise. Use it to build and shape-check models.
+Calls that need a real peer's data (another rank's broadcast, a receive) raise UnsupportedError.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from device_communicators.routing.communicator import Communicator, Request
 
 
 class SimulatedCommunicator(Communicator):
-    """Computes each result in this process, as if all ranks held this rank's tensor."""
-
     name = "simulated"
 
     def refusal(self, request: Request) -> str | None:
@@ -85,7 +81,7 @@ class SimulatedCommunicator(Communicator):
         return DONE
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return DONE  # not received by any rank
+        return DONE
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
         raise self._needs_peer("recv", src)

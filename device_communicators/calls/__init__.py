@@ -1,4 +1,1 @@
-"""Parts of a call for all transports: its description, records, tensor memory, reduction arithmetic and pending work.
-
-May import `base` only.
-"""
+"""Parts of a call for all transports: description, records, tensor memory, reduction arithmetic, pending work."""

@@ -1,11 +1,4 @@
-"""Reductions and fused norms by torch's functions, for communicators without own kernels.
-
-Kernels are tested against them.
-
-They run in `default_state`, because a program can change the floating-point state of its thread
-(torch.set_flush_denormal, fesetround, -ffast-math), and ranks would get different bits. The C++ kernels have their own
-guard (cpu/csrc/floating_point.h).
-"""
+"""Reductions and fused norms by torch's functions. Kernels are tested against them."""
 
 from __future__ import annotations
 
@@ -23,15 +16,14 @@ _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
 UNSIGNED = frozenset([torch.uint32, torch.uint64])
-"""Only NCCL reduces these. torch has few operations for them."""
+"""Only NCCL reduces these."""
 _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-"""Reductions of bool -> reductions of bytes 0 and 1: `or` is max, `and` is min."""
 _ONE_THREAD_ELEMENTS = 32_768
-"""Up to this number of elements, torch runs an operator in the calling thread (at::internal::GRAIN_SIZE)."""
+"""torch's threads run larger operators (at::internal::GRAIN_SIZE)."""
 _STATE_BYTES = 64
-"""Larger than `fenv_t`, which has 32 bytes on x86-64 and 8 on 64-bit ARM."""
+"""`fenv_t` has 32 bytes on x86-64 and 8 on 64-bit ARM."""
 _DEFAULT = ctypes.c_void_p(-1)
 """FE_DFL_ENV of glibc and musl: round to nearest, keep denormals, no traps."""
 REDUCING = (
@@ -42,7 +34,7 @@ REDUCING = (
 
 
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
-    """Returns the reason why `reduce_op` of `dtype` is undefined, or None."""
+    """Returns why the reduction is undefined, or None."""
     if dtype in _NATIVE or dtype in _WIDENED:
         return None
     if dtype in _COMPLEX:
@@ -54,15 +46,11 @@ def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Returns True if backends reduce `dtype` without conversion, except averages of float16."""
     return dtype in _NATIVE
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Converts `x` to a dtype that backends can reduce. Returns it, the op for it, and where to copy the result.
-
-    The last one is None if the converted tensor shares memory with `x`, so that no copy is needed.
-    """
+    """Returns `x` in a reducible dtype, the op for it, and the tensor to copy the result to, or None."""
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
     if x.dtype in _NATIVE or x.dtype in UNSIGNED:
@@ -75,15 +63,11 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
 
 
 def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Converts as `reducible`, for a rank that reduces in torch: int16 stays int16, so that its sums wrap."""
     return (x, reduce_op, None) if x.dtype == torch.int16 else reducible(x, reduce_op)
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
-    """Reduces `x` into `total`, of the same dtype, with the same bits as the C++ kernels (cpu/csrc/reduce.h).
-
-    It avoids torch's maximum and minimum of floats: whether they return 0.0 or -0.0 depends on the element's address.
-    """
+    """Returns the bits of cpu/csrc/reduce.h. torch's maximum of 0.0 and -0.0 depends on the element's address."""
     if total.is_cpu and total.numel() > _ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(_ONE_THREAD_ELEMENTS) for each in (total, x))
         for piece, other in zip(*pieces, strict=True):  # torch's threads have another floating-point state
@@ -103,21 +87,17 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
 
 def divide_(total: Tensor, size: int) -> None:
-    """Divides `total`, a sum over `size` ranks, in place to get the average.
-
-    Integers are averaged as NCCL does it: the sum wraps in its dtype, and the quotient is rounded toward zero.
-    """
+    """Rounds quotients of integers toward zero, as NCCL does."""
     if not (total.dtype.is_floating_point or total.dtype.is_complex):
         total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold a size of 128
         return
-    in_pieces = total.is_cpu and total.is_contiguous()  # torch's threads may have another floating-point state
+    in_pieces = total.is_cpu and total.is_contiguous()  # as in `combine_`
     with default_state(total):
         for piece in total.view(-1).split(_ONE_THREAD_ELEMENTS) if in_pieces else (total,):
             piece.div_(size)
 
 
 def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) -> None:
-    """Completes a reduction that `reducible` prepared: divides an average, and copies to `narrow` if it isn't None."""
     if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
         narrow.copy_(wide)  # the sum wraps in the tensor's dtype before it is divided
         wide, narrow = narrow, None
@@ -130,29 +110,24 @@ def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) ->
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""Smallest scale of a token, which avoids a division by zero for a row of zeros. The same as vLLM's."""
+"""As vLLM's."""
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` with rounded `y = total + residual`. The norm is in float32, rounded once."""
+    """Returns `(rms_norm(y) * weight, y)` with rounded `y = total + residual`; the norm is rounded once."""
     y = total + residual
     return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
 
 
 def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
-    """Returns `normed / scale` as float8_e4m3fn. `scale` has one element, float32.
-
-    Computes in float32 and multiplies by the rounded reciprocal, as vLLM's kernels do. Values beyond ±448, infinities
-    too, become ±448, which torch's own conversion doesn't ensure. NaN stays NaN.
-    """
+    """Returns `normed / scale` with vLLM's bits. `scale`: float32, one element. Clamps infinities; torch doesn't."""
     return (normed.float() * scale.reshape(()).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `(normed / scale as float8_e4m3fn, scale)`. The scale of a row is `max(abs(row)) / 448` or MIN_SCALE.
+    """Returns `(normed / scale, scale)` with vLLM's bits.
 
-    Computes in float32, as vLLM's kernels do. A row with a NaN is NaN, with the scale NaN. A row with an infinity has
-    the scale infinity; infinite elements become NaN, others 0.
+    A row with a NaN becomes NaN. In a row with an infinity, infinite elements become NaN, others 0.
     """
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
@@ -162,10 +137,7 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def default_state(x: Tensor) -> Iterator[None]:
-    """Sets the default floating-point state of this thread for a block if `x` is on the CPU.
-
-    Other threads keep their state. torch's threads for larger operators have that of the thread that started them.
-    """
+    """If `x` is on the CPU, resets this thread's floating-point state: else ranks can get different bits."""
     functions = _state_functions() if x.is_cpu else None
     if functions is None:
         yield
@@ -182,7 +154,7 @@ def default_state(x: Tensor) -> Iterator[None]:
 
 @functools.cache
 def _state_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns `fegetenv` and `fesetenv`, or None if FE_DFL_ENV isn't known to be -1."""
+    """Returns None if FE_DFL_ENV isn't known to be -1."""
     if sys.platform != "linux":
         return None
     try:

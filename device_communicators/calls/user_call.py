@@ -1,8 +1,4 @@
-"""Describes a collective as the program called it: the facts that all ranks must pass alike, and its text in errors.
-
-A route sets the description for its thread. A communicator compares it with those of its peers before it touches a
-tensor. Errors of a collective of several steps name the collective.
-"""
+"""A collective as the program called it: what all ranks must pass alike."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_tensor_dict with a spec",),
     ("reduce",),
 )
-"""Classes of methods, in the order of `Method` in csrc/call.h. Methods of one class match each other."""
+"""In the order of `Method` in csrc/call.h. Methods of one class match each other."""
 _VARIANTS = 8
 METHODS = {
     name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
@@ -61,15 +57,15 @@ DTYPE_NUMBERS = {
     torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
     torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
-"""Numbers of c10::ScalarType."""
+"""As c10::ScalarType."""
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPE_NUMBERS.items()}
 _SHAPE_BITS = 60
 _NO_SHAPE = 15
-"""Value of the four bits above the shape, instead of the number of dims, if the shape doesn't fit."""
+"""In the four bits above the shape, instead of the number of dims, if the shape doesn't fit."""
 REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
-"""Numbers of `ReduceOp` in csrc/reduce.h."""
+"""As `ReduceOp` in csrc/reduce.h."""
 _OF_ROWS = ("all_to_all", "all_gatherv")
-"""Methods in which ranks may pass different numbers of rows. The shape of a row must be equal."""
+"""Ranks may pass different numbers of rows."""
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("dim",),
@@ -82,7 +78,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "broadcast_": ("root",),
     "ibroadcast_": ("root",),
 }
-"""Communicator's method -> names of its arguments after the first tensor."""
+"""Names of the arguments after the first tensor."""
 _STARTED = {
     "iall_reduce_": "all_reduce_async",
     "iall_gather": "all_gather_async",
@@ -92,18 +88,17 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A collective as the program called it. All fields must be equal on all ranks; for methods, a variant is equal."""
+    """All fields must be equal on all ranks; the method may be another of its class."""
 
     method: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
-    """Shape of the tensor, or of its row if ranks may pass different numbers of rows."""
+    """Of one row if ranks may pass different numbers of rows."""
     reduce_op: str | None = None
     dim: int = -1
     root: int = -1
     """`src` or `dst`."""
     sizes: tuple[int, ...] = ()
-    """Lengths of the ranks' parts."""
 
     @property
     def words(self) -> tuple[int, int]:
@@ -120,7 +115,7 @@ class UserCall(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Returns a 24-bit digest of shape and sizes, equal to `digest_of_shape` in csrc/call.h."""
+        """Must equal `digest_of_shape` in csrc/call.h."""
         digest = 0
         for size in (*self.shape, *self.sizes):
             digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
@@ -128,7 +123,7 @@ class UserCall(NamedTuple):
 
     @property
     def packed_shape(self) -> int:
-        """Returns the shape packed into an integer, equal to that of `packed_shape` in csrc/call.h."""
+        """Must equal `packed_shape` in csrc/call.h."""
         dims = len(self.shape)
         bits = _SHAPE_BITS // max(dims, 1)
         if dims >= _NO_SHAPE or any(size >> bits for size in self.shape):
@@ -164,7 +159,7 @@ def _text(call: UserCall) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _words(call: UserCall) -> tuple[int, int]:
-    """Returns the two 64-bit words that describe a call to C++. They are cached: computing them takes 1 to 2 µs."""
+    """Cached: computing them takes 1 to 2 µs."""
     return call.word, call.packed_shape
 
 
@@ -175,18 +170,16 @@ TRANSFERS = (
     "send_tensor_dict with a spec", "recv_tensor_dict with a spec", "send_object", "isend_object", "send_tensor_dict",
     "isend_tensor_dict", "recv_object", "recv_tensor_dict",
 )  # fmt: skip
-"""Methods of transfers, indexed by their number in C++ (`ToOne` in csrc/messages.h)."""
+"""Indexed by `ToOne` in csrc/messages.h."""
 _TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
 
 
 def transfer_number(default: str) -> int:
-    """Returns C++'s number for the method that this thread runs (send_object, …), or for `default` if it runs none."""
     return _TRANSFER_NUMBERS.get(_THREAD.transfer) or _TRANSFER_NUMBERS[default]
 
 
 @functools.lru_cache(maxsize=256)
 def message_word(method: str, src: int) -> int:
-    """Returns the word that describes a message from `src` to all ranks, as in `Told` in csrc/call.h."""
     return message_call(method, src).word
 
 
@@ -196,10 +189,7 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Formats a peer's call, which C++ received as the two words of `Told` in csrc/call.h.
-
-    `parts`: number of bytes of each of its parts.
-    """
+    """`word` and `packed_shape` are `Told` of csrc/call.h; `parts` are sizes in bytes."""
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
     ops = list(REDUCE_OPS)
@@ -210,7 +200,7 @@ def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
 
 
 def _unpacked(packed: int) -> tuple[int, ...] | int:
-    """Returns the shape from a packed one, or the number of elements if the shape didn't fit."""
+    """Returns the number of elements if the shape didn't fit."""
     dims, packed = packed >> _SHAPE_BITS & 15, packed & ((1 << _SHAPE_BITS) - 1)
     if dims == _NO_SHAPE:
         return packed
@@ -225,7 +215,7 @@ _MESSAGES = (
 
 
 def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str, shape: tuple[int, ...] | int) -> str:
-    if method in _MESSAGES:  # without the facts of its steps
+    if method in _MESSAGES:
         return f"{method}(rank {root})" if root >= 0 else method
     of_rows = method in _OF_ROWS
     rows = f"rows of {shape if isinstance(shape, int) else list(shape)}" if of_rows and shape else ""
@@ -239,7 +229,7 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Describes a communicator's `operation` with `args`. `method` and `dim` apply if `args` don't contain them."""
+    """`method` and `dim` apply if `args` don't contain them."""
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
         tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor
@@ -293,7 +283,6 @@ _THREAD = _CallState()
 
 
 def current(operation: str) -> UserCall:
-    """Returns the call that this thread is in. It has only a method, `operation`, if no route set it."""
     return _THREAD.call or UserCall(operation)
 
 
@@ -309,7 +298,7 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Makes errors in a block name the user's `method`, not the collectives by which it is implemented."""
+    """Makes errors name `method`, not the collectives that implement it."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield
@@ -318,7 +307,7 @@ def called_as(method: str) -> Iterator[None]:
 
 
 def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a method so that `elapsed_s` of its errors counts from its start, not from the step that failed."""
+    """Makes `elapsed_s` of errors count from the method's start."""
 
     @functools.wraps(call)
     def under_time(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -335,7 +324,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Makes `elapsed_s` of errors in a block count from `began_s` (monotonic), unless a `timed` method began before."""
+    """As `timed`, for a block and a monotonic start time."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -344,12 +333,12 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns the start of this thread's `timed` method, in seconds of the monotonic clock; 0.0 outside of one."""
+    """Returns 0.0 outside of a `timed` method."""
     return _THREAD.began_s
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorates a method that sends or receives so that errors name `method`, not its steps. Also applies `timed`."""
+    """Makes errors name `method`, not its steps. Also applies `timed`."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)
@@ -372,7 +361,7 @@ def transfer_method() -> str:
 
 
 def begin_sending() -> None:
-    """Records that peers may receive data of this thread's operation: a failure from here on fails the group."""
+    """A failure from here on fails the group."""
     _THREAD.has_sent = True
 
 
@@ -381,5 +370,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """Records that this thread's operation has sent nothing yet: a failure doesn't fail the group."""
+    """A failure before `begin_sending` doesn't fail the group."""
     _THREAD.has_sent = False

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Work(Protocol):
-    """An operation in progress. `wait()` blocks until it is complete, as that of torch's `Work`."""
+    """An operation in progress."""
 
     def wait(self) -> Any: ...
 
@@ -15,8 +15,6 @@ class Work(Protocol):
 
 
 class _Done:
-    """Work that is complete from the start, for example of an empty tensor, for which no rank sends anything."""
-
     def wait(self) -> None:
         return None
 
@@ -28,7 +26,7 @@ DONE = _Done()
 
 
 class TransferError(RuntimeError):
-    """A transfer with `peer`, a rank in the group, failed. The text is that of the transport."""
+    """A transfer with `peer`, a rank in the group, failed."""
 
     def __init__(self, text: str, peer: int) -> None:
         super().__init__(text)
