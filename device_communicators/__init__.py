@@ -1,4 +1,4 @@
-"""Moves bytes between ranks. Knows nothing of tensor or pipeline parallelism."""
+"""Moves bytes between ranks. Contains nothing about tensor or pipeline parallelism."""
 
 from device_communicators.base.public_names import load_on_use
 

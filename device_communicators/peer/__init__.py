@@ -1,4 +1,1 @@
-"""Collectives by kernels in GPU memory that all ranks of a host have mapped. `csrc/` has the CUDA code.
-
-May import `machine`, `cuda`, `routing` and the packages below them.
-"""
+"""Collectives by kernels in GPU memory that all ranks of a host have mapped. `csrc/` has the CUDA code."""

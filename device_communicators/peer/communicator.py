@@ -1,8 +1,7 @@
-"""Collectives of small GPU tensors within one host, by kernels in peer memory: for example in a decode step.
+"""Collectives of small GPU tensors within one host, by kernels in peer memory.
 
-All kernels sum in float32, in rank order, and round once. So all ranks get the same bits, and an element's sum doesn't
-depend on the kernel, the size or its position in the tensor. Tensors above the thresholds and unsupported calls are
-refused; the route uses its next communicator for them.
+All kernels sum in float32, in rank order, and round once: an element's bits depend on neither rank, kernel, size nor
+position. The route's next communicator carries refused calls.
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.communicator import COMPOSED, GroupContext, PartialCommunicator, Request
 
 ALIGNMENT = 16
-"""Alignment of the kernels' tensors, in bytes."""
+"""In bytes."""
 
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
-    """Runs all_reduce, all_gather and reduce_scatter of up to 8 ranks, each in one launch on the current stream.
-
-    all_reduce_add_rms_norm and its float8 variants are one launch up to a threshold, if the device has enough blocks
-    for a row. Larger ones are composed of an all_reduce and a norm, as in the base class.
-    """
+    """Supports up to 8 ranks. Each call is one launch on the current stream, unless a fused norm must be composed."""
 
     name = "peer_memory"
     picks_by_size = True
@@ -38,7 +33,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def __init__(
         self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
     ) -> None:
-        """`thresholds`: largest sizes per algorithm, in place of those in the table."""
+        """`thresholds` replace those in the table."""
         super().__init__(context)
         self._thresholds = thresholds
         self._at = context.device
@@ -55,7 +50,6 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     @property
     def group(self) -> PeerGroup:
-        """Returns the group that `admit` made. Raises UnsupportedError if there is none."""
         if self._made is None:
             raise UnsupportedError(
                 f"{self.context} has no peer memory: its ranks refused it when the group was made (explain() gives "
@@ -96,12 +90,11 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return f"{size_bytes} bytes exceed its limit of {limit} for {request.operation}"
 
     def algorithm(self, size_bytes: int) -> str:
-        """Returns the algorithm for an all_reduce of `size_bytes`."""
         admission = self.group.admission
         return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
 
     def _placed(self, x: Tensor) -> Tensor:
-        """Returns `x`, or a copy if `x` isn't contiguous or aligned to 16 bytes."""
+        """Returns `x`, or an aligned contiguous copy."""
         if x.device != self._at:
             raise InvalidArgumentError(
                 f"tensors of {self.context} must be on {self._at}, but one is on {x.device}; move it"
@@ -138,11 +131,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if the fused kernel is used for these tensors.
-
-        If PARALLEL_STATE_PEER_MEMORY_ALGORITHM fixes the algorithm, the fused kernel is used for every size: the
-        composed norm rounds differently, so results would otherwise depend on the size.
-        """
+        """A fixed algorithm uses the fused kernel for every size: the composed norm rounds differently."""
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
         return is_small and self.group.has_norm(x, residual, weight)

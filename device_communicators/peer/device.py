@@ -1,7 +1,4 @@
-"""`PeerDevice`: all that the peer-memory communicator needs from a GPU, except the kernels.
-
-Tests without a GPU replace it by a class with the same methods.
-"""
+"""The part of a GPU's interface, except the kernels, that tests without a GPU replace."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of driver, NCCL and torch. Measured times are valid for these only."""
+    """Measured times are valid for these versions only."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:
@@ -34,7 +31,7 @@ def arch_of(device: torch.device) -> str:
 
 
 class HostWords:
-    """64-bit words in host memory that the GPU can read and write, at the same address."""
+    """64-bit words in host memory that the GPU reads and writes at the same address."""
 
     def __init__(self, count: int, *, pinned: bool = True) -> None:
         self._memory = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -62,7 +59,7 @@ class PeerDevice:
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """Returns how the GPUs of the group's ranks are connected. Every rank of the group calls it."""
+        """Every rank of the group calls it."""
         read: list[Any] = []
         run_on_all_ranks(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)
@@ -71,12 +68,11 @@ class PeerDevice:
         return HostWords(count)
 
     def kernels(self) -> Launcher:
-        """Compiles the kernels for this device, unless they are cached, and loads them. Raises KernelError."""
         return PeerKernels.load(torch.cuda.current_device() if self._device.index is None else self._device.index)
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """Initializes this rank's device. Every rank of the group calls it. If it fails, all ranks raise NotSharedError."""
+    """Every rank of the group calls it. If CUDA fails on one, all raise NotSharedError."""
     found: list[PeerDevice] = [] if device is None else [device]
     run_on_all_ranks(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
     return found[0]

@@ -1,14 +1,9 @@
-"""`PeerGroup`: set-up, self-test, launches, failures and end of a group's kernels in peer memory.
+"""A group's kernels in peer memory: set-up, self-test, launches and failures.
 
-All ranks take the steps of the set-up together. If one fails on any rank, all undo the earlier steps and raise
-NotSharedError. After set-up a call only launches a kernel, so it can be captured.
+A kernel waits for peers on the device. After its deadline, or when the host sets the *abort* word, it writes a *report*
+into host memory and ends. The next call raises the failure; calls launched before it have undefined results.
 
-A kernel waits for its peers on the device, where it can't raise. After its deadline, or when the host sets the *abort*
-word because a rank exited, it writes a *report* into host memory and ends. The next call raises the failure, and a
-thread logs it; calls launched before it have undefined results.
-
-Two calls of one rank must not run at the same time: calls on several streams wait for each other. The program must
-order replays of captured calls itself.
+Calls on several streams wait for each other; the program must order replays of captured calls.
 """
 
 from __future__ import annotations
@@ -47,7 +42,6 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-"""The dtypes that the kernels reduce."""
 
 _PROOFS = (
     *(("all_reduce", how) for how in ALGORITHMS),
@@ -55,13 +49,13 @@ _PROOFS = (
 )
 _NORM = "all_reduce_add_rms_norm"
 _MOST_PREPARED = 4096
-"""Maximum number of prepared calls. When it is reached, all are dropped: sizes, such as those of prompts, vary."""
+"""When it is reached, all are dropped."""
 
 _CallKey = tuple[str, str, "torch.dtype | None", int, int]
-"""Operation, algorithm (kind for a norm), dtype (None for bytes), number of elements, row length of a norm (else 0)."""
+"""Operation, algorithm or kind of norm, dtype (None for bytes), elements, row length (0 without norm)."""
 
 _REPORT, _ABORT, _WORDS = 0, 16, 32
-"""Indices of the words and their number. Each has its own cache line: the device writes one and reads the other."""
+"""Words on cache lines of their own: the device writes one and reads the other."""
 _PROOF_S = 30.0
 _GOODBYE_S = 10.0
 _STEP_S = 0.0005
@@ -69,8 +63,6 @@ _POLL_S = 0.2
 
 
 class PeerGroup:
-    """Runs the kernels by which the GPUs of one group read and write each other's memory. `set_up` makes it."""
-
     def __init__(self, context: GroupContext, device: PeerDevice, admission: Admission, memory: PeerMemory) -> None:
         self.context = context
         self.admission = admission
@@ -78,10 +70,10 @@ class PeerGroup:
         self.streams = device.streams
         self._kernels: Launcher | None = None
         self._words: HostWords
-        self._share_of_timeout = 1.0  # within which a kernel must be done
+        self._share_of_timeout = 1.0
         self._prepared: dict[_CallKey, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
-        """Number of blocks of any kernel that can be resident at once on every rank's device."""
+        """Blocks of any kernel that can be resident on every rank's device."""
         self._order = StreamOrder(device.streams)
         self._failure: CommunicationError | None = None
         self._closed = threading.Event()
@@ -92,11 +84,9 @@ class PeerGroup:
         what = f"{algorithm} for every size" if algorithm else str(self.admission.thresholds)
         return f"{self.memory}; {what}"
 
-    # Set-up and end.
-
     @classmethod
     def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
-        """Makes the group. Every rank calls it. Raises NotSharedError on all ranks, or CommunicationError."""
+        """Every rank calls it. If a step fails on one, all raise NotSharedError."""
         started = time.monotonic()
         is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
         admission = agree(context, device, thresholds, is_auto=is_auto)
@@ -112,7 +102,7 @@ class PeerGroup:
         return group
 
     def _load(self, device: PeerDevice) -> int:
-        """Loads the kernels. Returns how many blocks of any kernel can be resident for this rank."""
+        """Returns how many blocks can be resident for this rank."""
         context = self.context
         self._words = device.words(_WORDS)
         hold(self._words)
@@ -124,14 +114,13 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Tests each kind of call once, so that captures need no first-time work and failures show up early.
+        """Tests each kind of call, so that captures need no first-time work.
 
-        Raises NotSharedError at once if a call doesn't finish, or after the last call if a result is wrong (peers need
-        this rank's calls). Raises PeerDiedError if a rank exited. The host's timeout is below the kernels' deadline,
-        because a kernel's trap destroys the process's CUDA context.
+        Wrong results raise last, because peers need this rank's calls. The timeout is below the kernels' deadline: a
+        kernel's trap destroys the CUDA context.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        # A launch itself may block. After 0.75 of the timeout `run_on_all_ranks` may time out.
+        # `run_on_all_ranks` may time out after 0.75 of the timeout.
         self._share_of_timeout = 0.6
         wrong = []
         with self.streams.guard():
@@ -155,13 +144,12 @@ class PeerGroup:
         self._share_of_timeout = 1.0
 
     def _proofs(self) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
-        """Yields the test calls: a name, and a function that launches it and returns its result and the correct one."""
         for number, (name, how) in enumerate(_PROOFS, 1):
             yield f"{name} ({how})", functools.partial(self._try, name, how, number)
-        # Results of the norms are exact: y is 1, so the norm is the weight.
+        # The norms' results are exact: y is 1.
         rows, hidden = 3, 96
         x = torch.arange(rows * hidden, dtype=torch.float32, device=self.context.device).view(rows, hidden)
-        residual, weight = 1 - x * self.context.size, (x[0] % 8 + 1) * 64  # 64 … 512, exact in float8 up to 448
+        residual, weight = 1 - x * self.context.size, (x[0] % 8 + 1) * 64  # 64 … 512; float8 is exact up to 448
         quantized = (weight - (weight == 512) * 64).expand(rows, hidden)
         one = torch.ones(1, device=self.context.device)
 
@@ -179,7 +167,6 @@ class PeerGroup:
         yield from ((_NORM, plain), (f"{_NORM}_static_fp8", static_fp8), (f"{_NORM}_token_fp8", token_fp8))
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
-        """Launches a small call. Returns its result and the correct one. `number`: makes each call's data different."""
         size, rank = self.context.size, self.context.rank
         counts = torch.arange(1000 * size, dtype=torch.float32, device=self.context.device)
         x, total = counts + number * rank, counts * size + number * sum(range(size))
@@ -200,10 +187,9 @@ class PeerGroup:
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
-        """Waits at most 10 s for this rank's calls, then frees the regions, or if calls still run leaks them.
+        """Frees the regions, or leaks them if calls still run after 10 s.
 
-        Replays of captured calls can't be detected: they must be finished, and their graphs mustn't be replayed again.
-        May be called twice.
+        Replays of captured calls must be finished: they can't be detected.
         """
         if self._closed.is_set():
             return
@@ -223,7 +209,7 @@ class PeerGroup:
         self.memory.leak()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Waits for all calls so far; returns True if they are done. After `timeout_s` it aborts them."""
+        """Aborts calls that aren't done after `timeout_s`."""
         if self._order.last is None:
             return True
         with contextlib.suppress(RuntimeError):  # the CUDA context is lost, most likely by a kernel's trap
@@ -237,10 +223,8 @@ class PeerGroup:
             self._words[_ABORT] = 1
         return False
 
-    # Failures.
-
     def _abort_on_death(self) -> None:
-        """Aborts kernels after a rank's exit. Runs in the thread that detected the exit."""
+        """Runs in the thread that detected the exit."""
         if self.context.deaths() and not self._words[_ABORT]:
             self._words[_ABORT] = 1
             logger.error(
@@ -248,7 +232,7 @@ class PeerGroup:
             )
 
     def _watch_words(self) -> None:
-        """Polls the report in a thread and logs it. The words are in host memory, so this needs no call of CUDA."""
+        """Runs in a thread; calls no CUDA."""
         while not self._closed.wait(_POLL_S):
             if self._words[_REPORT] and not self._words[_ABORT]:
                 logger.error("%s", self._failed("peer memory"))
@@ -260,7 +244,7 @@ class PeerGroup:
 
     def _find_failure(self, operation: str) -> CommunicationError:
         context, report, started = self.context, read_report(self._words[_REPORT]), time.monotonic()
-        self._words[_ABORT] = 1  # kernels that are still in the stream end at once
+        self._words[_ABORT] = 1  # ends kernels that are still in the stream
         if context.deaths():
             return died(context, operation, started)
         if report is None or report.reason != "deadline":
@@ -285,24 +269,21 @@ class PeerGroup:
             timeout_s=context.timeout_s,
         )
 
-    # Calls. Tensors must be contiguous, on the group's device, and aligned to 16 bytes.
+    # Tensors must be contiguous, on the group's device, and aligned to 16 bytes. `how`: push, pull, or two_shot for an
+    # all_reduce.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Sums `x` over the ranks into `out`, which may be `x`. `how` is one of ALGORITHMS."""
+        """`out` may be `x`."""
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Gathers the bytes of every rank's `x` into `out`. `how` is push or pull."""
         self._launch(("all_gather", how, None, x.nbytes, 0), x, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Writes this rank's part of the sum into `out`. `how` is push or pull."""
         self._launch(("reduce_scatter", how, out.dtype, out.numel(), 0), x, out)
 
-    # Calls with an add and a norm. `x`, `residual` and `weight` have the same dtype. Results are the coordinator's.
-
     def has_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if there is a kernel for these tensors. The result is the same on all ranks."""
+        """The result is equal on all ranks."""
         if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
             return False
         if residual.shape != x.shape or weight.shape != x.shape[-1:]:
@@ -352,7 +333,7 @@ class PeerGroup:
     def _launch(self, key: _CallKey, x: Tensor, out: Tensor) -> None:
         if self._words[_REPORT] or self._words[_ABORT]:
             raise self._failed(key[0])
-        with self._lock:  # a prepared call is filled in and launched by one thread at a time
+        with self._lock:  # guards the prepared call
             kernel, blocks, threads, call = self._prepared.get(key) or self._prepare(key)
             call.input, call.output = x.data_ptr(), out.data_ptr()
             self._start(kernel, blocks, threads, call)

@@ -1,11 +1,7 @@
-"""Compiles, loads and launches the kernels of `csrc` on a GPU.
+"""Compiles, loads and launches the kernels of `csrc`. `Call`, constants and names mirror `call.cuh`.
 
-`Call`, the constants and the names mirror `call.cuh`; a test compares them. NVRTC compiles, through `cuda.core` (extra
-`cuda`), to a cubin for one architecture, which is kept in the user's cache. It needs no GPU, driver or nvcc. Launches
-call the driver through ctypes with prepared arguments.
-
-`load` loads everything: nothing may be loaded during a capture, and a load may wait for running kernels, which may wait
-for this rank.
+`load` loads everything: nothing may be loaded during a capture, and a load may wait for kernels that wait for this
+rank. NVRTC needs no GPU, driver or nvcc.
 """
 
 from __future__ import annotations
@@ -30,18 +26,18 @@ MAX_RANKS = 8
 MAX_BLOCKS = 128
 MAX_THREADS = 512
 PART_PACKETS = 256
-"""Packets, of 8 data bytes each, that a block sends to each rank in one epoch."""
+"""Packets, of 8 data bytes each, from a block to each rank in one epoch."""
 STAGE_BYTES = 32 << 10
-"""Bytes that a block stages in one epoch."""
+"""Per block and epoch."""
 REGION_ALIGNMENT = 256
 PACKETS_OFFSET = 64 << 10
 STAGES_OFFSET = PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16
 REGION_BYTES = STAGES_OFFSET + 2 * MAX_BLOCKS * STAGE_BYTES
-"""Size of each rank's region, for tensors of any size. Must be zeroed before any rank's first launch."""
+"""Per rank, for tensors of any size. Must be zeroed before any rank's first launch."""
 
 
 class Call(ctypes.Structure):
-    """The argument of every kernel, passed by value. Addresses are the device's; unused ones are 0."""
+    """The argument of every kernel. Unused addresses are 0."""
 
     _fields_: ClassVar = [
         ("regions", c_uint64 * MAX_RANKS),
@@ -61,40 +57,37 @@ KERNELS: tuple[str, ...] = (
     *("all_gather_push", "all_gather_pull"),
     *(f"{what}_{dtype}" for what in _NORMS for dtype in _DTYPES),
 )
-"""Kernel names. The index is `Call.operation`; append new ones at the end."""
+"""The index is `Call.operation`; append new names."""
 OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 
 class Launcher(Protocol):
-    """The interface that launches kernels: on a GPU, or in tests on a stand-in."""
-
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Enqueues a kernel on a stream (a cudaStream_t as an int). The current device must be the launcher's.
+        """Enqueues a kernel on a cudaStream_t. The launcher's device must be current.
 
-        Copies the call, so it can be changed at once. Capturable. Raises KernelError.
+        Copies the call. Capturable. Raises KernelError.
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns the maximum number of blocks of a launch. Blocks wait for peers, so all must be resident at once.
+        """Returns the maximum number of blocks of a launch: all must be resident, because they wait for peers.
 
-        On a GPU it is at most half the number of multiprocessors. The other half is for other kernels that wait, of
-        NCCL or another group: two such kernels with only part of their blocks resident would deadlock. Use the minimum
-        over all ranks of a group, divided by the number of ranks on one GPU, which run at the same time under MPS.
+        At most half the multiprocessors: two half-resident groups of kernels would deadlock. Use the minimum over the
+        group's ranks, divided by the ranks on one GPU.
         """
 
 
 class KernelError(RuntimeError):
-    """A kernel can't be compiled, loaded or launched."""
+    pass
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The report of a kernel that ended before its work was done: the reason, and the rank that it waited for."""
+    """A kernel ended before its work was done."""
 
     reason: str
     """"deadline" or "abort"."""
     peer: int
-    """The rank, in the group, for which it waited; 255 if it waited for another of its own blocks."""
+    """The awaited rank in the group; 255 for another of its own blocks."""
     kernel: str
     block: int
     epoch: int
@@ -114,16 +107,14 @@ def read_report(word: int) -> KernelReport | None:
 
 
 THREADS = {"push": 256, "pull": 512, "two_shot": 512}
-"""Threads per block, by algorithm."""
+"""Per block."""
 _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns blocks and threads for an algorithm ("push", "pull", "two_shot") that moves `nbytes` of each rank or row.
+    """Returns blocks and threads to move `nbytes` of each rank or row. With 0 blocks, launch nothing.
 
-    Each thread moves one item, if there are enough blocks; else blocks loop. All inputs are equal on all ranks, so
-    blocks of all ranks match: `limit` is the minimum `resident_blocks` of all ranks. With 0 blocks there is nothing to
-    do, and nothing may be launched.
+    `limit` is the minimum `resident_blocks` of all ranks, because their blocks must match.
     """
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
@@ -131,10 +122,7 @@ def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
 
 
 def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
-    """Returns blocks and threads of a kernel with a norm. Each row gets as many blocks as a push needs in one epoch.
-
-    Returns 0 blocks if a row, in the input's dtype, needs more than `limit` blocks, or if there are no rows.
-    """
+    """Returns blocks and threads of a kernel with a norm. Returns 0 blocks if a row needs more than `limit`."""
     members = -(-row_bytes // (8 * PART_PACKETS))
     if members == 0:
         return 0, THREADS["push"]
@@ -167,21 +155,14 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) -> Any:
-    """Returns cuda.core's options for the kernels.
-
-    NVRTC before 13.3 treats a generic lambda as host code and rejects its calls of device functions, unless the option
-    makes all code device code. torch 2.11 to 2.14 have NVRTC 13.0.
-    """
+    """NVRTC before 13.3 rejects device calls in a generic lambda unless all code is device code by default."""
     return core.ProgramOptions(
         name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), device_as_default_execution_space=True, **more
     )
 
 
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
-    """Compiles the kernels for `arch` ("sm_90") to a cubin. Raises KernelError.
-
-    The assembler's report of each kernel's registers and memory is written to `log`.
-    """
+    """`arch` is as "sm_90". Writes the assembler's report to `log`."""
     nvrtc_version()  # raises a clearer error if the library is missing
     core, _ = _packages()
     try:
@@ -194,7 +175,7 @@ def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None 
 
 
 def cubin(arch: str) -> bytes:
-    """Returns the cubin for `arch` from the cache; one process compiles it if missing. Raises KernelError."""
+    """Returns the cubin for `arch` from the cache; one process compiles it if missing."""
     target = build_cache.cache_folder() / f"cuda_{arch}_{_digest(arch, nvrtc_version())}.cubin"
     try:
         flaw = _flaw_of(target)
@@ -215,7 +196,6 @@ def cubin(arch: str) -> bytes:
 
 
 def _flaw_of(target: Path) -> str | None:
-    """Returns why the kernels must be compiled, or None if the cache has a valid cubin."""
     build_cache.check_owner(target.parent)
     return build_cache.flaw_of(target) if target.exists() else "they aren't compiled"
 
@@ -228,7 +208,7 @@ def _digest(arch: str, version: tuple[int, int]) -> str:
 
 
 def _packages() -> tuple[Any, Any]:
-    """Imports cuda.core and NVRTC's binding. Needs cuda.core 0.7: earlier versions need a driver to compile."""
+    """Needs cuda.core 0.7: earlier versions need a driver to compile."""
     try:
         from cuda import core
         from cuda.bindings import nvrtc
@@ -276,11 +256,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 class _Prepared(threading.local):
-    """The structures that a launch fills in. One per thread, because the call of the driver releases the GIL.
+    """The structures that a launch fills in, one per thread, because launches release the GIL.
 
-    Made at a thread's first launch, which also sets a CUDA context. A thread without a CUDA call has device 0 and no
-    context, so it can't launch kernels. torch.cuda.device and set_device don't set one for the device that is already
-    current (pytorch #152667, triton #3729); autograd's threads are an example.
+    A thread without a CUDA call has no context, and torch.cuda.set_device doesn't set one for the current device
+    (pytorch #152667, triton #3729).
     """
 
     def __init__(self, driver: _Driver, context: c_void_p) -> None:
@@ -292,10 +271,10 @@ class _Prepared(threading.local):
 
 
 class PeerKernels:
-    """The loaded kernels of one device: a `Launcher`. Never unloaded, because CUDA graphs may use them."""
+    """The loaded kernels of one device. Never unloaded, because CUDA graphs may use them."""
 
     def __init__(self, driver: _Driver, device: int) -> None:
-        """Loads the kernels for a device, by the driver's number. Raises KernelError."""
+        """`device` is the driver's number."""
         self._driver = driver
         self._functions: dict[str, tuple[c_void_p, int]] = {}
         self._resident: dict[tuple[str, int], int] = {}
@@ -316,7 +295,7 @@ class PeerKernels:
     @staticmethod
     @functools.cache
     def load(device: int) -> PeerKernels:
-        """Returns the kernels of a device, by torch's number. Compiles them unless cached. Raises KernelError."""
+        """`device` is torch's number."""
         driver = _load_driver()
         nvrtc = nvrtc_version()
         if nvrtc[0] > driver.version[0]:
@@ -327,7 +306,6 @@ class PeerKernels:
         return PeerKernels(driver, device)
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Launches as `Launcher.launch`. The launcher's device must be current: stream 0 exists on every device."""
         function, call.operation = self._functions[name]
         prepared = self._prepared
         config = prepared.config
@@ -358,8 +336,6 @@ class PeerKernels:
 
 
 class _Driver:
-    """Functions of the CUDA driver, libcuda. Each raises KernelError if it fails."""
-
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
         for name, arguments in _FUNCTIONS.items():
@@ -376,7 +352,6 @@ class _Driver:
             raise KernelError(f"CUDA's function {name} failed: {self.name_of(error)}")
 
     def get(self, name: str, kind: type[Any], *arguments: Any) -> Any:
-        """Calls a function that writes its result through its first argument; returns the result."""
         result = kind()
         self.call(name, byref(result), *arguments)
         return result

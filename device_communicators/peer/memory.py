@@ -1,10 +1,7 @@
-"""*Regions*: memory on each rank's GPU that all ranks of the group have mapped, for peer-memory kernels.
+"""*Regions*: zeroed memory on each rank's GPU that all ranks of the group have mapped.
 
-A group has one region per rank, of equal size, zeroed when the group is made. All ranks try the ways to share memory in
-the same order; if one fails on any rank, all try the next. The kernels (`csrc`) define the contents.
-
-A region is freed when its owner and all ranks that mapped it have closed it (over CUDA IPC only while the owner's
-process is alive). A rank must finish its own work with the mappings before it closes.
+A region is freed when its owner and all ranks that mapped it have closed it (over CUDA IPC only while the owner lives).
+A rank must finish its work with the mappings before it closes.
 """
 
 from __future__ import annotations
@@ -25,30 +22,28 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
 _RENDEZVOUS_S = 60.0
-"""Timeout of torch's rendezvous. If one rank fails in it, the others have no other way to detect that."""
+"""If one rank fails in torch's rendezvous, the others detect it only by this timeout."""
 ALIGNMENT = 256
-"""Alignment of a region's address, in bytes."""
+"""In bytes."""
 
 
 class NotSharedError(Exception):
-    """Raised on all ranks of a group if its GPUs' memory can't be shared. Only used inside this package."""
+    """Raised on all ranks of a group. Only used inside this package."""
 
 
 class Sharing(Protocol):
-    """This rank's memory and its mappings of the other ranks' memory, for one way to share."""
-
     def offer(self) -> Any:
-        """Returns JSON data with which other ranks can map this memory. Raises any error if it can't be shared."""
+        """Returns JSON data with which other ranks can map this memory."""
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
-        """Maps the memory of every rank's offer. Returns the addresses of all regions in this process."""
+        """Returns the addresses of all ranks' regions in this process."""
 
     def close(self) -> None:
-        """Releases the mappings and the memory. May be called twice."""
+        """May be called twice."""
 
 
 class SharingMethod(Protocol):
-    """A way to share memory. Calling it allocates zeroed memory on this rank's device; it may raise any exception."""
+    """Allocates zeroed memory on this rank's device."""
 
     @property
     def name(self) -> str: ...
@@ -57,10 +52,7 @@ class SharingMethod(Protocol):
 
 
 class SymmetricSharing:
-    """torch's symmetric memory: CUDA's virtual memory, shared by file descriptors or fabric handles.
-
-    torch's rendezvous exchanges the descriptors over the CPU group's store. `offer` returns only what `map` checks.
-    """
+    """CUDA's virtual memory, shared by file descriptors or fabric handles over the CPU group's store."""
 
     name = "torch symmetric memory"
 
@@ -68,7 +60,7 @@ class SymmetricSharing:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self._context = context
-        # Not the module's `empty`: in newer versions it uses a pool that never frees memory.
+        # The module's `empty` uses a pool that never frees memory.
         self.tensor: Any = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, context.device)
         self.handle: Any = None
         _zero(self.tensor)
@@ -93,7 +85,7 @@ class SymmetricSharing:
         return [int(address) for address in self.handle.buffer_ptrs]
 
     def _meet(self) -> Any:
-        """Runs torch's rendezvous. It waits for the store's timeout if a rank failed, or ran fewer of them before."""
+        """Waits for the store's timeout if another rank failed."""
         from torch.distributed import _symmetric_memory
 
         enter(self._context.device)
@@ -104,7 +96,7 @@ class SymmetricSharing:
 
 
 class IpcSharing:
-    """CUDA IPC handles of ordinary device memory, by torch, which keeps the memory until all receivers release it."""
+    """CUDA IPC handles of ordinary device memory."""
 
     name = "CUDA IPC"
 
@@ -115,7 +107,7 @@ class IpcSharing:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """Returns a handle for each peer. torch counts one receiver per handle; all must release before it frees."""
+        """Returns a handle for each peer, because torch counts one receiver per handle."""
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
             None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
@@ -126,7 +118,7 @@ class IpcSharing:
         if self._tensor is None:
             raise NotSharedError("it is closed")
         addresses = []
-        # Map for this rank's device: peers' devices needn't be visible to this process.
+        # Peers' devices needn't be visible to this process.
         own = _index(self._context.device)
         new_shared: Any = torch.UntypedStorage._new_shared_cuda
         for peer, offer in enumerate(offers):
@@ -158,7 +150,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 class PeerMemory:
-    """One region of memory per rank. `addresses[r]` is the address of rank r's region in this process."""
+    """`addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
@@ -171,36 +163,28 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """Releases all regions. This rank's work with them must be finished. May be called twice."""
+        """This rank's work with the regions must be finished. May be called twice."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
             release(sharing)
 
     def leak(self) -> None:
-        """Leaves the regions mapped until the process exits, because work with them may be unfinished."""
+        """Leaves the regions mapped until the process exits."""
         self._sharing = None
 
 
 def hold(what: object) -> None:
-    """Keeps an object that the device uses alive until `release` or the process's exit.
-
-    Otherwise the interpreter frees it at exit. That waits for the device, or aborts the process if CUDA has failed.
-    """
+    """Keeps an object alive: its release at exit would wait for the device, or abort if CUDA has failed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def release(what: object) -> None:
-    """Lets an object given to `hold` be freed."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 
 def share(context: GroupContext, size_bytes: int, ways: Sequence[SharingMethod]) -> PeerMemory:
-    """Shares memory by the first way that works on all ranks. Every rank passes the same ways and size.
-
-    If none works, all ranks raise NotSharedError with the reason of each way. Raises PeerDiedError,
-    CollectiveTimeoutError or CommunicationError if the ranks can't exchange data.
-    """
+    """Every rank calls it with the same ways and size. Raises NotSharedError on all if no way works on all."""
     reasons = []
     for way in ways:
         try:
@@ -237,15 +221,12 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
 
 
 def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """Runs `step()` and returns the results of all ranks, which must be JSON data. Every rank calls it.
-
-    If `step()` raises on any rank, all ranks raise NotSharedError, or SettingError if that was the error.
-    """
+    """Returns all ranks' results, which must be JSON data. If `step` raises on one rank, all ranks raise."""
     outcome: dict[str, Any] = {}
     try:
         outcome["value"] = step()
     except CommunicationError:
-        raise  # a rank has exited: the other ranks detect that themselves
+        raise  # other ranks detect the exit themselves
     except Exception as error:
         outcome = {"problem": _one_line(error), "is_setting": isinstance(error, SettingError)}
     everyone = exchange_facts(context, outcome, what)

@@ -1,8 +1,6 @@
-"""Decides if a group uses the kernels in peer memory, and up to which sizes, by a table of GPUs and numbers of ranks.
+"""Decides up to which sizes a group uses the kernels in peer memory, by tables of measurements.
 
-`python -m parallel_state tune` writes the user's table; PARALLEL_STATE_PEER_MEMORY_TABLE selects another file. With
-`auto`, a row applies only if it was measured under the group's `Conditions`. `on` needs no row: without one it uses the
-thresholds of `cited`. All ranks agree on the decision.
+`auto` needs a row that was measured under the group's `Conditions`; `on` uses `cited` without one.
 """
 
 from __future__ import annotations
@@ -27,15 +25,13 @@ from device_communicators.peer.memory import NotSharedError, run_on_all_ranks
 from device_communicators.routing.communicator import GroupContext
 
 ALGORITHMS = ("push", "pull", "two_shot")
-"""Algorithms of all_reduce, from small to large messages."""
+"""From small to large messages."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which thresholds were measured: GPU, number of ranks, kind of link, versions."""
-
     arch: str
     """CUDA's compute capability, as `9.0`."""
     world_size: Count
@@ -56,10 +52,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
-    """One row: the largest message in bytes for each algorithm and operation. 0 disables it.
-
-    The conditions are those of the measurement; most are empty for cited thresholds.
-    """
+    """The largest message in bytes for each algorithm and operation. 0 disables it."""
 
     push: Count
     pull: Count
@@ -67,21 +60,19 @@ class Thresholds(Conditions):
     all_gather: Count
     """Bytes of a rank's input."""
     all_gather_push: Count
-    """Up to this size by push, above it by pull; `reduce_scatter_push` likewise."""
+    """Up to this size by push, above it by pull."""
     reduce_scatter: Count
     """Bytes of a rank's output."""
     reduce_scatter_push: Count
     fused: Count
-    """Limit of the fused all_reduce_add_rms_norm kernel, which pushes. Larger ones are an all_reduce and a norm."""
     measured: bool
     source: str
     proven_calls: Count = 0
-    """Number of calls with random delays and checked results before the row was written."""
+    """Calls with random delays and checked results before the row was written."""
     own_nccl: bool = False
-    """True if NCCL communicators of our own were faster than torch's."""
+    """True if this library's NCCL communicators were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
-        """Returns the algorithm for an all_reduce of this size, or None if it is too large for all of them."""
         return next((name for name in ALGORITHMS if size_bytes <= getattr(self, name)), None)
 
     def most(self) -> int:
@@ -94,21 +85,19 @@ class Thresholds(Conditions):
 
 @dataclass(frozen=True)
 class Table:
-    """The thresholds in one file, a row per kind of GPU and number of ranks."""
-
     rows: tuple[Thresholds, ...]
     path: Path
     digest: str
-    """Digest of the content. All ranks must have the same table."""
+    """All ranks must have the same table."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
-        """Returns the row for `world_size` ranks, or that for the next larger number, whose limits are lower."""
+        """Returns the row for the smallest sufficient number of ranks."""
         rows = [row for row in self.rows if row.arch == arch and row.world_size >= world_size]
         return min(rows, key=lambda row: row.world_size, default=None)
 
 
 class _File(msgspec.Struct):
-    """The content of a file. Unknown columns are ignored, such as `symmetric` of versions up to 0.2.0."""
+    """Files of versions up to 0.2.0 have the further column `symmetric`."""
 
     format: Literal[1]
     rows: tuple[Thresholds, ...]
@@ -116,11 +105,7 @@ class _File(msgspec.Struct):
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads the table at `path`, which defaults to PARALLEL_STATE_PEER_MEMORY_TABLE, else to the user's table.
-
-    Leaves out the user's rows of shared GPUs. Returns an empty table if there is none. Raises SettingError if it can't
-    be read or has another format.
-    """
+    """Loads `path`, else PARALLEL_STATE_PEER_MEMORY_TABLE, else the user's table without rows of shared GPUs."""
     named = settings.PEER_MEMORY_TABLE.get()
     if path is None and named is None:
         if not user_path().exists():
@@ -145,12 +130,7 @@ _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns limits of other libraries, for `on` without a measured row, or None for more than 8 ranks.
-
-    MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM's limits are in csrc/custom_all_reduce.cuh, and in
-    all_reduce_utils.py (CUSTOM_ALL_REDUCE_MAX_SIZES at b250ac3dd5ef). The limit of 1 MiB of the fused kernel is a
-    guess.
-    """
+    """Returns limits of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). 1 MiB for `fused` is a guess."""
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
             return Thresholds(
@@ -167,7 +147,6 @@ def user_path() -> Path:
 
 
 def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
-    """Writes rows of thresholds to a file, for `load`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(_File(1, tuple(rows), origin))) + b"\n")
 
 
@@ -184,7 +163,7 @@ HOW = "`python -m parallel_state tune` measures this machine, tests the kernels 
 
 
 def link_of(topology: GroupTopology) -> str:
-    """Returns NVn if NVLink connects all GPUs (n is the fewest links of a pair), "none" for one GPU, else PCIe."""
+    """Returns "none" for one shared GPU, NVn for at least n links of each pair, or PCIe."""
     if len(topology.sharers(0)) == len(topology.gpus) > 1:
         return "none"
     if not topology.nvlink_full_mesh:
@@ -197,7 +176,6 @@ def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> 
 
 
 def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
-    """Returns the row that `tune` measured and tested under these conditions, or None."""
     return next((row for row in rows if _counts(row) and _has(row, asdict(conditions))), None)
 
 
@@ -210,16 +188,12 @@ def _has(row: Thresholds, facts: dict[str, Any]) -> bool:
 
 
 def auto_refusal(conditions: Conditions | None, setting: str) -> str:
-    """Returns the reason why a setting `auto` means off: no row was measured under these conditions."""
     where = "this machine" if conditions is None else str(conditions)
     return f"{setting} is auto, and no measured row covers {where}: {HOW}"
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns the reason why a setting `auto` means off; None if that depends on other ranks (see `agreed_row`).
-
-    Other ranks needn't call it. Doesn't call the driver unless a measured row has this number of ranks.
-    """
+    """Returns why `auto` means off. Doesn't call the driver unless a row has this number of ranks."""
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
@@ -229,7 +203,7 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
-    """Returns the row that covers the group, or the reason why none does. Every rank calls it; results are equal."""
+    """Every rank calls it. The result, a row or a reason, is equal on all."""
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")
     difference = _difference(facts)
@@ -249,7 +223,6 @@ def _difference(facts: Sequence[dict[str, Any]]) -> str | None:
 
 @functools.cache
 def warn_once(setting: str) -> None:
-    """Logs once that `python -m parallel_state tune` may enable faster kernels."""
     logger.warning(
         "this machine's GPUs use torch's NCCL, because no measured row covers them: %s (%s=off disables this warning)",
         HOW, setting,
@@ -258,23 +231,16 @@ def warn_once(setting: str) -> None:
 
 @dataclass(frozen=True)
 class Admission:
-    """The ranks' agreement: size limits, an algorithm if a setting fixes it, and the links of their GPUs."""
-
     thresholds: Thresholds
     pinned: str | None
-    """The algorithm for all sizes, or None to choose by size."""
+    """None to choose by size."""
     topology: GroupTopology
 
 
 def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
-    """Agrees on the use of the kernels. Every rank calls it.
-
-    `thresholds` replace the table's, to measure them. With `is_auto`, the table must have a row that was measured under
-    this group's conditions. Raises NotSharedError with the same reason on all ranks, or CommunicationError if ranks
-    can't exchange data.
-    """
+    """Every rank calls it. `thresholds` replace the table's, to measure them."""
     tables: list[Table] = []
     facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))
     difference = _difference(facts)
@@ -301,7 +267,6 @@ def agree(
 
 
 def _facts(device: PeerDevice, tables: list[Table], is_auto: bool) -> dict[str, Any]:
-    """Returns the facts that must be equal on all ranks, by the names that errors use."""
     tables.append(load())
     return {
         "GPU architecture": device.arch(),
