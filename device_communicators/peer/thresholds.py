@@ -130,7 +130,7 @@ _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns limits of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). 1 MiB for `fused` is a guess."""
+    """Returns limits of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). `fused` is a guess."""
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
             return Thresholds(
