@@ -1,10 +1,8 @@
 """The interface of a communicator: one way to move the bytes of one group.
 
-A communicator implements the *flat* operations at the end of the class: contiguous tensors, the group along dim 0. It
-inherits the *public* operations, which handle dims, strides and new outputs, or overrides those that it can do faster.
-A `PartialCommunicator` supports some operations only.
-
-Ranks are ranks in the group. Public operations return contiguous tensors that share no memory with their inputs.
+A communicator implements the *flat* operations: contiguous tensors, the group along dim 0. It inherits the *public*
+ones, or overrides those that it can do faster. Their results are contiguous and share no memory with inputs. Ranks are
+ranks in the group.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """The facts of a call by which a route chooses a communicator. They are equal on every rank of the group."""
+    """The facts by which a route chooses a communicator. They are equal on every rank of the group."""
 
     operation: str
     dtype: torch.dtype | None
@@ -56,37 +54,35 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupContext(GroupMember):
-    """The facts of a group that its communicators need: ranks, device, timeout, process groups, …"""
+    """The facts of a group that its communicators need."""
 
     name: str
     ranks: tuple[int, ...]
-    """Global ranks, in group order."""
+    """Global ranks."""
     rank: int
-    """This process' position in `ranks`."""
     device: torch.device
     timeout: Timeout
     device_group: Any = None
-    """torch ProcessGroup for tensors of `device`; None in a simulated group."""
+    """torch ProcessGroup of `device`; None in a simulated group."""
     make_cpu_group: Callable[[], Any] | None = None
-    """Returns the gloo group, always the same. If it is created at first use, every rank must make that first call."""
+    """Returns the gloo group. If it is created late, every rank must make the first call."""
     host_memory: HostMemory | None = None
-    """The shared memory of the group's ranks on this host; None if the gloo group is created later than the group."""
+    """None if the gloo group is created later than the group."""
     watcher: Watcher | None = None
-    """Detects deaths of ranks of the world; None if nothing watches them."""
+    """None if nothing detects deaths."""
     domain: FailureDomain | None = None
-    """The ranks whose death fails the group; None: the group's own ranks."""
+    """The ranks whose death fails the group; None: its own."""
     channel: int = 0
-    """Number of this group among those over the same process groups. It selects the tags of transfers."""
+    """Number among the groups over the same process groups. It selects the tags of transfers."""
     given: str = ""
-    """Label of the caller's process group, if the group was created over one; else empty."""
+    """Label of the process group over which the caller created the group, or empty."""
     simulated: bool = False
     """True if this rank is the only real one."""
     fake: bool = False
     """True if torch's `fake` backend simulates the other ranks."""
     custom_all_reduce: bool = True
-    """True if communicators with the library's own kernels may be used."""
+    """Allows communicators with the library's own kernels."""
     high_priority_stream: bool = False
-    """True if streams of communicators have a higher priority than the device's other streams."""
     nccl_config: Mapping[str, int] = field(default_factory=dict)
     """Fields of ncclConfig_t that the caller has set."""
 
@@ -108,41 +104,37 @@ class GroupContext(GroupMember):
 
     @property
     def cpu_group(self) -> Any:
-        """Returns the gloo process group, for CPU tensors and messages; the device's own if the device is the CPU."""
+        """Returns the gloo process group, or the device's own if the device is the CPU."""
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
     def key(self) -> str:
-        """Returns the text that names the group in ops' arguments. It has the size, on which compiled code depends.
+        """Returns the group's name in ops' arguments, with the size, because compiled code depends on it.
 
-        Caches of compiled code outlive processes and are shared by ranks. The arguments of ops are part of their keys,
-        so the arguments must contain all that the code depends on.
+        Caches of compiled code are shared by ranks and outlive processes. Their keys include ops' arguments.
         """
         return f"{self.name}/{self.size}"
 
     @property
     def ranked_key(self) -> str:
-        """Returns the name of the group in arguments of ops whose compiled code also depends on the rank."""
+        """For ops whose compiled code also depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
     def label(self) -> str:
-        """Returns a text that is equal on all ranks of the group, and differs between groups of the same ranks."""
+        """Returns a text that is equal on all ranks, and differs between groups of the same ranks."""
         return f"{self.channel}/{self.given}" if self.given else str(self.channel)
 
     @property
     def failure_ranks(self) -> Collection[int]:
-        """Returns the global ranks whose death makes the group fail. They may include ranks of other groups."""
+        """Returns the global ranks whose death makes the group fail, perhaps of other groups."""
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
-        """Returns the record of each rank of the group. Every rank calls it. Raises as `Watcher.gather` does.
-
-        Calls are matched per `operation`: a rank that misses one doesn't affect those of other operations.
-        """
+        """Returns the records of all ranks. Every rank calls it; calls are matched per `operation`."""
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
             self.ranks,
@@ -156,9 +148,9 @@ class GroupContext(GroupMember):
         )
 
     def check_cpu_group(self, what: str) -> None:
-        """Raises GroupNotInitializedError if `what`, a transfer, needs the group's gloo group and it doesn't exist yet.
+        """Raises GroupNotInitializedError if a transfer needs a gloo group that doesn't exist yet.
 
-        The two ranks of a transfer can't create it: every rank of the group must take part.
+        Two ranks can't create it: every rank must take part.
         """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
@@ -167,7 +159,7 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """Returns the tag for a kind (0 … 3) of transfers. Groups that share process groups have different tags."""
+        """Returns the tag for a kind (0 … 3) of transfers. It differs between groups over the same process groups."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
@@ -175,101 +167,85 @@ class GroupContext(GroupMember):
 
 
 class Communicator(ABC):
-    """The interface of communicators. The module's docstring lists what to implement."""
+    """One way to move the bytes of a group."""
 
     name: str
     picks_by_size: ClassVar[bool] = False
-    """True if `refusal` depends on a request's `numel`; else it is called once for each kind of request."""
+    """True if `refusal` depends on `numel`; else it is called once for each kind of request."""
     carries_the_device: ClassVar[bool] = False
-    """True if it supports every tensor on the group's device, so that later communicators need no preparation."""
+    """True if it supports every tensor on the group's device, so that later communicators aren't prepared."""
 
     tells_sending: ClassVar[bool] = False
-    """True if it calls `begin_sending` before it sends. A failure before that call leaves the group usable."""
+    """True if it calls `begin_sending` before it sends: earlier failures leave the group usable."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates what all ranks must create together. Returns why the group can't use this communicator, or None.
+        """Creates what ranks must create together. Returns why the group can't use this communicator, or None.
 
-        Every rank calls it once, when the group's route is built, and gets the same result. If it returns a reason, it
-        has kept no resources.
+        Every rank calls it once and gets the same result. With a reason, no resources are kept.
         """
         return None
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Returns the reason why `request` is unsupported, or None if it is supported.
-
-        The result must be the same on all ranks: it depends only on `request` and on facts that the ranks agreed on.
-        """
+        """Returns why `request` is unsupported, or None. The result must be equal on all ranks."""
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates in advance what the first call would create. Every rank of the group calls it.
-
-        `divisible`: True if a call of `divide` follows.
-        """
+        """Creates what the first call would create, and with `divisible` what `divide` needs. Every rank calls it."""
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Creates the resources of `part`, the communicator of a smaller group, by splitting those of this one.
+        """Creates the resources of `part`, a smaller group's communicator, by splitting this one's, if possible.
 
-        Every rank of this group calls it after `set_up(divisible=True)`. Ranks of a part pass their communicator of it,
-        and its number as `color`; ranks in no part pass None. Does nothing if the communicator can't be split.
+        Every rank calls it after `set_up(divisible=True)`. `color` is the part's number; ranks in no part pass None.
         """
 
     def connect(self, peer: int) -> None:
-        """Creates in advance what the first transfer with `peer` would create. The peer calls it too."""
+        """Creates what the first transfer with `peer` would create. The peer calls it too."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Returns a context for the capture of a CUDA graph, which prepares the communicator for it."""
+        """Prepares the communicator for the capture of a CUDA graph, in a block."""
         yield
 
     @property
     def has_memory(self) -> bool:
-        """Returns True if `allocate` may return memory. The same on every rank of the group."""
+        """Returns True if `allocate` may return memory. Equal on every rank."""
         return False
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns uninitialised bytes on the group's device, in memory that this communicator has registered.
-
-        Every rank of the group calls it. Returns None on all ranks if they must use ordinary memory.
-        """
+        """Returns registered, uninitialised bytes on the group's device, or None on all ranks. Every rank calls it."""
         raise UnsupportedError(f"{self.name} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Returns a context for a blocking collective, which raises UsageError if another thread's conflicts."""
+        """Returns a context for a blocking collective: another thread's conflicting call raises UsageError."""
         return nullcontext()
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns the C++ collectives that registered ops may call without the route, or None.
-
-        Only that of a route's first communicator is used.
-        """
+        """Returns the C++ collectives that ops may call without the route, if this communicator is the first."""
         return None
 
     def abandon(self) -> None:
-        """Cancels this rank's transfers once the group has failed, so that peers don't wait for it."""
+        """Cancels this rank's transfers once the group has failed, so that peers don't wait."""
 
     def close(self) -> None:
-        """Frees the communicator's own resources. Process groups belong to `parallel_state.process_groups.pool`."""
+        """Frees what the communicator owns; process groups aren't its own."""
 
     # Public operations. Every rank of the group calls them, except send and recv.
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
-        """Returns `x` reduced over all ranks."""
         out = x.clone(memory_format=torch.contiguous_format)
         self.flat_all_reduce_(out, reduce_op)
         return out
 
     def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """Reduces `x`, of any strides, in place."""
+        """`x` may have any strides."""
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
-    # `out`, if given, receives the result. It is contiguous and shares no memory with `x`. If all dims before `dim`
-    # have length 1, each rank's block is contiguous and no copy is needed.
+    # `out` is contiguous and shares no memory with `x`. If all dims before `dim` have length 1, no copy is needed.
 
     def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
         """Gathers `[…, d, …]` of each rank into `[…, size · d, …]`; 0-d tensors into `[size]`."""
@@ -283,14 +259,14 @@ class Communicator(ABC):
         return out
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Gathers as all_gather. `sizes[r]` is the length of rank r's `dim`."""
+        """`sizes[r]` is the length of rank r's `dim`."""
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sum(sizes), *rows.shape[1:]))
         self.flat_all_gatherv(list(out.split(list(sizes))), rows)
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
-        """Reduces `[…, size · d, …]` over all ranks. Returns this rank's slice `[…, d, …]`; `out` as in all_gather."""
+        """Reduces `[…, size · d, …]`. Returns this rank's slice `[…, d, …]`."""
         out = new_scattered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
@@ -301,7 +277,7 @@ class Communicator(ABC):
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """Reduces as reduce_scatter; `sizes[r]` is the length of rank r's slice. Sends as many bytes."""
+        """`sizes[r]` is the length of rank r's slice."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -310,7 +286,7 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
-        """Gathers on `dst` as all_gather does. Returns an empty `[0]` tensor on other ranks."""
+        """Gathers on `dst`. Returns an empty `[0]` tensor on other ranks."""
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
@@ -327,110 +303,99 @@ class Communicator(ABC):
     def all_to_all(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        """Sends `input_splits[r]` rows of dim 0 to rank r, and receives `output_splits[r]` from it, in rank order.
-
-        `out`: contiguous, with `sum(output_splits)` rows.
-        """
+        """Sends `input_splits[r]` rows to rank r, and receives `output_splits[r]` from it, in rank order."""
         out = x.new_empty((sum(output_splits), *x.shape[1:])) if out is None else out
         self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Returns `src`'s tensor on every rank. `x` has the same shape and dtype on all ranks."""
+        """`x` has the same shape and dtype on all ranks."""
         out = x.clone(memory_format=torch.contiguous_format)
         self.flat_broadcast_(out, src)
         return out
 
     def broadcast_(self, x: Tensor, src: int) -> None:
-        """Copies `src`'s tensor into every rank's `x`, of any strides."""
+        """`x` may have any strides."""
         with _contiguous(x) as flat:
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs `operation` (send, recv or broadcast_) for each contiguous tensor, in order or in one launch.
-
-        `refusal` has returned None for each of them.
-        """
+        """Runs send, recv or broadcast_ for each contiguous tensor, in order or in one launch."""
         for each in tensors:
             getattr(self, operation)(each, peer)
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Sends `x` to `dst`. Returns once `x` may be changed."""
+        """Returns once `x` may be changed."""
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
-        """Receives a tensor from `src` into contiguous `out`."""
+        """`out` is contiguous."""
         self.irecv_(out, src, self.context.tag(0)).wait()
 
-    # Flat operations: every tensor is contiguous, and the group is along dim 0.
+    # Flat operations.
 
     @abstractmethod
-    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """Reduces contiguous `x` over all ranks, in place."""
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None: ...
 
     @abstractmethod
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        """Gathers every rank's `x` into `out`, `[size, *x.shape]`."""
+        """`out`: `[size, *x.shape]`."""
 
     @abstractmethod
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """Gathers every rank's `x`; writes that of rank r to contiguous `outs[r]`."""
+        """Writes rank r's `x` to contiguous `outs[r]`."""
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """Reduces `x`, `[size · out.shape[0], *out.shape[1:]]`, and writes this rank's slice to `out`."""
+        """`x`: `[size · out.shape[0], *out.shape[1:]]`."""
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        """Gathers every rank's `x` on `dst` into `out`, `[size, *x.shape]`; on other ranks `out` is None."""
+        """`out`: `[size, *x.shape]`; None on ranks other than `dst`."""
 
     @abstractmethod
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        """Scatters `src`'s `x`, `[size, *out.shape]`, to the ranks' `out`; on other ranks `x` is None."""
+        """`x`: `[size, *out.shape]`; None on ranks other than `src`."""
 
     @abstractmethod
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
 
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        """Starts to copy `src`'s `x` to the other ranks' `x`. The caller keeps `x` alive until the work is done."""
+        """The caller keeps `x` alive until the work is done."""
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
-        """Copies `src`'s contiguous `x` into that of other ranks."""
         self.ibroadcast_(x, src).wait()
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Starts a send. The caller keeps `x` alive and unchanged until the returned work is complete.
+        """The caller keeps `x` alive and unchanged until the work is complete.
 
-        A transfer doesn't match one with another tag, if the transport supports tags: gloo does, NCCL doesn't.
+        Transfers with different tags don't match, if the transport supports tags: gloo does, NCCL doesn't.
         """
 
     @abstractmethod
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        """Starts a receive into `out`, which the caller keeps alive until the returned work is complete."""
+        """The caller keeps `out` alive until the work is complete."""
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Waits until every rank of the group has called it."""
+    def barrier(self) -> None: ...
 
 
 def new_gathered(x: Tensor, dim: int, size: int) -> Tensor:
-    """Allocates the result of gathering `x` from `size` ranks along `dim`."""
     shape = list(x.shape) or [1]
     shape[dim] *= size
     return x.new_empty(shape)
 
 
 def new_scattered(x: Tensor, dim: int, size: int) -> Tensor:
-    """Allocates the result of scattering `x` along `dim` to `size` ranks: one rank's slice."""
     shape = list(x.shape)
     shape[dim] //= size
     return x.new_empty(shape)
 
 
 def call_each_once(communicator: Communicator) -> None:
-    """Runs each kind of call once on the device, before a CUDA graph is captured: the first call connects ranks."""
+    """Connects ranks before a CUDA graph is captured, by each kind of call."""
     size = communicator.context.size
     x = torch.zeros(size, device=communicator.context.device)
     out, parts = torch.empty_like(x), [1] * size
@@ -441,15 +406,13 @@ def call_each_once(communicator: Communicator) -> None:
     communicator.flat_all_to_all(out, x, parts, parts)
 
 
-# Fallbacks for operations that few communicators implement. A communicator's method of the same name takes precedence.
-# A fallback with an `i` is done when it returns. A communicator's method may return earlier; the caller then keeps the
-# tensors alive until it is done.
+# Fallbacks; a communicator's method of the same name takes precedence. One with an `i` is done when it returns.
 
 
 def _add_rms_norm(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` with `y = sum(x) + residual`, as GroupCoordinator's method does."""
+    """Returns `(rms_norm(y) * weight, y)` with `y = sum(x) + residual`."""
     total = communicator.all_reduce(x, "sum")
     with default_state(x):
         return add_rms_norm(total, residual, weight, eps)
@@ -490,13 +453,12 @@ COMPOSED: Mapping[str, Callable[..., Any]] = {
 
 
 def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
-    """Returns the communicator's method named `operation`, or else this module's function for it."""
     own = getattr(communicator, operation, None)
     return partial(COMPOSED[operation], communicator) if own is None else own
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Reduces dim 0 of `[size, …]` with the same bits as the C++ kernels (cpu/csrc/reduce.h).
+    """Reduces dim 0 of `[size, …]` with the bits of cpu/csrc/reduce.h.
 
     16-bit and 8-bit floats are accumulated in float32 and rounded once.
     """
@@ -504,7 +466,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
     with default_state(wide):
         out = wide[0].clone()
-        for row in wide[1:]:  # torch's sum starts from +0, which loses -0, and adds in another order
+        for row in wide[1:]:  # torch's sum loses -0 and adds in another order
             combine_(out, row, reduce_op)
         if reduce_op == "avg":
             out = out.contiguous()
@@ -518,13 +480,13 @@ def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
         return blocks
     if dim == 0:
         return blocks.flatten(0, 1)
-    # If the dims have length 1, flatten returns a view with other strides.
+    # If dims have length 1, flatten returns a view with other strides.
     return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 @contextmanager
 def _contiguous(x: Tensor) -> Iterator[Tensor]:
-    """Yields `x` if it is contiguous; else yields a contiguous copy, and writes it back to `x` afterwards."""
+    """Yields `x`, or a contiguous copy that is written back."""
     if x.is_contiguous():
         yield x
         return
@@ -541,7 +503,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Base class of communicators that support some requests only. Another communicator of the route runs the rest."""
+    """Supports some requests only. The route's other communicators run the rest."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

@@ -1,4 +1,4 @@
-"""Classifies failures of calls: by known deaths, or by the text of the RuntimeError that torch.distributed raised."""
+"""Classifies failures of calls, by known deaths or by the text of torch.distributed's RuntimeError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
-"""Copies of the last errors raised through torch's C++. A copy doesn't keep the original's frames alive."""
+"""Copies of the last errors raised through torch's C++. They don't keep the originals' frames alive."""
 
 
 def note_error(error: CommunicationError) -> None:
@@ -44,9 +44,8 @@ def note_error(error: CommunicationError) -> None:
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
     """Returns the error of this library that caused `exception`, or None. Other ranks needn't call it.
 
-    The result is the exception itself, or the nearest of its causes and contexts. Errors of the backend
-    "parallel_state" are also found by their text, because torch's autograd, and so the backward of DDP and FSDP, raises
-    them as a plain DistBackendError. The process keeps the last 16 of these errors, without tracebacks.
+    That is the exception or the nearest of its causes. torch's autograd turns errors of the backend "parallel_state"
+    into a DistBackendError; those are found by text, among the last 16.
     """
     seen: set[int] = set()
     link = exception
@@ -80,13 +79,13 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Returns True if torch.distributed raised the error, by its type or text. Else this rank is at fault."""
+    """Judges by type or text. If False, this rank is at fault."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """Returns the error to raise if an operation failed because ranks on which the group depends died."""
+    """Returns the error for an operation that failed because ranks died."""
     deaths, advice = context.deaths(), "see that rank's log for the cause"
     kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
     return context.lost(kind, operation, describe_deaths(deaths), advice, time.monotonic() - started, suspects)
@@ -94,7 +93,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Makes `elapsed_s` of communication errors in a block count from the block's start."""
+    """Makes `elapsed_s` of communication errors in a block count from its start."""
     started = time.monotonic()
     try:
         yield
@@ -114,7 +113,7 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure`, which names one dead rank; if more ranks are dead, an error that names them all."""
+    """Returns `failure`, or an error that names all dead ranks if there are more."""
     watcher = context.watcher
     if watcher is None:
         return failure
@@ -126,10 +125,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Sets the dead ranks of the world as the suspects of `failure`.
-
-    A live rank that leaves a group usually does so because another rank died.
-    """
+    """Suspects the world's dead ranks: a live rank usually leaves a group because another died."""
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)
@@ -139,10 +135,7 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
 def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
-    """Returns the error for a broken connection. Waits briefly for the report of a death that explains it.
-
-    If all ranks of the group are watched and none has died, a rank closed the connection because its own call failed.
-    """
+    """Returns the error for a broken connection. Waits briefly for the report of a death that explains it."""
     watcher = context.watcher
     if watcher is None:
         return failure
@@ -156,7 +149,7 @@ def attributed(
 
 
 def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
-    """Returns the error for `failure`, a broken connection, if no rank died: a peer closed it after a failure."""
+    """Returns the error for a broken connection if no rank died."""
     why = "All ranks of the group are alive: one of them failed first, at its deadline or by another error"
     if context.watcher is not None and (left := context.watcher.left(failure.suspect_ranks)):
         why = f"Global rank {left[0]} {LEFT}, perhaps after an error"

@@ -1,7 +1,6 @@
-"""The program's hooks on operations and failures of groups, and meters: sums of the time that calls take.
+"""The program's hooks on operations and failures, and meters of the time that calls take.
 
-An exception of a hook is logged; the operation doesn't fail. Meters also sum the waits for peers, for calls over shared
-memory only (csrc/handle.h).
+Exceptions of hooks are logged. Waits for peers are metered over shared memory only (csrc/handle.h).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ logger = logging.getLogger("parallel_state")
 
 @dataclass(frozen=True)
 class OperationEvent:
-    """A completed operation of a group on this rank: the argument of hooks of `on_operation`."""
+    """A completed operation of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]
@@ -34,21 +33,21 @@ class OperationEvent:
     operation: str
     """The method that was called."""
     sequence: int
-    """Its number in the group. A transfer has the number of the group's last collective."""
+    """Number in the group. A transfer has that of the last collective."""
     bytes: int
     """Size of this rank's tensor."""
     dtype: str
     shape: tuple[int, ...]
     peer: int
-    """Global rank of the peer of a transfer, else -1."""
+    """Global rank; -1 for a collective."""
     started_s: float
-    """On the monotonic clock of this host."""
+    """Of this host's monotonic clock."""
     ended_s: float
 
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """The first failure of a group on this rank: the argument of hooks of `on_failure`."""
+    """The first failure of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]
@@ -56,14 +55,14 @@ class FailureEvent:
     """Global rank of this process."""
     error: CommunicationError
     at_s: float = field(default_factory=time.monotonic)
-    """On the monotonic clock of this host."""
+    """Of this host's monotonic clock."""
 
 
 ON_OPERATION: list[Callable[[OperationEvent], object]] = []
 PYTHON_ONLY: list[Callable[[OperationEvent], object]] = []
-"""Hooks on operations that run in Python anyway. They don't disable native ops, which they miss."""
+"""Hooks that don't disable native ops, and miss them."""
 IN_PROFILER: list[bool] = []
-"""Not empty: torch's profiler shows each operation that runs in Python, with group and bytes."""
+"""Not empty: torch's profiler shows each operation that runs in Python."""
 ON_FAILURE: list[Callable[[FailureEvent], object]] = []
 
 
@@ -122,7 +121,7 @@ METERS = _Meters()
 
 
 def measure(on: bool) -> None:
-    """Switches the meters of all groups of this process on or off. Results so far are kept."""
+    """Results so far are kept."""
     if on and not METERS.is_on:
         PYTHON_ONLY.append(METERS.note)
     elif METERS.is_on and not on:

@@ -1,4 +1,4 @@
-"""Finds this process's routes by the names of their groups, adds the program's hooks, and writes records to files."""
+"""Finds this process's routes by the names of their groups, adds hooks, and writes records to files."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""Group name and both keys -> group name, for each group that this process has had."""
+"""Group name and both keys -> group name, also of destroyed groups."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the open routes sorted by group name, without simulated groups and groups of one rank."""
+    """Returns the open routes by name, without simulated groups and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
 
 @host_call(OUTSIDE)
 def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` after each operation of each group of this rank, in the thread that made the call.
+    """Calls `hook(event)` after each operation of this rank's groups, in the calling thread. Returns its remover.
 
-    Returns a function that removes the hook. With a hook, all operations go through Python, which costs some
-    microseconds a call. A started operation is reported when it is waited for. An exception of a hook is logged. Each
-    rank adds its own hooks.
+    All operations then go through Python, which costs some microseconds a call. A started operation is reported when it
+    is waited for. Exceptions of hooks are logged.
     """
     return _add(hook, observers.ON_OPERATION, _serve_ops)
 
 
 @host_call(OUTSIDE)
 def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` when a group of this rank fails: in the thread that detects it, before it raises the error.
+    """Calls `hook(event)` when a group fails on this rank, before the error is raised. Returns its remover.
 
-    Returns a function that removes the hook. An exception of a hook is logged. Each rank adds its own hooks.
+    The hook runs in the detecting thread. Its exceptions are logged.
     """
     return _add(hook, observers.ON_FAILURE)
 
@@ -74,11 +73,10 @@ def _serve_ops() -> None:
 
 @host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
-    """Writes the last operations of all groups of this process to a file in `folder`. Returns its path.
+    """Writes the last operations of this process's groups to a file in `folder`, and returns its path.
 
-    Returns None if there are no groups, or if writing fails, which is logged. `python -m parallel_state debug FOLDER`
-    shows the files of all ranks side by side. The last events of each control plane are written to files next to it,
-    which `debug --replay FILE` shows. Thread-safe: a watchdog may call it while another thread hangs.
+    Returns None without groups, or if writing fails, which is logged. `python -m parallel_state debug FOLDER` shows the
+    files of all ranks. Thread-safe.
     """
     found = routes()
     if not found:
@@ -111,7 +109,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """In a forked child, closes the parent's routes without freeing anything. Returns True if there are any."""
+    """Closes a forked child's routes of its parent without freeing anything. Returns True if there are any."""
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
         route.closed = route.is_parents = True
@@ -119,7 +117,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """Makes `find_route` find `route` by its group's name and keys. The caller keeps the route alive."""
+    """Makes `find_route` find `route`. The caller keeps it alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
@@ -135,7 +133,7 @@ def register_route(route: Route) -> None:
 
 
 def unique_name(stem: str) -> str:
-    """Returns `tp:0`, then `tp:1`, …. A process uses no name twice, so a destroyed group's name finds no other."""
+    """Returns `tp:0`, then `tp:1`, …: a destroyed group's name finds no other."""
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"

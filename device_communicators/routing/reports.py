@@ -1,7 +1,7 @@
-"""Compares the calls of all ranks after a wait has failed, to name ranks that are missing or made another call.
+"""Compares all ranks' calls after a wait has failed, to name ranks that are missing or made another call.
 
-When a wait over gloo times out on one rank, gloo closes the connections, so the waits of all other ranks fail too. Each
-of them sends its call to its peers over the control plane. A rank that sends nothing isn't in a call of this group.
+A timeout closes gloo's connections, so all ranks' waits fail. Each rank then sends its call over the control plane. A
+rank that sends nothing isn't in a call of this group.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.states import MOST_ASKED, State, call_in_words, describe_states, group_key
 
 _MOST_REPORTS = 64
-"""In larger groups a rank exchanges reports only with the 32 ranks before and after it, to limit connections."""
+"""Larger groups exchange reports only with the 32 ranks before and after, to limit connections."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The call in which a group failed on one rank. That rank sends it to its peers."""
+    """The call in which a group failed on one rank."""
 
     sequence: int
     call: str
     timed_out: bool = field(default=False, compare=False)
-    """True if it failed at its deadline. A missing rank may then be slow instead of dead."""
+    """A missing rank may then be slow instead of dead."""
     before: str = field(default="", compare=False)
     """The last call that the rank completed; empty if unknown."""
 
@@ -45,7 +45,7 @@ class Report:
 def explained(
     context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
 ) -> CommunicationError:
-    """Returns an error that names the missing or mismatched ranks of `operation`; `failure` itself if none are found.
+    """Returns an error that names missing or mismatched ranks, or `failure` if none are found.
 
     `before`: the group's call before `operation`.
     """
@@ -60,7 +60,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Sends this rank's report of `operation`, a mismatched call, to the other ranks of its group, without waiting."""
+    """Reports a mismatched call to the group's other ranks, without waiting."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
@@ -71,17 +71,13 @@ def _status_of(context: GroupContext) -> Any:
 
 
 def _peers_to_ask(context: GroupContext) -> list[int]:
-    """Returns the global ranks with which this rank exchanges reports: all peers, or in a large group the nearest."""
     others = [*context.ranks[context.rank + 1 :], *context.ranks[: context.rank]]
     half = _MOST_REPORTS // 2
     return others if len(others) <= _MOST_REPORTS else [*others[:half], *others[-half:]]
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to `failure` what other ranks are doing, as far as they answer; ranks that it suspects come first.
-
-    The error for a mismatch names both calls already; it gets only the lines that made them.
-    """
+    """Adds to `failure` the states of other ranks that answer, suspects first."""
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
     ranks = [rank for rank in ranks if rank != context.global_rank][:MOST_ASKED]
@@ -107,7 +103,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
-    """Returns the error for deaths that are detected by now, which explain a broken connection; else `failure`."""
+    """Returns the error for deaths that explain a broken connection, or `failure`."""
     watcher = context.watcher
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
@@ -118,12 +114,7 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Finds a call that some ranks completed and that failed on others.
-
-    Returns its report and the ranks it completed on.
-
-    Those ranks must all be in the same next call. Returns None if the reports don't show that.
-    """
+    """Returns a call that only some ranks completed, and these ranks, if they are all in the same next call."""
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
     ahead = {reports[rank] for rank in completed}
@@ -139,10 +130,7 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns an error that names the ranks that the reports show as missing, ahead or mismatched; else `failure`.
-
-    `reports`: by rank in the group. `missing`: global ranks without a report.
-    """
+    """`reports`: by rank in the group. `missing`: global ranks without a report."""
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
 
@@ -150,18 +138,18 @@ def _verdict(
         elapsed_s, facts = failure.elapsed_s or 0.0, {"sequence": own.sequence, "timeout_s": failure.timeout_s}
         return context.lost(kind, str(failure.operation), why, advice, elapsed_s, suspects, **facts)
 
-    # Deaths go first: a rank that has detected a death sends no report.
+    # A rank that has detected a death sends no report.
     found = _watchers_verdict(context, failure, missing)
     if found is not failure:
         return found
-    # Only equal numbers show a mismatch: some ranks may have completed a call that is unfinished on other ranks.
+    # Only equal numbers show a mismatch: some ranks may have completed a call that others have not.
     if different := [rank for rank, each in sorted(reports.items()) if each != own and each.sequence == own.sequence]:
         return _mismatch(context, own, reports, different, failure)
     if context.watcher is not None and (left := context.watcher.left(missing)):
         who = ", ".join(f"global rank {rank}" for rank in left)
         return lost(PeerDiedError, f"{who} {LEFT}", "all ranks must make the same calls before they leave", left)
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
-        # A death of a watched rank would be known. So that rank is alive: its own call failed.
+        # A watched rank's death would be known: its own call failed.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
         if not missing:
             return gave_up(context, failure)
@@ -199,9 +187,9 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns the reports with the lowest sequence number; all of them if a rank's number is unknown.
+    """Returns the reports with the lowest number; all of them if a rank's is unknown.
 
-    A rank that needs no data from its peers can already be in the next call when those peers fail in this one.
+    A rank that needs no data can already be in the next call.
     """
     first = min(report.sequence for report in reports.values())
     calls = {
@@ -228,14 +216,11 @@ def _mismatch(
 
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
-    """Raises CollectiveMismatchError on every rank if they are in different calls. Every rank calls it, in debug mode.
-
-    It works over NCCL, too. The error contains both calls and the lines that made them.
-    """
+    """Raises CollectiveMismatchError on every rank if their calls differ. Every rank calls it, in debug mode."""
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}
     texts = context.gather(json.dumps(call).encode(), "comparison of calls")
-    if len(set(texts)) == 1:  # the usual case
+    if len(set(texts)) == 1:
         return
     calls = [json.loads(each) for each in texts]
     own = calls[context.rank]

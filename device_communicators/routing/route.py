@@ -1,8 +1,4 @@
-"""The route of a group: its communicators in order of preference, of which the first that supports a call runs it.
-
-`Route.run` runs the blocking operations that go through Python: it chooses a communicator, counts the traffic, and
-translates a communicator's errors into those of this library. A route moves no bytes itself.
-"""
+"""A group's communicators in order of preference. The first that supports a call runs it."""
 
 from __future__ import annotations
 
@@ -86,9 +82,9 @@ class Traffic:
 
 
 class _CallScope:
-    """Marks this thread's call, for errors, and rejects calls of other threads on the group until the block ends.
+    """Marks this thread's call, and rejects calls of other threads, whose order ranks can't agree on.
 
-    Ranks can't agree on an order of the calls of several threads. A class, because a generator costs 3 µs more.
+    A generator would cost 3 µs more.
     """
 
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
@@ -128,8 +124,6 @@ class _CallScope:
 
 
 class Route:
-    """The communicators of one group in order of preference, and the reasons why others are not used."""
-
     def __init__(
         self,
         context: GroupContext,
@@ -141,7 +135,7 @@ class Route:
         self.refusals = refusals
         """Name of each unused communicator -> the reason."""
         self.paths = paths
-        """Lines of a table: how eager, compiled and captured calls reach each communicator."""
+        """For `explain()`: how eager, compiled and captured calls reach each communicator."""
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
         self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
@@ -153,15 +147,15 @@ class Route:
         self._owner_thread = 0
         self.communicators = communicators
         self.sequence = 0
-        """Number of the last operation that ran in this class. Native ops, which bypass it, take numbers as well."""
+        """Number of the last operation that ran in this class. Native ops take numbers as well."""
         self._recorded: deque[Operation] = deque(maxlen=RECORDS)
-        self._native_records: list[Operation] = []  # of native ops, read when they were last disabled
+        self._native_records: list[Operation] = []  # read when native ops were last disabled
         self.first_failure: CommunicationError | None = None
         self._messenger: Callable[[], Any] = lambda: None
         self.closed = False
         self._was_captured = False
         self.is_parents = False
-        """True in a forked child of the process that created the route; it is then `closed` too."""
+        """True in a forked child of the process that created the route."""
 
     def attach_messenger(self, messenger: object) -> None:
         self._messenger = weakref.ref(messenger)
@@ -172,7 +166,7 @@ class Route:
 
     @property
     def messenger(self) -> Any:
-        """Returns the group's messenger, by which ops send lists of tensors. Raises GroupDestroyedError."""
+        """Raises GroupDestroyedError if the group's messenger is gone."""
         messenger = self.try_messenger
         if messenger is None:
             raise GroupDestroyedError(f"{self.context} was destroyed; call the group's getter again")
@@ -180,7 +174,7 @@ class Route:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators in order of preference. An assignment takes effect from the next call on."""
+        """In order of preference. An assignment takes effect from the next call on."""
         return self._communicators
 
     @communicators.setter
@@ -193,7 +187,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Switches on or off that registered ops call the first communicator directly, without this route."""
+        """Switches on or off that registered ops call the first communicator without this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -211,7 +205,7 @@ class Route:
 
     @property
     def in_debug_mode(self) -> bool:
-        """Returns True if the ranks compare every call, because PARALLEL_STATE_DEBUG is set on at least one of them."""
+        """True if PARALLEL_STATE_DEBUG is set on at least one rank."""
         memory = self.context.host_memory
         return memory is not None and memory.debug
 
@@ -225,20 +219,18 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Runs the method `operation` with `args`, on the first communicator that supports it for `tensor`.
+        """Runs the method `operation` on the first communicator that supports it for `tensor`.
 
         `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
-        `as_list`: the first argument is a list of tensors, for the communicator's `run_list`.
-
-        Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError (another collective of the group is
-        running), or the CommunicationError that occurred.
+        `as_list`: the first argument is a list, for `run_list`. Raises GroupDestroyedError, GroupFailedError,
+        UnsupportedError, UsageError, or the CommunicationError that occurred.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
         with nullcontext() if call is None else _CallScope(self, call):
             started = time.monotonic()
             begin_sending()
             try:
-                # `refusal` may communicate with peers, so its failures are handled as those of the operation.
+                # `refusal` may communicate, so its failures are those of the operation.
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-1]
@@ -260,9 +252,9 @@ class Route:
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns an uninitialised tensor in memory that a communicator has registered, or None if none has any.
+        """Returns an uninitialised tensor in registered memory, or None if no communicator has any.
 
-        Every rank of the group calls it, with the same number of bytes. Raises as `run`.
+        Every rank calls it, with the same number of bytes. Raises as `run`.
         """
         size_bytes = math.prod(size) * dtype.itemsize
         maker = next((each for each in self.communicators if each.has_memory), None)
@@ -289,9 +281,9 @@ class Route:
         return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides are optional
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
-        """Runs `operation` (send, recv or broadcast_) for each tensor, in one launch if one communicator supports them.
+        """Runs `operation` for each tensor, in one launch if one communicator supports them.
 
-        All participating ranks have tensors of the same dtypes and sizes, so they choose the same communicators.
+        All ranks' tensors have the same dtypes and sizes, so they choose the same communicators.
         """
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
             self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
@@ -310,10 +302,9 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`. Returns a handle without waiting.
+        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`, without waiting.
 
-        Its bytes count as traffic of `part_of`; the caller counts the call. `dim`: the dim of a gather or scatter, if
-        `args` don't contain it.
+        The bytes count as traffic of `part_of`; the caller counts the call. `dim` applies if `args` don't contain it.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -329,7 +320,7 @@ class Route:
         return Handle(self, record, work, tensor)
 
     def operations_under_way(self) -> list[Operation]:
-        """Returns the operations that run in C++ now: at most one collective, and transfers."""
+        """Returns the operations in C++: at most one collective, and transfers."""
         server, collectives = self._server, self.context.collectives
         if server is None or collectives is None:
             return []
@@ -341,12 +332,12 @@ class Route:
         return own + [each for each in under_way if has_transfers and each.name in PAIRS]
 
     def alone(self, call: UserCall) -> _CallScope:
-        """Returns a context for a call of several steps, in which the group's collectives in other threads raise."""
+        """Returns a context for a call of several steps: the group's collectives in other threads raise."""
         return _CallScope(self, call, has_steps=True)
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Makes errors in a block name the user's `method`, on all ranks, not the collectives that implement it."""
+        """As `user_call.called_as`, on all ranks."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:
@@ -371,7 +362,7 @@ class Route:
             self.check_recordable(operation)
         communicator = self._carrier(operation, tensor, reduce_op)
         if call is not None and self._serves_ops and communicator is not self._communicators[0]:
-            collectives = self.context.collectives  # another thread may be running a native op there
+            collectives = self.context.collectives  # another thread may be running a native op
             if collectives is not None and collectives.is_busy and self._owner_thread != threading.get_ident():
                 raise overlap_error(call.method, str(self.context))
         record = self.note(operation, tensor, call)
@@ -397,7 +388,7 @@ class Route:
         return communicator
 
     def check_recordable(self, operation: str) -> None:
-        """Raises UnsupportedError if this thread is capturing a CUDA graph, which can't contain `operation`."""
+        """Raises UnsupportedError if this thread is capturing a CUDA graph."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{operation} on {self.context} can't be captured in a CUDA graph, because it runs on the CPU and a "
@@ -413,7 +404,7 @@ class Route:
         peer: int = -1,
         started_s: float | None = None,
     ) -> Operation:
-        """Gives an operation the next number and records it. `started_s`: default, now. `peer`: of a transfer."""
+        """Gives an operation the next number and records it."""
         if operation not in PAIRS:
             served = 0 if self._server is None else self._server.next_operation(self.context.key)
             self.sequence = served or self.sequence + 1
@@ -432,7 +423,7 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """Returns the last operations, in order. One that has no end is running or has failed."""
+        """Returns the last operations, in order. One without an end is running or has failed."""
         others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
@@ -453,7 +444,7 @@ class Route:
         return found
 
     def pick(self, request: Request) -> Communicator:
-        """Returns the first communicator that supports `request`. Raises UnsupportedError with all reasons."""
+        """Returns the first communicator that supports `request`, or raises UnsupportedError with all reasons."""
         for communicator in self.communicators:
             if communicator.refusal(request) is None:
                 return communicator
@@ -461,10 +452,7 @@ class Route:
         raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
-        """Raises an error if the group can't be used: it was destroyed or forked, it has failed, or a rank has died.
-
-        `started`: start of `operation`, if it isn't now.
-        """
+        """Raises an error if the group was destroyed or forked, or has failed, or if a rank has died."""
         if self.closed:
             if self.is_parents:
                 raise forks.error(str(self.context))
@@ -488,7 +476,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns when this thread's call began: `started`, or earlier if the call had waited before."""
+        """Returns `started`, or the earlier start of a call that is repeated."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -498,8 +486,8 @@ class Route:
     ) -> Exception:
         """Returns the error to raise for `error`. After a communication error the group is unusable.
 
-        `record`: of the failed operation, if it isn't the last one that began. `sent`: False if no data has left this
-        rank; the failure is then local, and the group stays usable.
+        `record`: of the failed operation, if it isn't the last. `sent`: False if no data has left this rank; the group
+        then stays usable.
         """
         if error is self.first_failure:
             return error
@@ -563,7 +551,7 @@ class Route:
         return memory is not None and len(memory.domains) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
-        """Returns `failure` of operation `last`, or an error that explains it by what other ranks report."""
+        """Returns `failure`, or an error that explains it by what other ranks report."""
         if last is None or last.name in PAIRS or self.first_failure is not None or self.context.deaths():
             return failure
         passed = {each.sequence: each.call for each in self.operations() if each.name not in PAIRS}
@@ -583,7 +571,7 @@ class Route:
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates in advance what the communicators' first calls would create. Every rank of the group calls it."""
+        """Creates what the communicators' first calls would create. Every rank calls it."""
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
@@ -594,9 +582,9 @@ class Route:
             communicator.divide(parts.get(communicator.name), color)
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
-        """Returns a context in which a CUDA graph may record the group's operations, and transfers with `peers`.
+        """Returns a context in which a CUDA graph may record operations, and transfers with `peers`.
 
-        Every rank of the group calls it. `peers` are ranks in the group; each of them must name this rank as well.
+        Every rank calls it. `peers` are ranks in the group; each must name this rank as well.
         """
         self.check_usable()
         self._was_captured = True
@@ -611,12 +599,12 @@ class Route:
         return stack
 
     def _carriers_of_the_device(self) -> Sequence[Communicator]:
-        """Returns the communicators that device tensors use: those up to the first that supports all of them."""
+        """Returns the communicators up to the first that supports all device tensors."""
         last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
         return self.communicators if last is None else self.communicators[: last + 1]
 
     def explain(self) -> str:
-        """Describes the group's communicators in order of preference, and why others are not used."""
+        """Describes the communicators, and why others are not used."""
         lines = [str(self.context)]
         lines += [f"  {i}. {c.name}: {c}" for i, c in enumerate(self.communicators, 1)]
         if not self.communicators:
@@ -626,10 +614,10 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Closes the communicators and releases the process groups, which the coordinator owns. May be called twice."""
+        """The coordinator owns the process groups. May be called twice."""
         if not self.closed:
             self.closed = True
-            with ExitStack() as stack:  # runs all callbacks, last to first, even if one of them raises
+            with ExitStack() as stack:  # runs all callbacks, last to first, even if one raises
                 stack.callback(self._drop_references)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)
@@ -640,8 +628,7 @@ class Route:
 
     def _drop_references(self) -> None:
         self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-        # A destroyed group must not keep its failure alive. The variables in the tracebacks of the failure and its
-        # causes keep process groups and the store alive. Frames of a thread that still raises it can't be cleared yet.
+        # Tracebacks keep process groups and the store alive. A thread's frames can't be cleared while it raises.
         failure: BaseException | None = self.first_failure
         self.first_failure = None
         seen: set[int] = set()  # an error that is raised from itself is its own cause

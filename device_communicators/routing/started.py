@@ -1,4 +1,4 @@
-"""Handles of started operations, which the caller waits for later."""
+"""Handles of started operations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Starter(Protocol):
 
 
 class Handle:
-    """A started operation. `wait()` returns once it is complete, or raises its error. May be called repeatedly."""
+    """A started operation. `wait()` returns once it is complete, or raises its error. May be repeated."""
 
     def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
         self._record = record
         self._work: Work | None = work
-        self._tensor: Tensor | None = tensor  # kept alive: the transport uses it until the work is done
+        self._tensor: Tensor | None = tensor  # the transport uses it until the work is done
         self._on_cpu = tensor.device.type == "cpu"
         self._error: Exception | None = None
         self._lock = threading.RLock()
@@ -49,9 +49,9 @@ class Handle:
     def is_completed(self) -> bool:
         """Returns True if `wait()` would return at once.
 
-        gloo's point-to-point works can't be polled: they are "not completed" until waited for, and a wait with a short
-        timeout closes the connection. So the first call that finds one incomplete starts a thread that waits for it.
-        Works of a device can be polled, but the caller must still wait for them, because its stream has to wait.
+        gloo's transfers can't be polled: they complete only while waited for, and a wait's timeout closes the
+        connection. So a thread waits for an incomplete one. A device's works need `wait()` even when complete, for its
+        stream.
         """
         work = self._work
         if work is None or self._error is not None:
@@ -68,7 +68,7 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True if the transfer is known to be complete. Unlike `is_completed`, starts no thread to find out."""
+        """As `is_completed`, but starts no thread."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
@@ -80,10 +80,7 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Completes a transfer that no caller waits for, without a deadline, and drops its tensor.
-
-        An error is kept for `wait()`. Returns at once for transfers that don't need a thread.
-        """
+        """Completes a transfer without a deadline and drops its tensor. Keeps an error for `wait()`."""
         run = getattr(self._work, "run_in_this_thread", None)
         if run is not None:
             run()
@@ -136,7 +133,7 @@ class TensorHandle:
         self._handle = handle  # None: complete already
         self._tensor = tensor
         self._finish = finish
-        self._keep = keep  # kept alive: the transport reads it until the handle is done
+        self._keep = keep  # the transport reads it until the handle is done
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
@@ -144,7 +141,7 @@ class TensorHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
-        """Waits for the operation. Returns the tensor, or raises the operation's error. May be repeated."""
+        """Returns the tensor, or raises the operation's error. May be repeated."""
         if self._handle is not None:
             self._handle.wait()
         finish, self._finish = self._finish, None

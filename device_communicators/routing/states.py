@@ -1,7 +1,4 @@
-"""The state of a rank, as text for errors: its call, its line of the program, or the reason why it doesn't run.
-
-Threads record here which call they wait for.
-"""
+"""The state of a rank, as text for errors: its call, its line of the program, or why it doesn't run."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ if TYPE_CHECKING:
     from device_communicators.routing.communicator import GroupContext
 
 MOST_ASKED = 16
-"""Errors and the log contain the states of at most this many ranks."""
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
 STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
-"""Started operations. Their end is detected only when they are waited for."""
+"""Their end is detected only when they are waited for."""
 _TRANSFERS = {
     "irecv_": "irecv",
     "send_message": "send_tensor_dict",
@@ -27,11 +23,10 @@ _TRANSFERS = {
     "send_list": "send_tensor_dict with a spec",
     "recv_list": "recv_tensor_dict with a spec",
 }
-"""Step -> method, for records without the method: native calls, and later steps of a call."""
+"""Step -> method, for records without a method."""
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
-    """Returns the text of a call: its method, and for a transfer its peer."""
     if operation.peer < 0:
         return operation.call
     method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
@@ -44,7 +39,7 @@ WAITS: dict[int, tuple[GroupContext, Operation]] = {}
 
 
 def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None:
-    """Removes a thread's record of a wait. `before`: the record to restore, of the wait that contains it."""
+    """Restores `before`, the record of the outer wait."""
     if before is None:
         del WAITS[thread]
     else:
@@ -52,8 +47,6 @@ def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None
 
 
 class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs more)
-    """Records in a block that this thread waits for `operation`."""
-
     __slots__ = ("_before", "_thread", "_wait")
 
     def __init__(self, context: GroupContext, operation: Operation) -> None:
@@ -68,33 +61,31 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
-    """Returns a text that identifies the group and is equal on all its ranks."""
+    """Returns a text that is equal on all ranks of the group, and differs between groups."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):
-    """The state of a rank, as sent to its peers: its call and its line of the program."""
-
     key: str = ""
-    """`group_key` of the group whose call it waits in; empty if it waits in none."""
+    """`group_key` of the call's group; empty if the rank waits in none."""
     group: str = ""
     """The group's name on that rank."""
     call: str = ""
     place: str = ""
     """Lines of the program in the rank's stack, innermost first."""
     obstacle: str = ""
-    """The reason why the rank can't answer, such as a signal that stopped it; other fields are then empty."""
+    """Why the rank can't answer; other fields are then empty."""
     is_compiling: bool = False
     idle_s: float = 0.0
     """Seconds since its last call; -1 while it makes calls."""
     peer: int = -1
-    """Global rank of the peer, if the call is a transfer with one."""
+    """Global rank of the peer of a transfer."""
 
     def is_in_call_of(self, other: State) -> bool:
         return (self.key, self.call) == (other.key, other.call)
 
     def in_words(self, group: str = "") -> str:
-        """Returns the state as text that follows "global rank 3 is ". A call of `group` isn't said to be of it."""
+        """Returns text that follows "global rank 3 is ". Omits the name of `group`."""
         if self.obstacle:
             return self.obstacle
         where = f" of group {self.group!r}" if self.group != group else ""
@@ -107,7 +98,6 @@ class State(NamedTuple):
 
 
 def state_without_call(idle_s: float) -> State:
-    """Returns the state of this process if it is in no call: the line of its main thread."""
     frames = stacks.frames_of(threading.main_thread().ident)
     return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
 

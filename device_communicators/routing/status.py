@@ -1,10 +1,8 @@
-"""Asks other ranks for their calls and lines of the program, for an error or the log, and answers such requests.
+"""Asks other ranks for their calls and lines of the program, for errors and the log, and answers them.
 
-Transfers and started collectives can't detect mismatches, and no transport names the rank that is waited for. So a rank
-that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer at once, in the control plane's
-callback thread. The request of a failed rank contains its own state, for ranks that fail after it has left.
-
-A stopped process can't answer. Ranks that can watch it by PID report the state of the process.
+A rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer in the control plane's
+callback thread. A failed rank's request has its own state, for ranks that fail after it has left. For a stopped
+process, ranks that can watch its PID answer.
 """
 
 from __future__ import annotations
@@ -45,20 +43,20 @@ logger = logging.getLogger("parallel_state")
 _IDLE_S = 1.0
 """After this time without a call, a rank's state is the place of its main thread."""
 _KEEP_S = 3.0
-"""A failed call stays this rank's state until its next call, or for timeout + 3 s: peers may fail later."""
+"""A failed call stays the state for timeout + 3 s, because peers may fail later."""
 _ANSWER_S = 0.3
-"""A rank that has not answered after this time counts as silent."""
+"""A rank that hasn't answered by then counts as silent."""
 _REPORTS_S = 0.6
-"""A rank without a report after this time was not in the call. Peers detect a failure up to 0.2 s apart."""
+"""A rank without a report by then wasn't in the call. Peers detect a failure up to 0.2 s apart."""
 _MOST_GROUPS = 64
-"""With more failed groups than this, the reports of the least recently used one are dropped."""
+"""Reports of the least recently used failed groups are dropped."""
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
 _MOST_SHOWN = 256
 
 
 class _Failed:
-    """The calls of ranks that failed in one group, as they sent them, by global rank."""
+    """Reports and states of one failed group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -66,7 +64,7 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """The calls of one group: a `Route`, or a group of the backend for torch.distributed."""
+    """A `Route`, or a group of the backend for torch.distributed."""
 
     @property
     def context(self) -> GroupContext: ...
@@ -75,7 +73,7 @@ class Calls(Protocol):
 
 
 class Start(NamedTuple):
-    """A rank's wait for other ranks in start-up, for processes that ask what it is doing."""
+    """A rank's wait for other ranks in start-up."""
 
     where: str
     """Address of the rendezvous."""
@@ -85,8 +83,6 @@ class Start(NamedTuple):
 
 
 class Status:
-    """Answers other ranks that ask what this rank is doing, and stores the reports that they send."""
-
     def __init__(self, watcher: Watcher, rank: int) -> None:
         self._watcher = watcher
         self.rank = rank
@@ -99,10 +95,10 @@ class Status:
         self._waited_at_s = time.monotonic()
         """Time at which this rank was last seen in a call."""
         self._logged = 0.0, 0.0
-        """Start of the last logged wait, and its length when it was logged."""
+        """Start of the last logged wait, and its length then."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
-        """The start-up in which this rank waits for other ranks; None once it is complete."""
+        """None once start-up is complete."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
@@ -111,8 +107,6 @@ class Status:
         )
         watcher.on_look.append(self._look)
 
-    # This rank's state.
-
     def keep(self, failed: State, timeout_s: float) -> None:
         with self._changed:
             self._of(failed.key).states[self.rank] = failed
@@ -120,7 +114,7 @@ class Status:
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns what this rank is doing, or the call that failed in the group with that `key`. Thread-safe."""
+        """Returns this rank's state, or the call that failed in the group `key`. Thread-safe."""
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -140,13 +134,13 @@ class Status:
             return state_without_call(idle_s if idle_s >= _IDLE_S else 0.0)
         context, operation = last
         place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
-        # A blocking call without an end and without a waiting thread has failed: its thread is raising the error now.
+        # A blocking call without an end or a waiting thread has failed: its error is being raised.
         has_failed = operation.ended_s is None and operation.name not in STARTED
         key = group_key(context) if has_failed else ""
         return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the state, groups and threads of this rank as JSON values."""
+        """Returns JSON values."""
         now, start = time.monotonic(), self.start
         waits = {thread: operation for thread, (_, operation) in list(WAITS.items()) if operation.ended_s is None}
         return {
@@ -180,7 +174,7 @@ class Status:
         }  # fmt: skip
 
     def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
-        """Replies with the states of the ranks on other hosts, at most 256."""
+        """Replies with the states of ranks on other hosts."""
         near = {self.rank, *self._watcher.pids}
         far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
         self._ask_states(far, "", None, lambda states: reply(json.dumps(states).encode()))
@@ -203,13 +197,10 @@ class Status:
         waits = [wait for wait in waits if wait[1].ended_s is None]
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
-    # Requests and answers.
-
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Asks these global ranks what they are doing. Returns the states that arrive within 0.3 s.
+        """Returns the states of global ranks that arrive within 0.3 s.
 
-        A rank that failed in the group with that `key` answers with the failed call. `own`: the state in which this
-        rank failed.
+        `key`: of the group whose failed call is asked for. `own`: this rank's state in its failure.
         """
         done, found = threading.Event(), [dict[int, State]()]
 
@@ -224,7 +215,7 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Asks ranks for their states. Calls `take(states)` within 0.3 s, in the callback thread or this one."""
+        """Calls `take(states)` within 0.3 s, in the callback thread or this one."""
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -252,7 +243,7 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks to ask about ranks that may not answer: for each asked rank, one that can watch it by PID."""
+        """Returns for each asked rank another that can watch it by PID."""
         helpers: list[int] = []
         for rank in asked:
             near = self._watcher.neighbours_of(rank)
@@ -268,7 +259,7 @@ class Status:
         return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
 
     def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
-        """Sends this rank's report on the group with `key`. Returns the `ranks`' reports that arrive within 0.6 s."""
+        """Sends this rank's report. Returns the reports that arrive within 0.6 s."""
         until = time.monotonic() + _REPORTS_S
         with self._changed:
             reports = self._of(key).reports
@@ -291,7 +282,7 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Stores the report in `packed`, if there is one. Returns its group's key, or "" if `packed` is invalid."""
+        """Returns the report's group, or "" if `packed` is invalid."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
@@ -311,10 +302,8 @@ class Status:
             self._failed_groups.popitem(last=False)
         return found
 
-    # The soft limit.
-
     def _look(self) -> None:
-        """Logs this rank's longest wait if it exceeds PARALLEL_STATE_SLOW_S. The control plane calls it every 0.4 s."""
+        """Logs this rank's longest wait beyond the soft limit. The control plane calls it every 0.4 s."""
         found, now = self._longest_wait(), time.monotonic()
         if found is None or found[0].watcher is not self._watcher:  # another world's status logs it
             return
@@ -326,7 +315,6 @@ class Status:
             self._log(found[0], found[1], waited_s)
 
     def _log(self, context: GroupContext, operation: Operation, waited_s: float) -> None:
-        """Asks the ranks that `operation` waits for what they are doing, and logs the wait with their answers."""
         own = State(group_key(context), call=call_in_words(context, operation))
         others = context.other_ranks if operation.peer < 0 else [context.ranks[operation.peer]]
         text = operation.call_text or str(operation)
@@ -346,10 +334,7 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Reads a reply: the sender's state, and why other ranks of its host don't run. An invalid reply gives (None, {}).
-
-    A reply may be truncated, or of another version.
-    """
+    """Returns the sender's state, and why other ranks of its host don't run; (None, {}) if truncated."""
     try:
         state, seen = json.loads(reply or b"[null, {}]")
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}
@@ -362,7 +347,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """From now on answers requests for the calls of `group`, and logs its long waits. Needs a control plane."""
+    """Answers requests for the group's calls, and logs its long waits. Needs a control plane."""
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return
@@ -381,5 +366,5 @@ def _live_groups() -> list[Calls]:
 
 
 _GROUPS: weakref.WeakSet[Calls] = weakref.WeakSet()
-"""All groups of this process, coordinators' and torch's: a rank is in one call, whichever world the call is of."""
+"""Of all worlds: a rank is in one call."""
 _GROUPS_LOCK = threading.Lock()

@@ -1,8 +1,7 @@
 """Waits for torch.distributed until a deadline or the death of a rank on which the group depends.
 
-gloo reports a rank's exit only to its direct neighbours. So a wait is cut into slices, and known deaths are polled
-after each. A gloo point-to-point transfer doesn't survive the timeout of a slice, and the wait of reduce_scatter takes
-no timeout: a thread waits for these, and is abandoned if a rank dies.
+gloo reports an exit only to direct neighbours, so waits are slices, and deaths are polled between them. A gloo transfer
+doesn't survive a slice's timeout, and reduce_scatter's wait takes none: threads wait for these.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
-    """A collective in progress on a CPU group. Its wait ends when a rank on which the group depends dies."""
+    """A collective on a CPU group. Its wait ends when a rank on which the group depends dies."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
         self._work = work
@@ -47,7 +46,7 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """Waits for the work in a thread that keeps the process group: freeing the group would block until then."""
+        """Freeing the process group would block until the work is done, so a thread keeps it."""
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
@@ -78,7 +77,7 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """Waits 0.2 s more for data that the dead rank had sent. Raises the error for its death if none arrives."""
+        """Waits 0.2 s more for data that the dead rank had sent."""
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
         except RuntimeError as error:
@@ -89,10 +88,7 @@ class Watched:
 
 
 class WatchedByThread:
-    """A transfer or a reduce_scatter over gloo, for which a thread waits: the wait can't be cut into slices.
-
-    The thread runs from the first `wait` on. A caller may stop waiting for it. `peer`: the other rank of a transfer.
-    """
+    """A gloo transfer or reduce_scatter, which a thread waits for from the first `wait` on."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
         self._work = work
@@ -106,7 +102,7 @@ class WatchedByThread:
         self._error: BaseException | None = None
 
     def run_in_this_thread(self) -> None:
-        """Waits in this thread, without a deadline. An error is raised later, by `wait`."""
+        """Has no deadline. Keeps an error for `wait`."""
         self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
         if self._take():
             self._run_to_end()
@@ -138,7 +134,7 @@ class WatchedByThread:
 
     def _run_to_end(self) -> None:
         try:
-            with torch.inference_mode():  # the caller's tensors, which it writes, may be inference tensors
+            with torch.inference_mode():  # the caller's tensors may be inference tensors
                 limit = self._limit
                 if limit is None and self._peer is not None:  # else gloo uses the timeout of its connecting
                     limit = timedelta(seconds=self._context.timeout_s)
@@ -152,7 +148,7 @@ class WatchedByThread:
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
     """Calls `ended(seconds)`, which blocks for at most that time, until it returns True.
 
-    Raises RuntimeError after the group's timeout, or the error for a death that makes the group fail.
+    Raises RuntimeError after the group's timeout, or the error for a death.
     """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
@@ -163,10 +159,9 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Ends all waits of this rank in a gloo group by closing its connections, which peers detect at once.
+    """Closes this rank's connections in a gloo group: peers detect it at once.
 
-    The only way is a receive that times out: gloo then closes all connections of the group. A receive from a peer that
-    has exited doesn't time out, so each peer is tried.
+    A receive that times out closes all connections. One from an exited peer doesn't time out, so each is tried.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
