@@ -1,8 +1,7 @@
 """The interface of a communicator: one way to move the bytes of one group.
 
 A communicator implements the *flat* operations: contiguous tensors, the group along dim 0. It inherits the *public*
-ones, or overrides those that it can do faster. Their results are contiguous and share no memory with inputs. Ranks are
-ranks in the group.
+ones, whose results are contiguous and new. Ranks are ranks in the group.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from device_communicators.calls.reductions import (
 from device_communicators.calls.work import DONE, Work
 from device_communicators.liveness.health import Death, FailureDomain, Watcher
 
-if TYPE_CHECKING:  # loaded when a group is made
+if TYPE_CHECKING:
     from device_communicators.cpu.host_memory import HostMemory
     from device_communicators.cpu.native_group import NativeGroup
 
@@ -38,7 +37,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """The facts by which a route chooses a communicator. They are equal on every rank of the group."""
+    """The facts by which a route chooses a communicator, equal on every rank."""
 
     operation: str
     dtype: torch.dtype | None
@@ -54,7 +53,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupContext(GroupMember):
-    """The facts of a group that its communicators need."""
+    """The facts of a group."""
 
     name: str
     ranks: tuple[int, ...]
@@ -65,26 +64,22 @@ class GroupContext(GroupMember):
     device_group: Any = None
     """torch ProcessGroup of `device`; None in a simulated group."""
     make_cpu_group: Callable[[], Any] | None = None
-    """Returns the gloo group. If it is created late, every rank must make the first call."""
+    """Returns the gloo group. Every rank must make the first call."""
     host_memory: HostMemory | None = None
-    """None if the gloo group is created later than the group."""
     watcher: Watcher | None = None
-    """None if nothing detects deaths."""
     domain: FailureDomain | None = None
     """The ranks whose death fails the group; None: its own."""
     channel: int = 0
-    """Number among the groups over the same process groups. It selects the tags of transfers."""
+    """Number among the groups over the same process groups."""
     given: str = ""
-    """Label of the process group over which the caller created the group, or empty."""
+    """Label of the caller's process group, or empty."""
     simulated: bool = False
-    """True if this rank is the only real one."""
     fake: bool = False
-    """True if torch's `fake` backend simulates the other ranks."""
     custom_all_reduce: bool = True
-    """Allows communicators with the library's own kernels."""
+    """Allows the library's own kernels."""
     high_priority_stream: bool = False
     nccl_config: Mapping[str, int] = field(default_factory=dict)
-    """Fields of ncclConfig_t that the caller has set."""
+    """Fields of ncclConfig_t."""
 
     @property
     def size(self) -> int:
@@ -104,14 +99,13 @@ class GroupContext(GroupMember):
 
     @property
     def cpu_group(self) -> Any:
-        """Returns the gloo process group, or the device's own if the device is the CPU."""
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
     def key(self) -> str:
         """Returns the group's name in ops' arguments, with the size, because compiled code depends on it.
 
-        Caches of compiled code are shared by ranks and outlive processes. Their keys include ops' arguments.
+        Ranks share caches of compiled code, whose keys include ops' arguments.
         """
         return f"{self.name}/{self.size}"
 
@@ -122,19 +116,19 @@ class GroupContext(GroupMember):
 
     @property
     def label(self) -> str:
-        """Returns a text that is equal on all ranks, and differs between groups of the same ranks."""
+        """Returns a text that is equal on all ranks and differs between groups of the same ranks."""
         return f"{self.channel}/{self.given}" if self.given else str(self.channel)
 
     @property
     def failure_ranks(self) -> Collection[int]:
-        """Returns the global ranks whose death makes the group fail, perhaps of other groups."""
+        """Returns the global ranks whose death makes the group fail."""
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
-        """Returns the records of all ranks. Every rank calls it; calls are matched per `operation`."""
+        """Returns the records of all ranks. Every rank calls it."""
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
             self.ranks,
@@ -148,10 +142,7 @@ class GroupContext(GroupMember):
         )
 
     def check_cpu_group(self, what: str) -> None:
-        """Raises GroupNotInitializedError if a transfer needs a gloo group that doesn't exist yet.
-
-        Two ranks can't create it: every rank must take part.
-        """
+        """Raises GroupNotInitializedError if a transfer needs a gloo group that all ranks must still create."""
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
                 f"{what} on {self} needs the group's gloo group, which all its ranks must create together; first "
@@ -159,7 +150,7 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """Returns the tag for a kind (0 … 3) of transfers. It differs between groups over the same process groups."""
+        """`kind`: 0 … 3. Groups over the same process groups get different tags."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
@@ -171,20 +162,20 @@ class Communicator(ABC):
 
     name: str
     picks_by_size: ClassVar[bool] = False
-    """True if `refusal` depends on `numel`; else it is called once for each kind of request."""
+    """True if `refusal` depends on `numel`."""
     carries_the_device: ClassVar[bool] = False
-    """True if it supports every tensor on the group's device, so that later communicators aren't prepared."""
+    """True if it supports every tensor on the group's device: later communicators aren't prepared."""
 
     tells_sending: ClassVar[bool] = False
-    """True if it calls `begin_sending` before it sends: earlier failures leave the group usable."""
+    """True if it calls `begin_sending`: earlier failures leave the group usable."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates what ranks must create together. Returns why the group can't use this communicator, or None.
+        """Creates what ranks must create together. Returns why the group can't use it, or None.
 
-        Every rank calls it once and gets the same result. With a reason, no resources are kept.
+        Every rank calls it and gets the same result. With a reason, no resources are kept.
         """
         return None
 
@@ -193,12 +184,12 @@ class Communicator(ABC):
         """Returns why `request` is unsupported, or None. The result must be equal on all ranks."""
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates what the first call would create, and with `divisible` what `divide` needs. Every rank calls it."""
+        """Creates what the first call, and with `divisible` what `divide`, needs. Every rank calls it."""
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Creates the resources of `part`, a smaller group's communicator, by splitting this one's, if possible.
+        """Creates the resources of `part`, a smaller group's communicator, by splitting this one's.
 
-        Every rank calls it after `set_up(divisible=True)`. `color` is the part's number; ranks in no part pass None.
+        Every rank calls it after `set_up(divisible=True)`; ranks in no part pass None.
         """
 
     def connect(self, peer: int) -> None:
@@ -206,34 +197,33 @@ class Communicator(ABC):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepares the communicator for the capture of a CUDA graph, in a block."""
+        """Prepares the capture of a CUDA graph, in a block."""
         yield
 
     @property
     def has_memory(self) -> bool:
-        """Returns True if `allocate` may return memory. Equal on every rank."""
         return False
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns registered, uninitialised bytes on the group's device, or None on all ranks. Every rank calls it."""
+        """Returns registered, uninitialised bytes, or None on all ranks. Every rank calls it."""
         raise UnsupportedError(f"{self.name} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Returns a context for a blocking collective: another thread's conflicting call raises UsageError."""
+        """Returns a context in which another thread's conflicting collective raises UsageError."""
         return nullcontext()
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns the C++ collectives that ops may call without the route, if this communicator is the first."""
+        """Returns the C++ collectives that ops may call without the route, if it is the first communicator."""
         return None
 
     def abandon(self) -> None:
-        """Cancels this rank's transfers once the group has failed, so that peers don't wait."""
+        """Cancels this rank's transfers once the group has failed."""
 
     def close(self) -> None:
         """Frees what the communicator owns; process groups aren't its own."""
 
-    # Public operations. Every rank of the group calls them, except send and recv.
+    # Every rank of the group calls public operations, except send and recv.
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -245,7 +235,7 @@ class Communicator(ABC):
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
-    # `out` is contiguous and shares no memory with `x`. If all dims before `dim` have length 1, no copy is needed.
+    # `out` is contiguous and new. If all dims before `dim` have length 1, no copy is needed.
 
     def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
         """Gathers `[…, d, …]` of each rank into `[…, size · d, …]`; 0-d tensors into `[size]`."""
@@ -259,7 +249,6 @@ class Communicator(ABC):
         return out
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """`sizes[r]` is the length of rank r's `dim`."""
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sum(sizes), *rows.shape[1:]))
         self.flat_all_gatherv(list(out.split(list(sizes))), rows)
@@ -277,7 +266,7 @@ class Communicator(ABC):
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """`sizes[r]` is the length of rank r's slice."""
+        """`sizes[r]` is the length of rank r's slice, here and in all_gatherv."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -286,7 +275,7 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
-        """Gathers on `dst`. Returns an empty `[0]` tensor on other ranks."""
+        """Returns an empty `[0]` tensor on ranks other than `dst`."""
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
@@ -303,24 +292,22 @@ class Communicator(ABC):
     def all_to_all(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        """Sends `input_splits[r]` rows to rank r, and receives `output_splits[r]` from it, in rank order."""
+        """Sends `input_splits[r]` rows to rank r, and receives `output_splits[r]` from it."""
         out = x.new_empty((sum(output_splits), *x.shape[1:])) if out is None else out
         self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """`x` has the same shape and dtype on all ranks."""
         out = x.clone(memory_format=torch.contiguous_format)
         self.flat_broadcast_(out, src)
         return out
 
     def broadcast_(self, x: Tensor, src: int) -> None:
-        """`x` may have any strides."""
         with _contiguous(x) as flat:
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs send, recv or broadcast_ for each contiguous tensor, in order or in one launch."""
+        """Runs send, recv or broadcast_ for each contiguous tensor."""
         for each in tensors:
             getattr(self, operation)(each, peer)
 
@@ -329,10 +316,7 @@ class Communicator(ABC):
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
-        """`out` is contiguous."""
         self.irecv_(out, src, self.context.tag(0)).wait()
-
-    # Flat operations.
 
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None: ...
@@ -351,11 +335,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        """`out`: `[size, *x.shape]`; None on ranks other than `dst`."""
+        """`out`: `[size, *x.shape]`, or None."""
 
     @abstractmethod
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        """`x`: `[size, *out.shape]`; None on ranks other than `src`."""
+        """`x`: `[size, *out.shape]`, or None."""
 
     @abstractmethod
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
@@ -369,14 +353,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """The caller keeps `x` alive and unchanged until the work is complete.
-
-        Transfers with different tags don't match, if the transport supports tags: gloo does, NCCL doesn't.
-        """
+        """The caller keeps `x` unchanged until the work is complete. gloo matches tags, NCCL doesn't."""
 
     @abstractmethod
-    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        """The caller keeps `out` alive until the work is complete."""
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work: ...
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -395,7 +375,6 @@ def new_scattered(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def call_each_once(communicator: Communicator) -> None:
-    """Connects ranks before a CUDA graph is captured, by each kind of call."""
     size = communicator.context.size
     x = torch.zeros(size, device=communicator.context.device)
     out, parts = torch.empty_like(x), [1] * size
@@ -412,7 +391,6 @@ def call_each_once(communicator: Communicator) -> None:
 def _add_rms_norm(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` with `y = sum(x) + residual`."""
     total = communicator.all_reduce(x, "sum")
     with default_state(x):
         return add_rms_norm(total, residual, weight, eps)
@@ -458,10 +436,7 @@ def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Reduces dim 0 of `[size, …]` with the bits of cpu/csrc/reduce.h.
-
-    16-bit and 8-bit floats are accumulated in float32 and rounded once.
-    """
+    """Has the bits of cpu/csrc/reduce.h: 16-bit and 8-bit floats are accumulated in float32."""
     dtype = blocks.dtype
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
     with default_state(wide):
@@ -486,7 +461,6 @@ def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
 
 @contextmanager
 def _contiguous(x: Tensor) -> Iterator[Tensor]:
-    """Yields `x`, or a contiguous copy that is written back."""
     if x.is_contiguous():
         yield x
         return
@@ -503,7 +477,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Supports some requests only. The route's other communicators run the rest."""
+    """Supports some requests only."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

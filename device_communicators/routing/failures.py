@@ -1,4 +1,4 @@
-"""Classifies failures of calls, by known deaths or by the text of torch.distributed's RuntimeError."""
+"""Classifies failures of calls, by known deaths or by torch.distributed's texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
-"""Copies of the last errors raised through torch's C++. They don't keep the originals' frames alive."""
+"""Copies, which don't keep the originals' frames alive, of the last errors raised through torch's C++."""
 
 
 def note_error(error: CommunicationError) -> None:
@@ -42,10 +42,9 @@ def note_error(error: CommunicationError) -> None:
 
 @host_call(OUTSIDE)
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
-    """Returns the error of this library that caused `exception`, or None. Other ranks needn't call it.
+    """Returns this library's error that caused `exception`, or None. Other ranks needn't call it.
 
-    That is the exception or the nearest of its causes. torch's autograd turns errors of the backend "parallel_state"
-    into a DistBackendError; those are found by text, among the last 16.
+    torch's autograd turns errors of the backend "parallel_state" into DistBackendErrors, which are found by text.
     """
     seen: set[int] = set()
     link = exception
@@ -79,13 +78,12 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Judges by type or text. If False, this rank is at fault."""
+    """If False, this rank is at fault."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """Returns the error for an operation that failed because ranks died."""
     deaths, advice = context.deaths(), "see that rank's log for the cause"
     kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
     return context.lost(kind, operation, describe_deaths(deaths), advice, time.monotonic() - started, suspects)
@@ -93,7 +91,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Makes `elapsed_s` of communication errors in a block count from its start."""
+    """Makes `elapsed_s` of communication errors count from the block's start."""
     started = time.monotonic()
     try:
         yield
@@ -113,19 +111,19 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure`, or an error that names all dead ranks if there are more."""
+    """Returns an error that names all dead ranks."""
     watcher = context.watcher
     if watcher is None:
         return failure
     deaths = watcher.await_death_of(context.failure_ranks)
-    if not deaths and watcher.watches(failure.suspect_ranks):  # unwatched: its death may be detected later
+    if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may be detected later
         blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
     return failure if known else died(context, operation, started)
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Suspects the world's dead ranks: a live rank usually leaves a group because another died."""
+    """A live rank usually leaves a group because another rank of the world died."""
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)
@@ -135,7 +133,7 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
 def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
-    """Returns the error for a broken connection. Waits briefly for the report of a death that explains it."""
+    """Waits briefly for the report of a death that explains a broken connection."""
     watcher = context.watcher
     if watcher is None:
         return failure

@@ -1,6 +1,6 @@
 """The program's hooks on operations and failures, and meters of the time that calls take.
 
-Exceptions of hooks are logged. Waits for peers are metered over shared memory only (csrc/handle.h).
+Exceptions of hooks are logged.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ class OperationEvent:
 
     group: str
     ranks: tuple[int, ...]
-    """Global ranks, in group order."""
+    """Global ranks."""
     rank: int
-    """Global rank of this process."""
+    """Global rank."""
     operation: str
-    """The method that was called."""
     sequence: int
     """Number in the group. A transfer has that of the last collective."""
     bytes: int
-    """Size of this rank's tensor."""
+    """Of this rank's tensor."""
     dtype: str
     shape: tuple[int, ...]
     peer: int
     """Global rank; -1 for a collective."""
     started_s: float
-    """Of this host's monotonic clock."""
+    """Monotonic, of this host."""
     ended_s: float
 
 
@@ -52,17 +51,17 @@ class FailureEvent:
     group: str
     ranks: tuple[int, ...]
     rank: int
-    """Global rank of this process."""
+    """Global rank."""
     error: CommunicationError
     at_s: float = field(default_factory=time.monotonic)
-    """Of this host's monotonic clock."""
+    """Monotonic, of this host."""
 
 
 ON_OPERATION: list[Callable[[OperationEvent], object]] = []
 PYTHON_ONLY: list[Callable[[OperationEvent], object]] = []
-"""Hooks that don't disable native ops, and miss them."""
+"""Hooks that miss native ops instead of disabling them."""
 IN_PROFILER: list[bool] = []
-"""Not empty: torch's profiler shows each operation that runs in Python."""
+"""Not empty while torch's profiler shows operations."""
 ON_FAILURE: list[Callable[[FailureEvent], object]] = []
 
 

@@ -1,4 +1,4 @@
-"""Finds this process's routes by the names of their groups, adds hooks, and writes records to files."""
+"""Finds this process's routes by name, adds hooks, and writes records."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""Group name and both keys -> group name, also of destroyed groups."""
+"""Also of destroyed groups."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the open routes by name, without simulated groups and groups of one rank."""
+    """Returns open routes, without simulated groups and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
 
 @host_call(OUTSIDE)
 def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` after each operation of this rank's groups, in the calling thread. Returns its remover.
+    """Calls `hook(event)` after each operation of this rank's groups. Returns a function that removes it.
 
-    All operations then go through Python, which costs some microseconds a call. A started operation is reported when it
-    is waited for. Exceptions of hooks are logged.
+    All operations then go through Python. A started operation is reported when it is waited for. Exceptions of hooks
+    are logged.
     """
     return _add(hook, observers.ON_OPERATION, _serve_ops)
 
 
 @host_call(OUTSIDE)
 def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` when a group fails on this rank, before the error is raised. Returns its remover.
+    """Calls `hook(event)` when a group fails on this rank. Returns a function that removes it.
 
-    The hook runs in the detecting thread. Its exceptions are logged.
+    The hook runs in the detecting thread, before the error is raised. Its exceptions are logged.
     """
     return _add(hook, observers.ON_FAILURE)
 
@@ -73,10 +73,9 @@ def _serve_ops() -> None:
 
 @host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
-    """Writes the last operations of this process's groups to a file in `folder`, and returns its path.
+    """Writes the groups' last operations to a file in `folder`, for `python -m parallel_state debug`.
 
-    Returns None without groups, or if writing fails, which is logged. `python -m parallel_state debug FOLDER` shows the
-    files of all ranks. Thread-safe.
+    Returns its path, or None without groups or if writing fails, which is logged. Thread-safe.
     """
     found = routes()
     if not found:
@@ -109,7 +108,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """Closes a forked child's routes of its parent without freeing anything. Returns True if there are any."""
+    """Returns True in a forked child that had routes; frees nothing of its parent's."""
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
         route.closed = route.is_parents = True
@@ -117,7 +116,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """Makes `find_route` find `route`. The caller keeps it alive."""
+    """The caller keeps the route alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
@@ -140,7 +139,7 @@ def unique_name(stem: str) -> str:
 
 
 def find_route(key: str) -> Route:
-    """Returns a group's route by name or key. Raises GroupDestroyedError or GroupNotInitializedError."""
+    """Raises GroupDestroyedError or GroupNotInitializedError."""
     route = _ROUTES.get(key)
     if route is None or route.closed or route.first_failure is not None:
         raise_interruption()

@@ -1,7 +1,7 @@
-"""Compares all ranks' calls after a wait has failed, to name ranks that are missing or made another call.
+"""Compares all ranks' calls after a wait has failed, to name missing or mismatched ranks.
 
-A timeout closes gloo's connections, so all ranks' waits fail. Each rank then sends its call over the control plane. A
-rank that sends nothing isn't in a call of this group.
+A timeout closes gloo's connections, so all ranks' waits fail, and each sends its call over the control plane. A rank
+that sends nothing isn't in a call of this group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.states import MOST_ASKED, State, call_in_words, describe_states, group_key
 
 _MOST_REPORTS = 64
-"""Larger groups exchange reports only with the 32 ranks before and after, to limit connections."""
+"""Larger groups exchange reports only with the 32 ranks before and after."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,13 @@ class Report:
     timed_out: bool = field(default=False, compare=False)
     """A missing rank may then be slow instead of dead."""
     before: str = field(default="", compare=False)
-    """The last call that the rank completed; empty if unknown."""
+    """The last completed call; empty if unknown."""
 
 
 def explained(
     context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
 ) -> CommunicationError:
-    """Returns an error that names missing or mismatched ranks, or `failure` if none are found.
-
-    `before`: the group's call before `operation`.
-    """
+    """Returns an error that names missing or mismatched ranks, or `failure`. `before`: the group's previous call."""
     status = _status_of(context)
     if status is None:
         return failure
@@ -60,7 +57,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Reports a mismatched call to the group's other ranks, without waiting."""
+    """Reports a mismatched call, without waiting."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
@@ -77,7 +74,7 @@ def _peers_to_ask(context: GroupContext) -> list[int]:
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to `failure` the states of other ranks that answer, suspects first."""
+    """Adds the states of other ranks, suspects first."""
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
     ranks = [rank for rank in ranks if rank != context.global_rank][:MOST_ASKED]
@@ -94,7 +91,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
         if own is not None:
             states[context.global_rank] = own
     if isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0]):
-        if operation is not None and operation.site:  # debug mode: the error has the lines already
+        if operation is not None and operation.site:  # the error has the lines already
             return
         lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
         failure.args = (f"{failure.args[0]}. This rank called it at {'; '.join([place, *lines])}",)
@@ -103,7 +100,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
-    """Returns the error for deaths that explain a broken connection, or `failure`."""
+    """Returns the error for deaths, or `failure`."""
     watcher = context.watcher
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
@@ -114,7 +111,7 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that only some ranks completed, and these ranks, if they are all in the same next call."""
+    """Returns the call that only ranks in one same next call completed, and these ranks."""
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
     ahead = {reports[rank] for rank in completed}
@@ -142,14 +139,14 @@ def _verdict(
     found = _watchers_verdict(context, failure, missing)
     if found is not failure:
         return found
-    # Only equal numbers show a mismatch: some ranks may have completed a call that others have not.
+    # Numbers differ if only some ranks have completed a call.
     if different := [rank for rank, each in sorted(reports.items()) if each != own and each.sequence == own.sequence]:
         return _mismatch(context, own, reports, different, failure)
     if context.watcher is not None and (left := context.watcher.left(missing)):
         who = ", ".join(f"global rank {rank}" for rank in left)
         return lost(PeerDiedError, f"{who} {LEFT}", "all ranks must make the same calls before they leave", left)
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
-        # A watched rank's death would be known: its own call failed.
+        # A watched rank's death would be known.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
         if not missing:
             return gave_up(context, failure)
@@ -169,7 +166,7 @@ def _verdict_of_all(
     found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
     others = {report for rank, report in reports.items() if rank != context.rank}
     if len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
-        # Peers may have completed this operation with this rank's data, and failed in the next one.
+        # Peers may have completed this operation, and failed in the next one.
         ours = f"{own.call} number {own.sequence}"
         theirs = f"All peers are already in {ahead.call} number {ahead.sequence}"
         found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
@@ -187,9 +184,9 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns the reports with the lowest number; all of them if a rank's is unknown.
+    """A rank that needs no data can already be in the next call.
 
-    A rank that needs no data can already be in the next call.
+    Returns all reports if a rank's call is unknown.
     """
     first = min(report.sequence for report in reports.values())
     calls = {
@@ -216,7 +213,7 @@ def _mismatch(
 
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
-    """Raises CollectiveMismatchError on every rank if their calls differ. Every rank calls it, in debug mode."""
+    """Raises CollectiveMismatchError on every rank if calls differ. Every rank calls it, in debug mode."""
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}
     texts = context.gather(json.dumps(call).encode(), "comparison of calls")

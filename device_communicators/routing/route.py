@@ -82,10 +82,7 @@ class Traffic:
 
 
 class _CallScope:
-    """Marks this thread's call, and rejects calls of other threads, whose order ranks can't agree on.
-
-    A generator would cost 3 µs more.
-    """
+    """Rejects calls of other threads, whose order ranks can't agree on. A generator would cost 3 µs more."""
 
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
 
@@ -133,9 +130,8 @@ class Route:
     ) -> None:
         self.context = context
         self.refusals = refusals
-        """Name of each unused communicator -> the reason."""
+        """Unused communicator -> the reason."""
         self.paths = paths
-        """For `explain()`: how eager, compiled and captured calls reach each communicator."""
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
         self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
@@ -149,7 +145,7 @@ class Route:
         self.sequence = 0
         """Number of the last operation that ran in this class. Native ops take numbers as well."""
         self._recorded: deque[Operation] = deque(maxlen=RECORDS)
-        self._native_records: list[Operation] = []  # read when native ops were last disabled
+        self._native_records: list[Operation] = []  # from before native ops were disabled
         self.first_failure: CommunicationError | None = None
         self._messenger: Callable[[], Any] = lambda: None
         self.closed = False
@@ -166,7 +162,6 @@ class Route:
 
     @property
     def messenger(self) -> Any:
-        """Raises GroupDestroyedError if the group's messenger is gone."""
         messenger = self.try_messenger
         if messenger is None:
             raise GroupDestroyedError(f"{self.context} was destroyed; call the group's getter again")
@@ -174,7 +169,7 @@ class Route:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """In order of preference. An assignment takes effect from the next call on."""
+        """An assignment takes effect from the next call on."""
         return self._communicators
 
     @communicators.setter
@@ -187,7 +182,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Switches on or off that registered ops call the first communicator without this route."""
+        """Lets registered ops call the first communicator without this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -219,18 +214,18 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Runs the method `operation` on the first communicator that supports it for `tensor`.
+        """Runs a method on the first communicator that supports it for `tensor`.
 
         `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
         `as_list`: the first argument is a list, for `run_list`. Raises GroupDestroyedError, GroupFailedError,
-        UnsupportedError, UsageError, or the CommunicationError that occurred.
+        UnsupportedError, UsageError or CommunicationError.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
         with nullcontext() if call is None else _CallScope(self, call):
             started = time.monotonic()
             begin_sending()
             try:
-                # `refusal` may communicate, so its failures are those of the operation.
+                # `refusal` may communicate, and fail.
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-1]
@@ -252,10 +247,7 @@ class Route:
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns an uninitialised tensor in registered memory, or None if no communicator has any.
-
-        Every rank calls it, with the same number of bytes. Raises as `run`.
-        """
+        """Returns an uninitialised tensor in registered memory, or None. Every rank calls it. Raises as `run`."""
         size_bytes = math.prod(size) * dtype.itemsize
         maker = next((each for each in self.communicators if each.has_memory), None)
         if maker is None or size_bytes == 0:
@@ -281,10 +273,7 @@ class Route:
         return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides are optional
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
-        """Runs `operation` for each tensor, in one launch if one communicator supports them.
-
-        All ranks' tensors have the same dtypes and sizes, so they choose the same communicators.
-        """
+        """Uses one launch if one communicator supports all tensors. All ranks pass the same dtypes and sizes."""
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
             self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
             self.count(part_of, 0, sum(x.nbytes for x in tensors[1:]))
@@ -302,7 +291,7 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`, without waiting.
+        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`.
 
         The bytes count as traffic of `part_of`; the caller counts the call. `dim` applies if `args` don't contain it.
         """
@@ -332,7 +321,7 @@ class Route:
         return own + [each for each in under_way if has_transfers and each.name in PAIRS]
 
     def alone(self, call: UserCall) -> _CallScope:
-        """Returns a context for a call of several steps: the group's collectives in other threads raise."""
+        """Returns a context for a call of several steps."""
         return _CallScope(self, call, has_steps=True)
 
     @contextmanager
@@ -388,7 +377,6 @@ class Route:
         return communicator
 
     def check_recordable(self, operation: str) -> None:
-        """Raises UnsupportedError if this thread is capturing a CUDA graph."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{operation} on {self.context} can't be captured in a CUDA graph, because it runs on the CPU and a "
@@ -404,7 +392,6 @@ class Route:
         peer: int = -1,
         started_s: float | None = None,
     ) -> Operation:
-        """Gives an operation the next number and records it."""
         if operation not in PAIRS:
             served = 0 if self._server is None else self._server.next_operation(self.context.key)
             self.sequence = served or self.sequence + 1
@@ -423,7 +410,7 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """Returns the last operations, in order. One without an end is running or has failed."""
+        """An operation without an end is running or has failed."""
         others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
@@ -444,7 +431,7 @@ class Route:
         return found
 
     def pick(self, request: Request) -> Communicator:
-        """Returns the first communicator that supports `request`, or raises UnsupportedError with all reasons."""
+        """Raises UnsupportedError with all reasons."""
         for communicator in self.communicators:
             if communicator.refusal(request) is None:
                 return communicator
@@ -452,7 +439,7 @@ class Route:
         raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
-        """Raises an error if the group was destroyed or forked, or has failed, or if a rank has died."""
+        """Raises if the group was destroyed or forked, or has failed, or if a rank has died."""
         if self.closed:
             if self.is_parents:
                 raise forks.error(str(self.context))
@@ -463,7 +450,7 @@ class Route:
             raise failed_earlier(self.context, self.first_failure) from self.first_failure
         if self.context.deaths():  # an operation that began now could wait until its deadline
             if self.context.watcher is not None:
-                self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # includes ranks that die with it
+                self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # and ranks that die with it
             began = self._began(time.monotonic() if started is None else started)
             self._poison(died(self.context, operation, began))
             if self.first_failure is not None:
@@ -476,7 +463,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns `started`, or the earlier start of a call that is repeated."""
+        """Returns the start of a call that is repeated, or `started`."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -484,7 +471,7 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise for `error`. After a communication error the group is unusable.
+        """Returns the error to raise. After a communication error the group is unusable.
 
         `record`: of the failed operation, if it isn't the last. `sent`: False if no data has left this rank; the group
         then stays usable.
@@ -551,7 +538,6 @@ class Route:
         return memory is not None and len(memory.domains) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
-        """Returns `failure`, or an error that explains it by what other ranks report."""
         if last is None or last.name in PAIRS or self.first_failure is not None or self.context.deaths():
             return failure
         passed = {each.sequence: each.call for each in self.operations() if each.name not in PAIRS}
@@ -571,7 +557,7 @@ class Route:
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates what the communicators' first calls would create. Every rank calls it."""
+        """Every rank calls it."""
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
@@ -584,7 +570,7 @@ class Route:
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
         """Returns a context in which a CUDA graph may record operations, and transfers with `peers`.
 
-        Every rank calls it. `peers` are ranks in the group; each must name this rank as well.
+        Every rank calls it; each peer must name this rank as well.
         """
         self.check_usable()
         self._was_captured = True
@@ -599,12 +585,10 @@ class Route:
         return stack
 
     def _carriers_of_the_device(self) -> Sequence[Communicator]:
-        """Returns the communicators up to the first that supports all device tensors."""
         last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
         return self.communicators if last is None else self.communicators[: last + 1]
 
     def explain(self) -> str:
-        """Describes the communicators, and why others are not used."""
         lines = [str(self.context)]
         lines += [f"  {i}. {c.name}: {c}" for i, c in enumerate(self.communicators, 1)]
         if not self.communicators:
@@ -614,10 +598,10 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """The coordinator owns the process groups. May be called twice."""
+        """May be called twice."""
         if not self.closed:
             self.closed = True
-            with ExitStack() as stack:  # runs all callbacks, last to first, even if one raises
+            with ExitStack() as stack:  # runs all callbacks, even if one raises
                 stack.callback(self._drop_references)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)
@@ -628,10 +612,10 @@ class Route:
 
     def _drop_references(self) -> None:
         self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-        # Tracebacks keep process groups and the store alive. A thread's frames can't be cleared while it raises.
+        # Tracebacks keep process groups and the store alive.
         failure: BaseException | None = self.first_failure
         self.first_failure = None
-        seen: set[int] = set()  # an error that is raised from itself is its own cause
+        seen: set[int] = set()  # an error can be its own cause
         while failure is not None and id(failure) not in seen:
             seen.add(id(failure))
             traceback.clear_frames(failure.__traceback__)

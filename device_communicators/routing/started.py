@@ -33,7 +33,7 @@ class Starter(Protocol):
 
 
 class Handle:
-    """A started operation. `wait()` returns once it is complete, or raises its error. May be repeated."""
+    """A started operation. `wait()` and its error may be repeated."""
 
     def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
@@ -49,9 +49,8 @@ class Handle:
     def is_completed(self) -> bool:
         """Returns True if `wait()` would return at once.
 
-        gloo's transfers can't be polled: they complete only while waited for, and a wait's timeout closes the
-        connection. So a thread waits for an incomplete one. A device's works need `wait()` even when complete, for its
-        stream.
+        gloo's transfers complete only while waited for, so a thread waits for them. A device's works need `wait()` even
+        when complete, for the current stream.
         """
         work = self._work
         if work is None or self._error is not None:
@@ -75,19 +74,19 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
-        """Returns True if the transfer completes only while a thread is in `run_to_end`."""
+        """Returns True if it completes only while a thread is in `run_to_end`."""
         return not self.has_ended and hasattr(self._work, "run_in_this_thread")
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Completes a transfer without a deadline and drops its tensor. Keeps an error for `wait()`."""
+        """Has no deadline. Keeps an error for `wait()`."""
         run = getattr(self._work, "run_in_this_thread", None)
         if run is not None:
             run()
             self._wait_quietly()
 
     def _wait_quietly(self) -> None:
-        with contextlib.suppress(Exception):  # kept in self._error for wait()
+        with contextlib.suppress(Exception):  # kept for wait()
             self.wait()
 
     @host_call(WAITED_FOR)
@@ -100,7 +99,7 @@ class Handle:
             if self._work is None:
                 return
             if self._route.is_parents:
-                self._route.check_usable()  # raises; the work is another process'
+                self._route.check_usable()  # raises: the work is another process'
             started = time.monotonic()
             with waiting_for(self._route.context, self._record):
                 try:
@@ -109,7 +108,7 @@ class Handle:
                     if observers.ON_OPERATION or observers.PYTHON_ONLY:
                         observers.notify_operation(self._route.context, self._record, self._tensor)
                 except Exception as error:
-                    if type(error) is UsageError:  # a signal handler must not wait now; the transfer continues
+                    if type(error) is UsageError:  # in a signal handler; the transfer continues
                         raise
                     self._error = self._route.failure_of(error, self._record.name, started, self._record)
                     self._tensor = None
@@ -133,7 +132,7 @@ class TensorHandle:
         self._handle = handle  # None: complete already
         self._tensor = tensor
         self._finish = finish
-        self._keep = keep  # the transport reads it until the handle is done
+        self._keep = keep  # the transport reads it
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
@@ -141,7 +140,7 @@ class TensorHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
-        """Returns the tensor, or raises the operation's error. May be repeated."""
+        """May be repeated."""
         if self._handle is not None:
             self._handle.wait()
         finish, self._finish = self._finish, None

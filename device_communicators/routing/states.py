@@ -1,4 +1,4 @@
-"""The state of a rank, as text for errors: its call, its line of the program, or why it doesn't run."""
+"""The state of a rank, as text for errors: its call, its line of the program, or an obstacle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRANSFERS = {
     "send_list": "send_tensor_dict with a spec",
     "recv_list": "recv_tensor_dict with a spec",
 }
-"""Step -> method, for records without a method."""
+"""For records without a method."""
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
@@ -35,11 +35,10 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
 
 
 WAITS: dict[int, tuple[GroupContext, Operation]] = {}
-"""Thread id -> the operation that the thread waits for in Python."""
+"""By thread id."""
 
 
 def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None:
-    """Restores `before`, the record of the outer wait."""
     if before is None:
         del WAITS[thread]
     else:
@@ -61,31 +60,30 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
-    """Returns a text that is equal on all ranks of the group, and differs between groups."""
+    """Equal on all ranks of the group."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):
     key: str = ""
-    """`group_key` of the call's group; empty if the rank waits in none."""
+    """`group_key` of the call's group; empty outside of calls."""
     group: str = ""
-    """The group's name on that rank."""
     call: str = ""
     place: str = ""
-    """Lines of the program in the rank's stack, innermost first."""
+    """Lines of the program, innermost first."""
     obstacle: str = ""
     """Why the rank can't answer; other fields are then empty."""
     is_compiling: bool = False
     idle_s: float = 0.0
     """Seconds since its last call; -1 while it makes calls."""
     peer: int = -1
-    """Global rank of the peer of a transfer."""
+    """Global rank."""
 
     def is_in_call_of(self, other: State) -> bool:
         return (self.key, self.call) == (other.key, other.call)
 
     def in_words(self, group: str = "") -> str:
-        """Returns text that follows "global rank 3 is ". Omits the name of `group`."""
+        """Follows "global rank 3 is ". Omits the name of `group`."""
         if self.obstacle:
             return self.obstacle
         where = f" of group {self.group!r}" if self.group != group else ""

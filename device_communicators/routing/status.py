@@ -1,8 +1,8 @@
 """Asks other ranks for their calls and lines of the program, for errors and the log, and answers them.
 
-A rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer in the control plane's
-callback thread. A failed rank's request has its own state, for ranks that fail after it has left. For a stopped
-process, ranks that can watch its PID answer.
+A rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks. Peers answer in the control plane's callback
+thread. A failed rank's request has its own state, because it may leave. Ranks that can watch a stopped process's PID
+answer for it.
 """
 
 from __future__ import annotations
@@ -41,22 +41,20 @@ from device_communicators.routing.states import (
 logger = logging.getLogger("parallel_state")
 
 _IDLE_S = 1.0
-"""After this time without a call, a rank's state is the place of its main thread."""
+"""A rank without a call for so long reports the place of its main thread."""
 _KEEP_S = 3.0
-"""A failed call stays the state for timeout + 3 s, because peers may fail later."""
+"""A failed call stays the state for timeout + 3 s: peers may fail later."""
 _ANSWER_S = 0.3
-"""A rank that hasn't answered by then counts as silent."""
 _REPORTS_S = 0.6
-"""A rank without a report by then wasn't in the call. Peers detect a failure up to 0.2 s apart."""
+"""Peers detect a failure up to 0.2 s apart. A rank without a report wasn't in the call."""
 _MOST_GROUPS = 64
-"""Reports of the least recently used failed groups are dropped."""
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
 _MOST_SHOWN = 256
 
 
 class _Failed:
-    """Reports and states of one failed group, by global rank."""
+    """By global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -64,7 +62,7 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """A `Route`, or a group of the backend for torch.distributed."""
+    """A `Route`, or a group of torch's backend."""
 
     @property
     def context(self) -> GroupContext: ...
@@ -73,13 +71,10 @@ class Calls(Protocol):
 
 
 class Start(NamedTuple):
-    """A rank's wait for other ranks in start-up."""
-
     where: str
     """Address of the rendezvous."""
     world_size: int
     awaited: Callable[[], str]
-    """Returns the missing ranks in words."""
 
 
 class Status:
@@ -88,14 +83,14 @@ class Status:
         self.rank = rank
         self._failed_groups: OrderedDict[str, _Failed] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
-        """Guards the field above. Notified of each new report."""
+        """Guards the field above."""
         self._failed: State | None = None
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
         self._waited_at_s = time.monotonic()
-        """Time at which this rank was last seen in a call."""
+        """Last time at which this rank was in a call."""
         self._logged = 0.0, 0.0
-        """Start of the last logged wait, and its length then."""
+        """Start and length of the last logged wait."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
         """None once start-up is complete."""
@@ -114,7 +109,7 @@ class Status:
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns this rank's state, or the call that failed in the group `key`. Thread-safe."""
+        """Returns this rank's state, or its failed call in the group `key`. Thread-safe."""
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -134,13 +129,12 @@ class Status:
             return state_without_call(idle_s if idle_s >= _IDLE_S else 0.0)
         context, operation = last
         place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
-        # A blocking call without an end or a waiting thread has failed: its error is being raised.
+        # A blocking call without an end or a waiting thread has failed.
         has_failed = operation.ended_s is None and operation.name not in STARTED
         key = group_key(context) if has_failed else ""
         return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
 
     def describe(self) -> dict[str, Any]:
-        """Returns JSON values."""
         now, start = time.monotonic(), self.start
         waits = {thread: operation for thread, (_, operation) in list(WAITS.items()) if operation.ended_s is None}
         return {
@@ -174,7 +168,6 @@ class Status:
         }  # fmt: skip
 
     def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
-        """Replies with the states of ranks on other hosts."""
         near = {self.rank, *self._watcher.pids}
         far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
         self._ask_states(far, "", None, lambda states: reply(json.dumps(states).encode()))
@@ -198,10 +191,7 @@ class Status:
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states of global ranks that arrive within 0.3 s.
-
-        `key`: of the group whose failed call is asked for. `own`: this rank's state in its failure.
-        """
+        """Returns the states that arrive within 0.3 s. `own`: this rank's state in the failure of group `key`."""
         done, found = threading.Event(), [dict[int, State]()]
 
         def take(states: dict[int, State]) -> None:
@@ -215,7 +205,7 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Calls `take(states)` within 0.3 s, in the callback thread or this one."""
+        """`take` runs within 0.3 s, in the callback thread or this one."""
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -243,7 +233,7 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns for each asked rank another that can watch it by PID."""
+        """Returns a rank that can watch it by PID for each asked rank."""
         helpers: list[int] = []
         for rank in asked:
             near = self._watcher.neighbours_of(rank)
@@ -259,7 +249,7 @@ class Status:
         return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
 
     def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
-        """Sends this rank's report. Returns the reports that arrive within 0.6 s."""
+        """Returns the reports that arrive within 0.6 s."""
         until = time.monotonic() + _REPORTS_S
         with self._changed:
             reports = self._of(key).reports
@@ -282,7 +272,7 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Returns the report's group, or "" if `packed` is invalid."""
+        """Returns the group's key, or "" for an invalid report."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
@@ -303,9 +293,9 @@ class Status:
         return found
 
     def _look(self) -> None:
-        """Logs this rank's longest wait beyond the soft limit. The control plane calls it every 0.4 s."""
+        """The control plane calls it every 0.4 s."""
         found, now = self._longest_wait(), time.monotonic()
-        if found is None or found[0].watcher is not self._watcher:  # another world's status logs it
+        if found is None or found[0].watcher is not self._watcher:  # another status logs it
             return
         self._waited_at_s = now
         waited_s = now - found[1].started_s
@@ -334,7 +324,7 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the sender's state, and why other ranks of its host don't run; (None, {}) if truncated."""
+    """Returns the sender's state and the obstacles of its host's ranks; (None, {}) if truncated."""
     try:
         state, seen = json.loads(reply or b"[null, {}]")
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}
@@ -347,7 +337,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """Answers requests for the group's calls, and logs its long waits. Needs a control plane."""
+    """Needs a control plane."""
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return

@@ -1,7 +1,7 @@
 """Waits for torch.distributed until a deadline or the death of a rank on which the group depends.
 
-gloo reports an exit only to direct neighbours, so waits are slices, and deaths are polled between them. A gloo transfer
-doesn't survive a slice's timeout, and reduce_scatter's wait takes none: threads wait for these.
+gloo reports an exit only to direct neighbours, so waits are slices, and deaths are polled between. gloo's transfers and
+reduce_scatter allow no slices: threads wait for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
-    """A collective on a CPU group. Its wait ends when a rank on which the group depends dies."""
+    """A collective on a CPU group."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
         self._work = work
@@ -41,12 +41,12 @@ class Watched:
             self._wait()
         except Exception:
             raise
-        except BaseException:  # Ctrl-C, or raised by a signal handler
+        except BaseException:  # Ctrl-C, or a signal handler's
             self._finish_in_background()
             raise
 
     def _finish_in_background(self) -> None:
-        """Freeing the process group would block until the work is done, so a thread keeps it."""
+        """Freeing the process group would block, so a thread keeps it until the work is done."""
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
@@ -77,7 +77,7 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """Waits 0.2 s more for data that the dead rank had sent."""
+        """The dead rank may have sent the data."""
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
         except RuntimeError as error:
@@ -88,7 +88,7 @@ class Watched:
 
 
 class WatchedByThread:
-    """A gloo transfer or reduce_scatter, which a thread waits for from the first `wait` on."""
+    """A thread runs from the first `wait` on. `peer`: of a transfer."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
         self._work = work
@@ -102,7 +102,7 @@ class WatchedByThread:
         self._error: BaseException | None = None
 
     def run_in_this_thread(self) -> None:
-        """Has no deadline. Keeps an error for `wait`."""
+        """Has no deadline."""
         self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
         if self._take():
             self._run_to_end()
@@ -146,22 +146,22 @@ class WatchedByThread:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Calls `ended(seconds)`, which blocks for at most that time, until it returns True.
+    """Polls `ended(seconds)`, which may block for that time.
 
     Raises RuntimeError after the group's timeout, or the error for a death.
     """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
-        if time.monotonic() - started > context.timeout_s + NOTICE_S:  # it may be several works, each with a timeout
+        if time.monotonic() - started > context.timeout_s + NOTICE_S:  # several works may each take the timeout
             raise RuntimeError(f"{operation} timed out")
         if context.deaths() and not ended(NOTICE_S):
             raise died(context, operation, started)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Closes this rank's connections in a gloo group: peers detect it at once.
+    """Closes this rank's gloo connections, by a receive that times out.
 
-    A receive that times out closes all connections. One from an exited peer doesn't time out, so each is tried.
+    Receives from exited peers don't, so each peer is tried.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
