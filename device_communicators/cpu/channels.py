@@ -1,9 +1,7 @@
 """The message queues of one group on one host: between each two ranks, and from each rank to all others.
 
-They are in a file that all ranks of the group open when it is made. Its *control* part, a few hundred bytes per queue,
-has memory from the start. A queue's ring in the *data* part is mapped by each rank at first use, and allocated by its
-writer. So an unused queue costs nothing, and no rank waits for another to make one. Queues of different kinds don't
-match each other.
+All ranks open their file when the group is made. A queue's ring is mapped at first use, and allocated by its writer: an
+unused queue costs nothing. Queues of different kinds don't match.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ _E = TypeVar("_E", Sender, Receiver)
 
 
 class QueueMemory:
-    """The memory of a group's queues: a part of the file in shared memory that its ranks have opened."""
-
     def __init__(self, library: Any, segment: Segment, offset: int, size: int, makes: bool) -> None:
-        """Maps the queues of `size` ranks from `offset` on; if `makes`, initializes them. Raises SegmentError."""
+        """Maps the queues from `offset` on; if `makes`, initializes them."""
         control_bytes, data_bytes = region_bytes(size)
         control_bytes = -(-control_bytes // _PAGE_BYTES) * _PAGE_BYTES
         if makes:
@@ -50,24 +46,23 @@ class QueueMemory:
                 f"{describe_address_space()}"
             )
         self.windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
-        # One descriptor per group would be too many; older kernels need it to allocate.
+        # One per group would be too many; older kernels need it to allocate.
         self.descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
 
     def map(self, offset: int, size_bytes: int) -> int:
-        """Maps a range of the data part and returns its address. Raises OSError if there is no address space left."""
         address: int | None = self._library.ps_windows_at(self.windows, offset, size_bytes)
         if not address:
             raise OSError(errno.ENOMEM, f"this process has no address space left ({describe_address_space()})")
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Allocates memory for a range of the data part. If /dev/shm is full, raises OSError; a write would kill us."""
+        """If /dev/shm is full, raises OSError, where a write would kill this process."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Closes the file's descriptor, which `commit` needs. The mapped memory stays valid."""
+        """The mapped memory stays valid."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -82,17 +77,14 @@ class QueueMemory:
 
 
 TENSORS, MESSAGES = 0, 1
-"""Kinds of queues: plain tensors; objects and tensor dicts."""
+"""Kinds: plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""Measured: with chunks of 64 KiB two tensors of 2 MiB take 1.15 of the time, 1 MB of bytes 1.3.
-
-With chunks of 256 KiB, a ring beyond a core's cache, both take twice as long.
-"""
+"""Measured: chunks of 64 KiB take 1.15 of the time for tensors of 2 MiB, chunks of 256 KiB twice the time."""
 
 
 def region_bytes(size: int) -> tuple[int, int]:
-    """Returns the sizes in bytes of the control part and of the data part, for a group of `size` ranks."""
+    """Returns the sizes in bytes of the control part and of the data part."""
     pairs, broadcasts = size * size * KINDS, size
     return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * SHAPE.data_bytes
 
@@ -104,8 +96,8 @@ def _control_bytes(readers: int) -> int:
 class Channels:
     """This rank's ends of its group's queues, each opened at first use. Thread-safe.
 
-    `liveness`: the address that `ps_liveness_of` or `ps_liveness_new` returned; owned. `spin_ns`, `yields`: how long a
-    wait polls, see `wait_policy`. `group`: the group's number in C++, or 0.
+    Owns `liveness`, the address that `ps_liveness_of` or `ps_liveness_new` returned. `group`: the group's number in
+    C++, or 0.
     """
 
     def __init__(
@@ -132,7 +124,7 @@ class Channels:
 
     @property
     def broadcasts(self) -> int:
-        """Returns the number of broadcast messages so far, which is the same on all ranks. C++ counts its own, too."""
+        """Equal on all ranks. C++ counts its own, too."""
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
@@ -144,7 +136,7 @@ class Channels:
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Makes rings for transfers of tensors. Returns their address for `ps_transfers_delete`, or None."""
+        """Returns the address for `ps_transfers_delete`, or None."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
@@ -160,16 +152,14 @@ class Channels:
     def message_receiver(self, src: int) -> Receiver:
         return self.receiver(src, MESSAGES)
 
-    # The queues.
-
     def sender(self, dst: int | None, kind: int) -> Sender:
-        """Returns the writing end of the queue to `dst`; if `dst` is None, to all others."""
+        """If `dst` is None, to all others."""
         key = (-1 if dst is None else dst, kind)
         place = self.members.rank, dst, kind
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """Returns the reading end of the queue from `src` to this rank; with `broadcast`, to all others."""
+        """With `broadcast`, of the queue to all others."""
         key = (src, kind | KINDS if broadcast else kind)
         place = src, None if broadcast else self.members.rank, kind
         return self._receivers.get(key) or self._open(self._receivers, key, Receiver, place, src, broadcast)
@@ -191,7 +181,7 @@ class Channels:
             return end
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
-        """Maps the ring of a queue. With `commit`, also allocates its memory. Returns where it is."""
+        """With `commit`, also allocates the ring's memory."""
         size = len(self.members.ranks)
         pairs = size * size * KINDS
         if dst is None:
@@ -221,10 +211,7 @@ class Channels:
             raise self.members.destroyed()
 
     def close(self) -> bool:
-        """Closes this rank's ends of all queues.
-
-        Returns False if a thread still uses one: the memory must then stay mapped.
-        """
+        """Returns False if a thread still uses an end: the memory must then stay mapped."""
         with self._lock:
             self._closed = True
             ends = [*self._senders.values(), *self._receivers.values()]

@@ -1,8 +1,7 @@
 """Makes the TCP connections between ranks of a group that share no memory.
 
-The ranks exchange addresses, ports and tokens. A connection begins with the listener's token, the dialer's rank and the
-connection's number. PARALLEL_STATE_CONNECTIONS sets their number per pair, over the interfaces of GLOO_SOCKET_IFNAME in
-turn.
+A connection begins with the listener's token, the dialer's rank and the connection's number. PARALLEL_STATE_CONNECTIONS
+of them per pair use the interfaces of GLOO_SOCKET_IFNAME in turn.
 """
 
 from __future__ import annotations
@@ -32,29 +31,27 @@ _SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
 _MOST_UNKNOWN = 256
-"""Limit of connections without a hello; beyond it the oldest is closed."""
+"""Connections without a hello. Beyond it the oldest is closed."""
 _BACKLOG = 512
 _MOST_ADDRESSES = 4
 _Key = tuple[int, int]
 """A rank, and the number of the connection to it."""
 _STRANGER: _Key = (-1, 0)
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
-"""Offsets in Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
+"""Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
-"""After this many unanswered probes of a full receiver, its kernel owes an answer."""
+"""After this many unanswered probes a full receiver's kernel owes an answer."""
 _SECOND_PROBE_S = 0.4
-"""Twice TCP_RTO_MIN: the first of two unanswered probes was sent at least this long before the second."""
+"""Twice TCP_RTO_MIN: the least time between two unanswered probes."""
 
 
 class Meeting(NamedTuple):
-    """The ranks of a group that connect to each other, and the function by which they exchange addresses."""
-
     members: GroupMember
     gather: Callable[[bytes], list[bytes]]
     """Returns the record of each rank; every rank calls it."""
     watcher: Watcher
     watched: Sequence[int]
-    """The global ranks whose death ends the wait."""
+    """Global ranks whose death ends the wait."""
     timeout_s: float
 
     def has_lost_a_rank(self) -> bool:
@@ -62,12 +59,12 @@ class Meeting(NamedTuple):
 
 
 class Connections:
-    """The connected sockets of this rank, by peer. Both ends list the connections of a pair in the same order."""
+    """Both ends list the connections of a pair in the same order."""
 
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
-        """`early_bytes`: per rank, how many bytes this rank may send before that rank calls receive.
+        """`early_bytes`: what this rank may send to each rank before that rank calls receive.
 
         `granted_bytes`: the same limit in the other direction, which this rank enforces.
         """
@@ -75,13 +72,12 @@ class Connections:
         self.granted_bytes = granted_bytes
         self.early_bytes = dict(early_bytes)
         self._unanswered: dict[socket.socket, float] = {}
-        """Sockets whose peer kernel owes an acknowledgement, and since when."""
+        """Since when the peer's kernel owes an acknowledgement."""
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose host has acknowledged no data on a connection for `limit_s`.
+        """Returns the ranks whose host has acknowledged nothing on a connection for `limit_s`.
 
-        Call it several times within `limit_s`. A rank that merely doesn't read is left out, because its kernel still
-        answers.
+        Call it several times within `limit_s`. A rank that merely doesn't read isn't silent: its kernel answers.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -108,7 +104,7 @@ class Connections:
         self.sockets = {}
 
     def release(self) -> None:
-        """Gives up the sockets without closing them: the compiled group owns their descriptors now."""
+        """The compiled group owns the descriptors now."""
         for connections in self.sockets.values():
             for connection in connections:
                 connection.detach()
@@ -116,11 +112,10 @@ class Connections:
 
 
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Connects this rank to `peers`; every peer must list this rank, too. Every rank of the group calls it.
+    """Connects this rank to `peers`, each of which must list this rank. Every rank of the group calls it.
 
-    `address`: this host's address, as other hosts use it; by default the one that gloo uses. Raises CommunicationError
-    on all ranks if one can't listen, and on ranks that can't be connected. If a watched rank exits, raises the error
-    that names it.
+    `address`: this host's, by default gloo's. Raises CommunicationError on all ranks if one can't listen, or the error
+    for a watched rank's exit.
     """
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
@@ -186,7 +181,7 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Returns the error for connections that failed. First waits briefly for a death that explains them."""
+    """First waits briefly for a death that explains the failure."""
     members = meeting.members
     suspects = [members.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
@@ -202,7 +197,7 @@ def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started:
 
 
 def _greet(meeting: Meeting, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
-    """Opens connection `number` to the rank that listens at `end`, an address and a port, and sends the hello."""
+    """`end`: address and port."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
@@ -237,9 +232,9 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts the awaited connections `keys` from other ranks and adds them to `made`. Closes all others."""
+    """Accepts the connections `keys`, and closes all others."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-    """Descriptor -> connection without a whole hello, and the bytes that arrived; in order of arrival."""
+    """By descriptor: connections without a whole hello, in order of arrival."""
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}
     for listener in listeners:
@@ -258,7 +253,7 @@ def _accept(
                         poll.register(connection, select.POLLIN)
             for descriptor, (connection, hello) in list(unknown.items()):
                 key = _read_hello(connection, hello, token) if descriptor in ready else None
-                # No deadline: a rank of a busy host may need seconds between its connection and its hello.
+                # No deadline: on a busy host the hello may follow seconds later.
                 if key is None and len(unknown) <= _MOST_UNKNOWN:
                     continue
                 poll.unregister(descriptor)
@@ -273,7 +268,7 @@ def _accept(
 
 
 def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
-    """Reads more of a connection's hello. Returns its rank and number, `_STRANGER`, or None if bytes are missing."""
+    """Returns the rank and number, `_STRANGER`, or None if bytes are missing."""
     try:
         come = connection.recv(_HELLO.size - len(hello))
     except BlockingIOError:

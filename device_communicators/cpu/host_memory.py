@@ -1,12 +1,10 @@
-"""Finds the ranks of a group that can share memory, and makes the shared memory in which they work.
+"""Finds the ranks of a group that can share memory, and makes that memory.
 
-All ranks attach when the group is made. Each makes an empty file in shared memory, a *segment*, under a random name and
-sends the name to the others. Ranks that can open a rank's segment share memory with it, whatever the hosts are called.
-All ranks of a host work in the segment of its lowest rank, and each allocates its own slots there, on its own NUMA
-node. Then all names are removed.
+Each rank makes an empty file in shared memory, a *segment*, under a random name and sends the name. Ranks that can open
+a segment share memory with its maker, whatever the hosts are called. All ranks of a host work in the segment of its
+lowest rank; each allocates its own slots there, on its own NUMA node. Then all names are removed.
 
-The ranks that work in one segment are a *memory domain*, which the collectives treat as a host. A rank that can't share
-memory is a domain by itself.
+The ranks in one segment are a *memory domain*, which the collectives treat as a host.
 """
 
 from __future__ import annotations
@@ -48,17 +46,17 @@ _MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
 class HostMemory:
-    """The shared memory of one group. All ranks call `attach` once, before anything else."""
+    """All ranks call `attach` once, before anything else."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: core masks of all ranks on this host, if there are ranks outside of the group."""
+        """`neighbours`: core masks of all ranks on this host, if some are outside of the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
-        """Core mask of each of the group's ranks on this host."""
+        """Core masks of the ranks on this host."""
         self.areas: tuple[cores.Area, ...] = ()
-        """By rank in this domain: the NUMA node and cache that its cores share."""
+        """NUMA node and cache of each rank in this domain."""
         self.area_ranks = 0
-        """Ranks per NUMA node or cache if they are on several; 0: collectives ignore areas."""
+        """Ranks per NUMA node or cache; 0: collectives ignore areas."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
@@ -68,31 +66,31 @@ class HostMemory:
         self.domains: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by segment, sorted by first rank."""
         self.apart = ""
-        """The reason that a host has several domains, equal on all ranks; else empty."""
+        """Why a host has several domains, equal on all ranks; else empty."""
         self.problem: str | None = "it isn't attached yet"
-        """The reason that the group has no compiled collectives, equal on all ranks; else None."""
+        """Why there are no compiled collectives, equal on all ranks; else None."""
         self.collectives: NativeGroup | None = None
         self.is_meshed = False
-        """True if all ranks of different domains are connected; else only the domains' first ranks are."""
+        """True if all ranks of different domains are connected, not only the domains' first ranks."""
         self.channels: Channels | None = None
-        """The message queues; None if the group isn't in one segment."""
+        """None if the group isn't in one segment."""
         self.streams: MessageStreams | None = None
-        """Messages between hosts; None on one host, or if not all ranks are connected."""
+        """Messages between hosts; None if not all ranks are connected."""
         self.debug = False
-        """True if any rank has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
+        """True if any rank has PARALLEL_STATE_DEBUG on."""
         self.rounding: tuple[bool, ...] = ()
         """By rank: its PARALLEL_STATE_ROUND_BETWEEN_HOSTS."""
         self.pids: tuple[int, ...] = ()
-        """PIDs of this host's ranks; -1 in another PID namespace, where they can't be watched."""
+        """Of this host's ranks; -1 in another PID namespace."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks in the group that run on this host, ascending."""
+        """Ascending ranks in the group."""
         return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
 
     @property
     def domain_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks in the group that share memory with this rank, and itself, ascending."""
+        """Ascending ranks in the group, with this one."""
         return next((domain for domain in self.domains if self.members.rank in domain), (self.members.rank,))
 
     @property
@@ -108,12 +106,11 @@ class HostMemory:
         address: str | None = None,
         limit_s: float = float("inf"),
     ) -> None:
-        """Finds the ranks that share memory, maps it, and connects the other ranks by TCP. All ranks call it.
+        """Finds the ranks that share memory, maps it, and connects the others by TCP. All ranks call it.
 
-        The deadline is that of start-up, or earlier, `limit_s` from now. The death of a rank in `watched`, by default
-        the group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane.
-        `purpose`: see `Watcher.gather`. `address`: this host's address, as other hosts use it; by default that of gloo.
-        Raises as `Watcher.gather` and `connect` do, and ConfigMismatchError if ranks differ in a setting.
+        The deadline is that of start-up, or `limit_s` from now. Deaths in `watched`, by default the group's ranks, end
+        the wait. `cpu_group`: the ranks' gloo group, needed without a control plane. `address`: this host's, by default
+        gloo's. Raises as `Watcher.gather` and `connect`, and ConfigMismatchError if ranks differ in a setting.
         """
         if self.attached:
             return
@@ -145,7 +142,7 @@ class HostMemory:
         watched: Sequence[int],
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Connects the ranks that share no memory by TCP, for collectives. Every rank calls it."""
+        """Every rank calls it."""
         rank, size = self.members.rank, len(self.members.ranks)
         rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
         others = [other for domain in self.domains if rank not in domain for other in domain]
@@ -167,14 +164,14 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Connects this rank to `peers` by TCP; see `connections.connect`. Every rank of the group calls it."""
+        """Connects as `connections.connect`. Every rank of the group calls it."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
         return connect(meeting, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Returns a setting's value if all ranks have the same. Otherwise raises ConfigMismatchError on all ranks."""
+        """Raises ConfigMismatchError on all ranks if their values differ."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -187,7 +184,7 @@ class HostMemory:
         return values[0]
 
     def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
-        """Returns True on all ranks if each can open `needed` files. Every rank calls it."""
+        """Returns the same on all ranks. Every rank calls it."""
         shortage = limits.descriptor_shortage(needed)
         if shortage:
             logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
@@ -265,12 +262,12 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Makes waits in this memory end when a rank of `domain` dies. Does nothing without a control plane."""
+        """Makes waits in this memory end when a rank of `domain` dies, if there is a control plane."""
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def close(self) -> None:
-        """Releases the memory once no call uses it. May be called twice."""
+        """Memory is released once no call uses it. May be called twice."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
         self.streams = None
@@ -284,7 +281,7 @@ class HostMemory:
 
 
 class _Memory:
-    """The shared memory as it is mapped: the collectives' part, the arenas and the queues."""
+    """Mapped memory: the collectives' part, the arenas and the queues."""
 
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library
@@ -293,7 +290,7 @@ class _Memory:
         """Offset of the arena in each rank's segment, aligned to huge pages."""
         self.address = 0
         self.arenas: list[int] = []
-        """The first page of each rank's arena; the rest is mapped on use."""
+        """The first pages; the rest is mapped on use."""
         self.arena_bytes = 0
         self.descriptor = -1
         self.queues: QueueMemory | None = None
@@ -329,15 +326,14 @@ class _Memory:
 
 
 def mapped_bytes(library: NativeLibrary, size: int) -> int:
-    """Returns how many bytes of shared memory the collectives of `size` ranks need, in whole pages."""
+    """Returns the size of the collectives' memory, in whole pages."""
     return int(library.ps_segment_bytes(size)) + _PAGE_BYTES - 1 & -_PAGE_BYTES
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates the slots of `rank`, and maps their pages. That rank calls it, so that they are on its NUMA node.
+    """Allocates the slots of `rank`, which must call it, so that they are on its NUMA node.
 
-    The first rank also allocates what all share. `address`: start of the mapped segment. Raises SegmentError if there
-    is too little memory.
+    The first rank also allocates what all share. Raises SegmentError if there is too little memory.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -359,7 +355,7 @@ def _want_huge_pages(library: NativeLibrary) -> None:
 
 
 class _Meeting:
-    """The exchange in which the ranks of a group find out which of them can share memory."""
+    """The exchange in which ranks find out which of them can share memory."""
 
     def __init__(
         self,
@@ -371,10 +367,10 @@ class _Meeting:
         self.members = members
         self.problem: str | None = None
         self.apart = ""
-        """The reason that this rank, or after `agree` any rank, shares no memory with ranks of its host."""
+        """Why this rank, or after `agree` any rank, shares no memory with ranks of its host."""
         self.local_ranks: tuple[int, ...] = (members.rank,)
         self._sharing: tuple[int, ...] = (members.rank,)
-        """The ranks whose segment this rank works in, if all of them can."""
+        """The ranks that would share this rank's segment."""
         self._stack = stack  # closes segments and removes their names
         self._opened: dict[int, Segment] = {}
         self.facts: list[dict[str, Any]] = []
@@ -449,9 +445,8 @@ class _Meeting:
     def map_memory(self) -> _Memory | None:
         """Maps the shared memory. Returns None for a rank that shares it with no other.
 
-        The segment of the lowest rank begins with the collectives' memory. At the same offset each rank's segment has
-        its arena, which grows on use. Behind the first rank's arena are the message queues, if the whole group is in
-        one segment.
+        The lowest rank's segment begins with the collectives' memory. At the same offset each segment has its rank's
+        arena. The queues follow the first arena, if the group is in one segment.
         """
         if len(self._sharing) == 1:
             return None
@@ -489,7 +484,7 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the ranks of each host and of each memory domain. Ranks that don't name each other are alone."""
+        """Returns the ranks of each host and of each domain. Ranks that don't name each other are alone."""
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
         hosts = tuple(
@@ -524,10 +519,10 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns how long a waiting rank polls, in nanoseconds, and how often it then yields its core before it sleeps.
+    """Returns how long a waiting rank polls, in ns, and how often it then yields before it sleeps.
 
-    `group`: core masks of the group's ranks on this host. `everyone`: those of all ranks on it. A rank that polls on a
-    core that the awaited rank needs delays both, so with more ranks than cores it polls only briefly.
+    Takes core masks: of the group's ranks on this host, and of all ranks on it. With more ranks than cores a rank polls
+    briefly, because the awaited rank needs the core.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)
@@ -538,8 +533,8 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns the same two numbers as `wait_policy` for a receiver of messages, whose sender may still compute.
+    """Returns `wait_policy` for messages, whose sender may still compute.
 
-    A sleeping receiver gets its message 50 us later or more, so one with a core of its own polls for some milliseconds.
+    A sleeping receiver gets its message at least 50 us later, so one with its own core polls for 2 ms.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

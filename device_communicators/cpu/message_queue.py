@@ -1,9 +1,7 @@
-"""Messages between ranks of one host: the sending and receiving ends of a queue in shared memory (csrc/queue.h).
+"""Messages between ranks of one host: the ends of a queue in shared memory (csrc/queue.h).
 
-A `Sender` writes one rank's messages to one or more others, each of which has a `Receiver`. A message is a head, of
-bytes, and tensors, which are copied to shared memory and out of it. Every wait has a deadline and detects exits of the
-other side. A signal handler may interrupt its thread in a message: what it sends follows that message, and it may not
-wait for its own thread.
+A message is a head and tensors, which are copied. A signal handler may interrupt its thread in a message: what it sends
+follows that message, and it may not wait for its own thread.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import Members, QueueStatus, wait_failure
 from device_communicators.cpu.plain_tree import PastPython, Pinned
 
-# Indices of a `QueueReport`.
+# Of a `QueueReport`.
 (
     _SUSPECT, _TOTAL_BYTES, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _RESERVED, _FOUND, _BROKEN,
     _ELAPSED_US, _HOLDER,
@@ -38,11 +36,11 @@ _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
 LINE_BYTES = 128
-"""Size of a counter in the control part: the second one is the writer's, the readers' follow."""
+"""The second counter in the control part is the writer's, the readers' follow."""
 
 
 class Shape(NamedTuple):
-    """The sizes of a queue's ring buffer. All ends of the queue must use the same."""
+    """All ends of the queue must use the same."""
 
     chunk_bytes: int
     chunks: int
@@ -54,29 +52,22 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a queue's memory, and the ranks that use it."""
-
     control: int
     """Address of the control part, zero when the queue is new."""
     data: int
     shape: Shape
     ranks: tuple[int, ...]
-    """Ranks in the group: the writer's, then the readers'."""
+    """In the group: the writer's, then the readers'."""
 
 
 class Waiting(NamedTuple):
-    """Settings of a wait: time of polling before the sleep, timeout, and detection of dead ranks."""
-
     liveness: int
     spin_ns: int
     yields: int
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Packs the addresses and sizes of contiguous CPU tensors for the library. Returns that, and their number.
-
-    Tensors without elements are left out.
-    """
+    """Packs addresses and sizes of contiguous CPU tensors, and counts them. Leaves out empty tensors."""
     flat: list[int] = []
     if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
@@ -116,7 +107,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error for a `status` of the library. From then on the queue's calls raise it."""
+        """Returns the error for a `status`. The queue's later calls raise it."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -141,7 +132,7 @@ class _End:
         return failure
 
     def check(self, operation: str = "") -> None:
-        """Raises if the queue is unusable: a call has failed, here or in C++ alone, or the group was closed."""
+        """Raises if a call has failed, here or in C++ alone, or the group was closed."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
@@ -150,23 +141,23 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """Adds `calls` to a count. While it isn't 0, C++ calls that bypass Python fail at this end."""
+        """While the sum of `calls` isn't 0, C++ calls that bypass Python fail at this end."""
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
-        """Returns True in a signal handler that has interrupted its thread in a message of this end."""
+        """True in a signal handler that has interrupted its thread in a message of this end."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Reports to other ranks that this end is closed, and ends calls of other threads. `close` must follow."""
+        """Ends calls of other threads and ranks. `close` must follow."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Frees this end. Returns False if a thread is still in a call: the memory must then stay mapped."""
+        """Returns False if a thread is still in a call: the memory must then stay mapped."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -186,19 +177,19 @@ class Message(NamedTuple):
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
-    """A number on which sender and receiver must agree."""
+    """Sender and receiver must agree on it."""
     more_head: bytes | Pinned = b""
     """The rest of a long head, to avoid a copy."""
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """Returns `pieces_of` the message without `head`, and how many of them belong to `more_head`."""
+        """Returns `pieces_of` the message without `head`, and how many belong to `more_head`."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
 
 class _Sending:
-    """A message that didn't fit into the ring buffer at once. It is complete when all of it is written."""
+    """A message that didn't fit into the ring. It is complete when it is written."""
 
     def __init__(self, sender: Sender, message: Message) -> None:
         self.message = message  # the library reads it until it is done
@@ -225,17 +216,17 @@ class _Sending:
 
 
 class Sender(_End):
-    """The sending end of a queue. Messages are sent in the order of the calls. Thread-safe."""
+    """Messages keep the order of the calls. Thread-safe."""
 
     side = "writer"
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
         super().__init__(library, members, place, waiting)
         self._waiting: deque[_Sending] = deque()
-        self._writer = 0  # the thread that writes a message without the lock, or starts a thread for it
+        self._writer = 0  # the thread that writes a message without the lock
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Sends a message. Returns once all of it is in the ring buffer, so that the tensors may be changed."""
+        """Returns once the tensors may be changed."""
         writer = 0
         try:
             with self.lock:
@@ -263,7 +254,7 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """Raises UsageError in a signal handler that interrupted its own thread in a send: it would wait for itself."""
+        """A signal handler that interrupted its own thread in a send would wait for itself."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
@@ -275,7 +266,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """Starts to send a message. What doesn't fit into the ring buffer is sent later by a thread, which keeps it."""
+        """A thread sends later what doesn't fit into the ring."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -307,7 +298,7 @@ class Sender(_End):
         return work
 
     def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
-        """Lets other threads send. A new thread completes the message `begun`, then sends the waiting messages."""
+        """Lets other threads send. A new thread completes `begun`, then sends the waiting messages."""
         with self.lock:
             if begun is None and not self._waiting:
                 self._end_turn()
@@ -357,10 +348,10 @@ class Sender(_End):
 
 
 class Head(NamedTuple):
-    """The beginning of a message, which a receiver reads before the tensors."""
+    """A receiver reads it before the tensors."""
 
     data: memoryview
-    """Valid until the next call on the receiver; empty if the head exceeds the receiver's buffer."""
+    """Valid until the receiver's next call; empty if it exceeds the buffer."""
     head_bytes: int
     left_bytes: int
     """Unread bytes: the tensors, and the head if `data` is empty."""
@@ -368,7 +359,7 @@ class Head(NamedTuple):
 
 
 class Receiver(_End):
-    """The receiving end of a queue. A thread must hold `lock` while it receives a message."""
+    """A thread must hold `lock` while it receives a message."""
 
     side = "reader"
 
@@ -390,7 +381,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """Waits for a message's head as `take` does, but only for `timeout_s`. Returns False if none has arrived."""
+        """As `take`, but returns False if no message has arrived within `timeout_s`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -408,28 +399,28 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """Returns True if C++ has read the head of the next message but left the message to Python."""
+        """True if C++ has read the next message's head but left the message to Python."""
         return self._report[_FOUND] != 0
 
     @property
     def fingerprint(self) -> int:
-        """The number that the sender gave to the last message found."""
+        """Of the last message found."""
         return self._report[_FINGERPRINT]
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Returns the sizes in bytes of the last message's head and of its tensors."""
+        """Sizes of the last message's head and of its tensors."""
         return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
-        """Copies the next bytes of the message to the memory that `pieces` describes: see `pieces_of`."""
+        """Copies the next bytes of the message to the memory of `pieces`."""
         started = time.monotonic()
         status = self._library.ps_queue_read(self.end, pieces, count, self.members.timeout_s)
         if status != QueueStatus.DONE:
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """Returns the next `size_bytes` bytes of the message, which the caller has checked not to be too many."""
+        """The caller has checked that the message has so many more bytes."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:
@@ -442,14 +433,14 @@ class Receiver(_End):
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Receives the next message, which must have this `number`. Returns its object: see `PastPython.receive_at`."""
+        """Returns the object of the next message, as `PastPython.receive_at`."""
         return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
-        """Returns the error to raise for a message that was received whole, but isn't the expected one."""
+        """Returns the error for a whole message that isn't the expected one."""
         members = self.members
         self._report[_BROKEN] = QueueStatus.MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))

@@ -1,7 +1,6 @@
 """Messages between hosts, over a group's connections, with the methods of `message_queue`.
 
-A message to one rank is one transfer (csrc/transfers.h), a message to all ranks one call of the group
-(csrc/hosts_group.h).
+A message to one rank is one transfer (csrc/transfers.h), a message to all ranks one call of the group.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _STATUS = 9
 
 
 class MessageStreams:
-    """Sends and receives the messages of a group in which every two ranks are connected. Thread-safe."""
+    """Every two ranks must be connected. Thread-safe."""
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
-        """`tag`: the tag of messages, equal to `Transfers.message_tag` in C++."""
+        """`tag` must equal `Transfers.message_tag` in C++."""
         self.transfers = transfers
         self._tag = tag
         self._senders: dict[int, StreamSender] = {}
@@ -43,7 +42,7 @@ class MessageStreams:
 
 
 class StreamSender:
-    """Sends messages to one rank over its connection, in the order of the calls."""
+    """Messages keep the order of the calls."""
 
     def __init__(self, transfers: Transfers, dst: int, tag: int) -> None:
         self._transfers = transfers
@@ -73,8 +72,6 @@ class _StreamEnd:
 
 
 class StreamReceiver(_StreamEnd):
-    """Receives messages that one rank sends to this rank over a connection."""
-
     def __init__(self, transfers: Transfers, src: int, tag: int) -> None:
         super().__init__()
         self.members = transfers.members
@@ -83,20 +80,20 @@ class StreamReceiver(_StreamEnd):
         self._tag = tag
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Receives the next message. Returns its object, as `PastPython.receive_at`; NotImplemented after a failure."""
+        """Returns NotImplemented after a failure."""
         return self._transfers.receive_message(past, self._src, self._tag, group, self._report, *arguments)
 
     @property
     def is_held_here(self) -> bool:
-        """Returns True in a signal handler, or a decoder, that has interrupted this thread in a transfer."""
+        """True in a signal handler, or a decoder, that has interrupted this thread in a transfer."""
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:
-        """Raises the first failure of the group's transfers, if there was one, here or in C++ alone."""
+        """Raises the first failure of the group's transfers, here or in C++ alone."""
         self._transfers.check()
 
     def reserve(self, calls: int) -> None:
-        """Adds `calls` to a count. While it isn't 0, receives of lists don't bypass Python. Thread-safe."""
+        """While the sum of `calls` isn't 0, receives of lists don't bypass Python."""
         self._transfers.reserve(self._src, calls)
 
     def in_a_handler(self, operation: str) -> UsageError:
@@ -104,8 +101,6 @@ class StreamReceiver(_StreamEnd):
 
 
 class ToAllSender:
-    """Sends one message to all ranks of a group on several hosts."""
-
     def __init__(self, group: NativeGroup, past: PastPython, call: UserCall) -> None:
         self._group, self._past, self._call = group, past, call
 
@@ -119,8 +114,6 @@ class ToAllSender:
 
 
 class ToAllReceiver(_StreamEnd):
-    """Receives one message that a rank sends to all ranks of a group on several hosts."""
-
     is_held_here = False
 
     def __init__(self, group: NativeGroup, src: int, call: UserCall) -> None:
@@ -128,10 +121,9 @@ class ToAllReceiver(_StreamEnd):
         self._group, self._src, self._call = group, src, call
 
     def check(self, operation: str = "") -> None:
-        """Does nothing, because `receive` raises the group's failure."""
+        """`receive` raises the group's failure."""
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Receives the message. Returns its object, as `PastPython.receive_value`. Raises as `NativeGroup.call`."""
         started, report = time.monotonic(), ctypes.addressof(self._report)
         found = past.receive_between(self._group.number, *self._call.words, self._src, report, *arguments)
         if found is NotImplemented:

@@ -1,11 +1,10 @@
 """The compiled library: builds `csrc/` once per machine and torch version, and declares its functions.
 
-There are two builds of the same sources. The *full* build has the registered ops' CPU kernels and fits one version of
-torch. The *plain* build needs neither torch nor Python; Python calls it through ctypes or directly (csrc/calling.h). A
-wheel may contain both; a missing one is compiled at first use into the user's cache. Without a compiler, or with
-PARALLEL_STATE_BUILD=never, the plain build is used, or `load` raises and groups use gloo.
+The *full* build has the registered ops' kernels and fits one version of torch. The *plain* build needs neither torch
+nor Python. A wheel may contain both; a missing one is compiled into the user's cache. Without a compiler the plain
+build is used, or `load` raises and groups use gloo.
 
-Ops use torch's own ABI: with its stable ABI a call takes 0.4 to 0.7 us more, and can't read requires_grad.
+Ops use torch's unstable ABI: with the stable one a call takes 0.4 to 0.7 us more, and can't read requires_grad.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ _CALLED_BY_C = (
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
     "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size", "Py_IncRef", "Py_DecRef", "PyErr_NoMemory",
 )  # fmt: skip
-"""The functions of Python passed to `ps_set_calling`."""
+"""Passed to `ps_set_calling`."""
 
 
 class _Method(ctypes.Structure):
@@ -225,17 +224,17 @@ _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_R
 
 
 class NativeUnavailableError(Exception):
-    """Raised inside this package if the library can't be used. The text is the reason that `explain()` shows."""
+    """The text is the reason that `explain()` shows."""
 
 
 class NativeLibrary:
-    """The loaded C++ library. Its functions are attributes: `library.ps_all_reduce`."""
+    """C++ functions are attributes."""
 
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
-        """True if it has the registered ops' CPU kernels; else they go through Python."""
+        """False if the registered ops go through Python."""
         self.note = note
-        """The reason that it has no ops, for `explain()`."""
+        """Why it has no ops, for `explain()`."""
         self.path = path
         self._library = ctypes.CDLL(str(path))
         functions = {**_FUNCTIONS, **_FUNCTIONS_OF_TORCH} if has_ops else _FUNCTIONS
@@ -252,7 +251,7 @@ class NativeLibrary:
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
         self.signal_pipe = self._library.ps_signal_pipe()
-        """The address of a `wakeup.SignalPipe`."""
+        """Of a `wakeup.SignalPipe`."""
         wakeup.tell(wakeup.SignalPipe.from_address(self.signal_pipe))
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
         self._library.ps_set_add_pending(ctypes.cast(ctypes.pythonapi.Py_AddPendingCall, c_void_p))
@@ -267,14 +266,14 @@ class NativeLibrary:
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a function of csrc/calling.h for Python. C++ receives `itself` as its first argument."""
+        """Returns a function of csrc/calling.h. C++ receives `itself` as its first argument."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
         return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
-        """Raises what a signal handler raised during a C++ call, usually KeyboardInterrupt. Else returns."""
+        """Raises what a signal handler raised during a C++ call, if anything."""
         record = (c_void_p * 3)()
         self._library.ps_take_exception(record)
         if record[0]:
@@ -285,7 +284,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Returns the library. Compiles it first if necessary. Raises NativeUnavailableError."""
+    """Compiles the library first if necessary. Raises NativeUnavailableError."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -295,7 +294,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Returns the build that doesn't need torch, if it is compiled; else `load()`, which imports torch for seconds."""
+    """Returns the plain build if it is compiled: `load()` would import torch for seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -325,7 +324,7 @@ def _load() -> NativeLibrary | str:
 
 
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
-    """Loads the library that a recipe describes. Returns it, or the reason why it can't be used."""
+    """Returns the library, or why it can't be used."""
     try:
         made = recipe()
         path, problem = find_or_compile(made)
@@ -341,10 +340,7 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
 
 
 def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
-    """Finds the compiled file of a recipe. Returns its path, or None and the reason why it can't be used.
-
-    `packaged` also accepts the wheel's file.
-    """
+    """Returns the compiled file, or None and why it can't be used. `packaged` also accepts the wheel's file."""
     brought = _PACKAGED / recipe.packaged_name
     if packaged and brought.exists() and native_build.is_current(brought, recipe):
         return brought, ""
@@ -359,15 +355,12 @@ def _target_of(recipe: Recipe) -> Path:
 
 
 def wanted_recipe() -> Recipe:
-    """Returns the recipe of the build that `load` tries first. Raises ImportError without torch, and BuildError."""
+    """Returns the recipe that `load` tries first. Raises ImportError without torch, and BuildError."""
     return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
 
 
 def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]:
-    """Calls `find_or_compile` for each recipe, all at the same time, and returns the results.
-
-    Raises OSError and CacheError, as that does.
-    """
+    """Calls `find_or_compile` for all recipes at the same time."""
     missing = [recipe for recipe in recipes if _find(recipe)[0] is None]
     with ThreadPoolExecutor(max(1, len(missing))) as workers:
         made = {recipe: workers.submit(find_or_compile, recipe, announced_with=missing) for recipe in missing}
@@ -377,10 +370,9 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns the path of a recipe's compiled file, or None and the reason why it can't be used.
+    """Returns the compiled file, or None and why it can't be used. `packaged` also accepts the wheel's file.
 
-    `packaged` also accepts the wheel's file. Compiles the file if it is missing, and logs that with the usual time.
-    `announced_with`: recipes that are compiled at the same time, whose time counts too; None logs nothing.
+    `announced_with`: recipes that are compiled at the same time, for the logged duration; None logs nothing.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:
@@ -408,13 +400,10 @@ def _compile(
     asked_s: float,
     announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
-    """Compiles a library into the user's cache. The caller holds the lock, so other processes wait for the result.
+    """The caller holds the lock, so other processes wait for the result.
 
-    After a failure, processes that waited for the lock, or start soon after, read the reason from a file instead of
-    compiling again.
-
-    The file's block is allocated before the compiler runs, because a full disk would leave no room for the failure, and
-    each rank would try again.
+    After a failure, those processes read the reason from the lock file. Its block is allocated before the compiler
+    runs: a full disk would have no room for the reason, and each rank would try again.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -438,7 +427,7 @@ def _compile(
 
 
 def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -> None:
-    """Compiles a recipe's sources, and the base (see `native_build`) if it is missing or the wheel's doesn't fit."""
+    """Also compiles the base if it is missing or the wheel's doesn't fit."""
     base = recipe.base
     if base is None:
         native_build.compile_library(recipe, target, compiler, build_cache.seal)
@@ -466,7 +455,7 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
 
 
 def _usual_s(recipes: Collection[Recipe]) -> float:
-    """Returns the usual seconds to compile these recipes, and the base if it is missing, on this process's cores."""
+    """On this process's cores, with the base if it is missing."""
     bases = {recipe.base for recipe in recipes if recipe.base is not None and _find(recipe.base)[0] is None}
     needed = [*recipes, *bases]
     cores = min(len(native_build.usable_cores()), sum(len(recipe.units) for recipe in needed))
@@ -490,10 +479,9 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes folders of compiles that were killed, and libraries that weren't used for 60 days.
+    """Removes folders of killed compiles, and libraries that weren't used for 60 days.
 
-    The caller holds the lock of `target`, so no process uses a folder of its name. A removed library stays mapped in
-    processes that loaded it.
+    The caller holds the lock of `target`, so no process uses a folder of its name.
     """
     now = time.time()
     for path in target.parent.iterdir():

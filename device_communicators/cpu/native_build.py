@@ -1,10 +1,7 @@
-"""Compiles the C++ sources here and in `control/`. Used by `native`, `c10d.extension` and setup.py.
+"""Compiles the C++ sources here and in `control/`. Each library links a few sources with the *base* object.
 
-Sources without torch are compiled once, into one object file, the *base*. Each library links the base with the few
-sources that use torch.
-
-Imports nothing of this package, so that setup.py can load it by its path. Doesn't pass `-march=native`: the kernels
-choose their instruction set at run time.
+Imports nothing of this package: setup.py loads it by its path. The kernels choose their instruction set at run time, so
+there is no `-march=native`.
 """
 
 from __future__ import annotations
@@ -28,9 +25,8 @@ SOURCES = Path(__file__).parent / "csrc"
 CONTROL = Path(__file__).parents[1] / "control" / "csrc"
 FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
-"""In the full build only."""
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
-"""Without contraction: otherwise instruction sets with and without fused multiply-add would round differently."""
+"""With contraction, instruction sets with and without fused multiply-add would round differently."""
 _TOGETHER = (
     ("-O3", "add_rms_norm reduce"),
     ("-O1", "agreement core end_listeners guest hmac record"),
@@ -41,15 +37,17 @@ _TOGETHER = (
     ("-O3", "loans plain_tree shared_inputs transfers transfers_api unpack wait windows"),
     ("-O3", "hosts_blocks hosts_reductions"),
 )
-"""Optimization level, and files compiled as one unit, the longest first. Single files take twice as long, because of
-headers. A file in no row is a unit. Names in unnamed namespaces must differ within a row."""
+"""Optimization level and files of one unit, the longest first. A file in no row is a unit.
+
+Single files take twice as long. Names in unnamed namespaces must differ within a row.
+"""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
 """Part of the names of folders in which something is compiled."""
 
 
 class BuildError(Exception):
-    """The library can't be compiled. The text is the reason."""
+    """The text is the reason."""
 
 
 class Unit(NamedTuple):
@@ -61,28 +59,28 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that determines a compiled file: sources, flags and version of torch."""
+    """All that determines a compiled file."""
 
     what: str
     packaged_name: str
-    """File name in a wheel, next to this file. It ends with .o for an object, else it is a shared library."""
+    """In a wheel. It ends with .o for an object, else it is a shared library."""
     units: tuple[Unit, ...]
     flags: tuple[str, ...] = ()
     link_flags: tuple[str, ...] = ()
     for_torch: str = ""
-    """The torch build that it requires, independent of the path; empty: any."""
+    """The required torch build; empty: any."""
     include_flags: tuple[str, ...] = ()
-    """Folders of headers. They don't distinguish builds: environments with one torch share compiled files."""
+    """Not in the digest: environments with one torch share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
-    """The folders of the headers that the sources include by a relative path."""
+    """Of headers that sources include by a relative path."""
     base: Recipe | None = None
-    """Recipe of the object to link with."""
+    """The object to link with."""
     usual_cpu_s: float = 0.0
-    """Roughly the CPU seconds that GCC 12 takes for the units, without the base. All recipes took 90 s together."""
+    """Roughly the CPU seconds that GCC 12 takes for the units, without the base."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """All files that are compiled, including those of the base."""
+        """Includes those of the base."""
         of_base = () if self.base is None else self.base.sources
         return (*of_base, *(source for unit in self.units for source in unit.sources))
 
@@ -91,7 +89,7 @@ class Recipe:
         return Path(self.packaged_name).suffix
 
     def digest(self) -> str:
-        """A digest of sources, flags, machine and torch. Builds that differ in one of them have different digests."""
+        """Differs for builds that differ in sources, flags, machine or torch."""
         facts = [platform.machine(), self.for_torch, *_FLAGS, *self.flags]
         for unit in self.units:
             facts += [*unit.flags, *(source.name for source in unit.sources)]
@@ -102,7 +100,7 @@ class Recipe:
 
 
 def objects_recipe() -> Recipe:
-    """Returns the recipe of the base, which every library is linked with: all sources that don't use torch."""
+    """Returns the recipe of the base: all sources that don't use torch."""
     files = {path.stem: path for path in _cpp_files() if path.name not in _OF_TORCH}
     units = [Unit(tuple(files.pop(name) for name in names.split()), (level,)) for level, names in _TOGETHER]
     units += [Unit((path,)) for path in files.values()]
@@ -115,12 +113,12 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """Returns the recipe of the full library for the installed torch. Raises ImportError without torch."""
+    """Raises ImportError without torch."""
     import torch
 
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
     flags = torch_flags(sources)
-    flags["link_flags"] += ("-Wl,-z,defs",)  # fails with a base that needs another C++ library than the one here
+    flags["link_flags"] += ("-Wl,-z,defs",)  # fails with a base that needs another C++ library
     return Recipe(
         "the shared-memory collectives and ops",
         f"_native_torch{torch.__version__.replace('+', '_')}.so",
@@ -132,9 +130,9 @@ def full_recipe() -> Recipe:
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
-    """Returns the arguments of `Recipe` for sources that include headers of the installed torch.
+    """Returns `Recipe`'s arguments for sources that include torch's headers.
 
-    Raises BuildError for a torch of the C++ library's old ABI, which no release since 2.7 has.
+    Raises BuildError for a torch of the C++ library's old ABI, which none since 2.7 has.
     """
     import torch
 
@@ -154,10 +152,7 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Digests the headers of torch that the sources include, and those that torch's build generated.
-
-    So two self-made builds of one torch version have different digests.
-    """
+    """Digests the included and generated headers of torch, because self-made builds of one version differ."""
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
@@ -190,13 +185,13 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def is_current(packaged: Path, recipe: Recipe) -> bool:
-    """Returns True if a wheel's file was compiled from this recipe: the same sources and the same build of torch."""
+    """Returns True if a wheel's file was compiled from this recipe."""
     stamp = packaged.with_suffix(".digest")
     return stamp.exists() and stamp.read_text().strip() == recipe.digest()
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
-    """Compiles the file for a wheel, with the stamp that `is_current` reads. Returns its path. Raises BuildError."""
+    """Compiles the file for a wheel, with the stamp that `is_current` reads."""
     target = folder / recipe.packaged_name
     compile_library(recipe, target, compiler, base=base)
     target.with_suffix(".digest").write_text(recipe.digest() + "\n")
@@ -204,16 +199,16 @@ def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callabl
 
 
 def usable_cores() -> set[int]:
-    """Returns the cores that this process may run on: all cores if the system doesn't report them (macOS)."""
+    """Returns all cores if the system doesn't report them (macOS)."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 _CORES = threading.BoundedSemaphore(len(usable_cores()))
-"""Limits the number of running compilers: concurrent builds share the cores."""
+"""Concurrent builds share the cores."""
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """Returns the compiler's command: $CXX, split as a shell would (`ccache g++`), or the first that is installed."""
+    """Returns $CXX, split as a shell would (`ccache g++`), or the first compiler that is installed."""
     if given := shlex.split(os.environ.get("CXX", "")):
         return tuple(given)
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -227,10 +222,9 @@ def compile_library(
     seal: Callable[[bytes], bytes] | None = None,
     base: Callable[[], Path] | None = None,
 ) -> None:
-    """Compiles the library and writes it to `target` atomically, writable by its owner only.
+    """Writes `target` atomically, writable by its owner only.
 
-    Raises BuildError. `seal(content)` returns the bytes to write. `base()` returns the path of the compiled base; if it
-    is None, the base is compiled, too.
+    `seal(content)` returns the bytes to write. `base()` returns the path of the base; without it, the base is compiled.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)
@@ -240,8 +234,8 @@ def compile_library(
         kind = ("-r", "-nostdlib") if recipe.suffix == ".o" else ("-shared", "-pthread")
         _run([*compiler, *kind, "-o", str(made), *map(str, objects), *recipe.link_flags])
         if seal is not None:
-            # The seal follows the last section; loaders and linkers ignore it. Rewrites the whole file, because a
-            # linker leaves holes, which couldn't be filled on a file system that is full later.
+            # Loaders ignore the seal after the last section. Rewrites the whole file: a linker leaves holes, which
+            # can't be filled on a full file system.
             made.write_bytes(seal(made.read_bytes()))
         made.chmod(0o755)  # with a umask of 002 the user's group could write to it
         made.rename(target)

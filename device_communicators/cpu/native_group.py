@@ -62,14 +62,14 @@ _COUNTED = (
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
     "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
-"""In the order of `Counted` in csrc/handle.h."""
+"""As `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
 _MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
     torch.int32: 6, torch.int64: 7, torch.uint8: 8,
 }  # fmt: skip
-"""Numbers of `Dtype` in csrc/reduce.h."""
+"""`Dtype` in csrc/reduce.h."""
 _PARTS = 64
 """kMaxRanks of csrc/tuning.h."""
 
@@ -79,13 +79,13 @@ _METHODS = 256
 
 
 class QueueStatus:
-    """The enum of that name in csrc/queue.h, also of transfers."""
+    """As in csrc/queue.h, also of transfers."""
 
     DONE, TIMED_OUT, PEER_DIED, MALFORMED, INTERRUPTED, GIVEN_UP = range(6)
 
 
 class Taken(NamedTuple):
-    """The calls of one method: how many, how long they took, and how long of that they waited for other ranks."""
+    """The calls of one method, their duration, and how long of it they waited for other ranks."""
 
     calls: int
     took_s: float
@@ -93,7 +93,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """The time that a group's calls took on this rank, by method, and how often each global rank arrived last."""
+    """The time that a group's calls took on this rank, and how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -103,7 +103,7 @@ class Meter(NamedTuple):
 class Members(GroupMember):
     name: str
     ranks: tuple[int, ...]
-    """Global, in group order."""
+    """Global."""
     rank: int
     timeout: Timeout
 
@@ -117,7 +117,7 @@ class NativeGroup:
         self.number = number
         self.members = members
         self.connections = Connections({}, {}, 0)
-        """Connections to ranks on other hosts; the compiled group owns the descriptors."""
+        """The compiled group owns their descriptors."""
         self._host_of_rank: Sequence[int] = ()
         """By rank in the group; empty on one host."""
         self._lock = threading.Lock()
@@ -128,8 +128,8 @@ class NativeGroup:
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
         """Extends the group over several hosts. Call it before the group's first call.
 
-        The library then owns the descriptors of `connections`. `meshed`: all ranks of different hosts are connected;
-        else only the hosts' first ranks are. `rounded`: sums of bfloat16 are rounded before they are sent.
+        The library then owns the descriptors of `connections`. `meshed`: all ranks of different hosts are connected,
+        not only the first. `rounded`: sums of bfloat16 are rounded before they are sent.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank
@@ -154,11 +154,9 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Runs a collective, the C++ function `ps_<operation>`.
+        """Calls `ps_<operation>`. Raises its failure, or UsageError if another is running.
 
-        Raises its failure, or UsageError if another is running.
-
-        Peers receive `user_call`, by default the call that this thread is in, for their errors.
+        Peers receive `user_call`, by default this thread's, for their errors.
         """
         user_call = user_call or current(operation)
         begin_sending()
@@ -168,7 +166,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Orders a broadcast message of `src` among the group's collectives. Every rank calls it. Raises as `call`."""
+        """Orders a broadcast message among the collectives. Every rank calls it."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -181,7 +179,7 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Blocks calls of other threads until `exit`: they raise. Raises UsageError if one is running."""
+        """Makes calls of other threads raise until `exit`. Raises UsageError if one is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -193,7 +191,7 @@ class NativeGroup:
         return bool(self.library.ps_group_is_busy(self.number))
 
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
-        """Returns the error for a `status` other than 0. It is a TransferError if a connection broke."""
+        """Returns the error for a `status`; a TransferError if a connection broke."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -260,7 +258,7 @@ class NativeGroup:
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _unreachable_from(self, reporter: int, operation: str, elapsed_s: float) -> CommunicationError:
-        """Returns the error for a failure that another host reported: it can't reach this rank's host."""
+        """Another host reported that it can't reach this rank's host."""
         members, hosts = self.members, self._host_of_rank
         there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
         why = (
@@ -276,7 +274,7 @@ class NativeGroup:
         return text.value.decode(errors="replace")
 
     def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
-        """Describes two mismatched calls: that of `who`, and that of the rank `suspect`."""
+        """Describes the calls of `who` and of the rank `suspect`."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -291,7 +289,7 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Makes registered ops for the group named `key` call the library directly, without Python.
+        """Makes registered ops for the group `key` call the library without Python.
 
         Their calls are numbered from `after` + 1.
         """
@@ -301,7 +299,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Makes ops for the group named `key` go through Python again. Returns what `traffic` returns."""
+        """Returns what `traffic` returns."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -309,7 +307,7 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Returns how long calls took while `ps_measure_calls` was on."""
+        """Covers the time in which `ps_measure_calls` was on."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
@@ -321,7 +319,7 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns operation -> number of calls and bytes, for ops that bypassed Python."""
+        """Returns calls and bytes of ops that bypassed Python."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -356,7 +354,7 @@ class NativeGroup:
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
-        """Reports to other ranks that this rank's call failed, so that they don't wait until their deadlines."""
+        """Reports to other ranks that this rank's call failed."""
         kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
         kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
         places = {rank: place for place, rank in enumerate(self.members.ranks)}
@@ -364,18 +362,18 @@ class NativeGroup:
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
-        """Ends all waits of this process in the group. Its later calls fail."""
+        """Ends all waits of this process in the group. Later calls fail."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Reports to other ranks that this rank leaves on purpose, so that they don't take its exit for a death."""
+        """Tells other ranks not to take this rank's exit for a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Closes the group. Its memory is freed when the last running call returns. May be called twice."""
+        """Memory is freed when the last running call returns. May be called twice."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -388,11 +386,11 @@ class NativeGroup:
 
 
 def reducible_in_memory(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Converts `x` as `reducible`, but only if the C++ kernels don't support its dtype."""
+    """Converts `x` only if the C++ kernels don't support its dtype."""
     return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)
 
 
-# Failures of waits in shared memory, as errors. Suspects are global ranks, -1 if unknown.
+# Suspects are global ranks, -1 if unknown.
 
 
 def _failure(
@@ -419,7 +417,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """Returns the error for the death of a rank outside the group on which it depends. The route adds the rank."""
+    """The route adds the rank, which is outside the group."""
     why = "a rank outside this group has ended, and its death fails this group too (see failure_domain)"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 
@@ -427,7 +425,7 @@ def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDie
 def given_up(
     members: Members, operation: str, suspect: int, elapsed_s: float, status: int, reporter: int
 ) -> CommunicationError:
-    """Returns the error for a call that ended because the call of global rank `reporter` failed with `status`."""
+    """Global rank `reporter` has failed with `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
     why, blamed = f"global rank {reporter} gave up, because it {what}{about}", suspect if suspect >= 0 else reporter
@@ -437,9 +435,9 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait at a queue or in a transfer. `status`: of `QueueStatus` in csrc/queue.h.
+    """Returns the error of a failed wait at a queue or in a transfer.
 
-    `place`: the suspect's position in the group, or OUTSIDE. `reporter`: that of the rank that gave up for `reason`.
+    `place`: the suspect in the group, or OUTSIDE. `reporter`: the rank that gave up for `reason`.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

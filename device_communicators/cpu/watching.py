@@ -1,4 +1,4 @@
-"""Starts to detect failures of the ranks of a process group, which exchange their addresses at a store."""
+"""Starts to detect failures of a process group's ranks, which exchange addresses at a store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OWN_NAME_S = 2.0
 _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
-"""Maximum number of polls per second by all ranks together."""
+"""By all ranks together."""
 _NEAR_S = 0.5
 _NOTHING = "?"
 TOGETHER_S = 0.1
@@ -36,9 +36,9 @@ TOGETHER_S = 0.1
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Opens the port to which other ranks' control planes connect. Returns its address as text; "" if that fails.
+    """Opens the port of this rank's control plane. Returns its address as text; "" if that fails.
 
-    `address`: this host's address, as other hosts use it. If it is unknown or a loopback address, gloo's is used.
+    If `address` is unknown or a loopback address, gloo's is used.
     """
     if not address or is_loopback(address):  # as a name that /etc/hosts maps to 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
@@ -63,11 +63,10 @@ def meet(
 ) -> list[str]:
     """Starts to watch the global `ranks`, each of which must call this. Returns each rank's `note`.
 
-    `rank`: this one. `store`: a prefix that is used for nothing else. `address`: this host's address, as other hosts
-    use it. `caller`: name of the function that each rank must call. `limit_s`: a timeout below that of the start.
-    `check` is called about every 20 ms of the wait; an exception that it raises ends the wait. Raises RendezvousError
-    with the missing ranks, and PeerDiedError if the store of a rank closed; that names ranks of this PID namespace that
-    exited too. If a rank has a note, the ranks aren't watched.
+    If a rank has a note, the ranks aren't watched. `store`: a prefix that is used for nothing else. `address`: this
+    host's. `limit_s`: a timeout below that of the start. `check` runs about every 20 ms of the wait; its exception ends
+    the wait. Raises RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited; that
+    names exited ranks of this PID namespace too.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -108,16 +107,13 @@ def meet(
 
 
 class Neighbours:
-    """The processes of this PID namespace that entered a meeting, for a rank that loses the meeting's store.
-
-    Each rank appends a line to a key of its namespace. The others read it while they wait.
-    """
+    """The processes of this PID namespace that entered a meeting, for a rank that loses the meeting's store."""
 
     def __init__(self, processes: str) -> None:
         """`processes`: this rank's PID namespace; empty if unknown."""
         self.key = f"near/{processes}" if processes else ""
         self.found: dict[int, tuple[int, str]] = {}
-        """Rank -> PID and start time, as last read."""
+        """By rank: PID and start time."""
 
     def enter(self, store: BoundedStore, rank: int, prefix: str = "") -> None:
         if self.key:
@@ -130,7 +126,7 @@ class Neighbours:
             self.found = {int(rank): (int(pid), began) for rank, pid, began in map(str.split, found.splitlines())}
 
     def ended(self) -> set[int]:
-        """Returns the ranks that had entered when the store was last read, and have exited."""
+        """Returns the ranks that had entered by the last read, and have exited."""
         return {rank for rank, process in self.found.items() if _has_ended(*process)}
 
 
@@ -144,15 +140,15 @@ def _has_ended(pid: int, began: str) -> bool:
 class _Roll:
     """Exchanges one entry of each rank through a store.
 
-    The first rank opens an attempt under a random name. The last rank to enter writes all entries to one key, so that
-    each rank reads only that. A rank that gives up closes the attempt; ranks that still wait enter the next one. So a
-    retry at the same store never reads entries of processes that gave up.
+    The first rank opens an attempt under a random name. The last one to enter writes all entries to one key. A rank
+    that gives up closes the attempt, and waiting ranks enter the next: a retry never reads entries of processes that
+    gave up.
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours) -> None:
         self._store, self._rank, self._ranks, self._entry, self._near = store, rank, ranks, entry, near
         self._attempts: list[str] = []
-        """Attempts that this rank entered; the last one is open."""
+        """The last one is open."""
 
     def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
         """Returns all ranks' entries in order and []; at the deadline [] and the missing ranks."""
@@ -175,7 +171,7 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Closes the attempt. Returns the ranks that are missing from all attempts, or else from the last one."""
+        """Returns the ranks that are missing from all attempts, or else from the last one."""
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):
@@ -184,7 +180,7 @@ class _Roll:
 
     def _enter(self) -> None:
         if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
-            # The entry is of an earlier call of this rank, which could not close its attempt.
+            # An earlier call of this rank could not close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
             return
         self._near.enter(self._store, self._rank, self._key(""))
@@ -204,7 +200,7 @@ class _Roll:
         return list(entries)
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns the `ranks` without an entry. Finding one missing rank of 1,000 takes 20 requests."""
+        """Returns the `ranks` without an entry. Bisects: one of 1,000 takes 20 requests."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2
@@ -216,7 +212,7 @@ class _Roll:
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:
-    """Passes the PIDs of the group's ranks on this host to `watcher`. `memory` must be attached."""
+    """`memory` must be attached."""
     ranks = memory.members.ranks
     own = ranks[memory.members.rank]
     pids = {ranks[place]: pid for place, pid in zip(memory.local_ranks, memory.pids, strict=True)}
