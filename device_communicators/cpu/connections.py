@@ -1,7 +1,7 @@
 """Makes the TCP connections between ranks of a group that share no memory.
 
-A connection begins with the listener's token, the dialer's rank and the connection's number. PARALLEL_STATE_CONNECTIONS
-of them per pair use the interfaces of GLOO_SOCKET_IFNAME in turn.
+A connection begins with the listener's token, the dialer's rank and the connection's number. Several connections of a
+pair use the interfaces of GLOO_SOCKET_IFNAME in turn.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
 _MOST_UNKNOWN = 256
-"""Connections without a hello. Beyond it the oldest is closed."""
+"""Beyond this, the oldest connection without a hello is closed."""
 _BACKLOG = 512
 _MOST_ADDRESSES = 4
 _Key = tuple[int, int]
-"""A rank, and the number of the connection to it."""
+"""A rank, and a connection's number."""
 _STRANGER: _Key = (-1, 0)
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
 """Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
-"""After this many unanswered probes a full receiver's kernel owes an answer."""
+"""After so many unanswered probes a full receiver's kernel owes an answer."""
 _SECOND_PROBE_S = 0.4
-"""Twice TCP_RTO_MIN: the least time between two unanswered probes."""
+"""Twice TCP_RTO_MIN: the least time between two probes."""
 
 
 class Meeting(NamedTuple):
     members: GroupMember
     gather: Callable[[bytes], list[bytes]]
-    """Returns the record of each rank; every rank calls it."""
+    """Every rank calls it."""
     watcher: Watcher
     watched: Sequence[int]
     """Global ranks whose death ends the wait."""
@@ -64,10 +64,7 @@ class Connections:
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
-        """`early_bytes`: what this rank may send to each rank before that rank calls receive.
-
-        `granted_bytes`: the same limit in the other direction, which this rank enforces.
-        """
+        """`early_bytes`: what this rank may send before a peer calls receive; `granted_bytes`: what peers may send."""
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
         self.early_bytes = dict(early_bytes)
@@ -75,9 +72,9 @@ class Connections:
         """Since when the peer's kernel owes an acknowledgement."""
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose host has acknowledged nothing on a connection for `limit_s`.
+        """Returns ranks whose host acknowledges nothing for `limit_s`. A rank that merely doesn't read isn't one.
 
-        Call it several times within `limit_s`. A rank that merely doesn't read isn't silent: its kernel answers.
+        Call it several times within `limit_s`.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -114,8 +111,7 @@ class Connections:
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
     """Connects this rank to `peers`, each of which must list this rank. Every rank of the group calls it.
 
-    `address`: this host's, by default gloo's. Raises CommunicationError on all ranks if one can't listen, or the error
-    for a watched rank's exit.
+    `address`: this host's, by default gloo's. If one rank can't listen, all raise CommunicationError.
     """
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
@@ -174,14 +170,14 @@ def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) 
 
 def _connections(members: GroupMember, peers: int) -> int:
     wanted = settings.CONNECTIONS.get()
-    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may need as many again
+    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # for as many again
     if shortage:
         logger.warning("%s has one connection to each rank instead of %d: %s", members, wanted, shortage)
     return 1 if shortage else wanted
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """First waits briefly for a death that explains the failure."""
+    """Waits briefly for a death that explains the failure."""
     members = meeting.members
     suspects = [members.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
@@ -197,7 +193,6 @@ def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started:
 
 
 def _greet(meeting: Meeting, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
-    """`end`: address and port."""
     family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
@@ -232,9 +227,9 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts the connections `keys`, and closes all others."""
+    """Closes all connections but `keys`."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-    """By descriptor: connections without a whole hello, in order of arrival."""
+    """Connections without a whole hello, in order of arrival."""
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}
     for listener in listeners:
@@ -253,7 +248,7 @@ def _accept(
                         poll.register(connection, select.POLLIN)
             for descriptor, (connection, hello) in list(unknown.items()):
                 key = _read_hello(connection, hello, token) if descriptor in ready else None
-                # No deadline: on a busy host the hello may follow seconds later.
+                # No deadline: a busy host's hello may follow seconds later.
                 if key is None and len(unknown) <= _MOST_UNKNOWN:
                     continue
                 poll.unregister(descriptor)
@@ -268,7 +263,7 @@ def _accept(
 
 
 def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
-    """Returns the rank and number, `_STRANGER`, or None if bytes are missing."""
+    """Returns `_STRANGER`, or None if bytes are missing."""
     try:
         come = connection.recv(_HELLO.size - len(hello))
     except BlockingIOError:

@@ -1,8 +1,8 @@
 """Finds the ranks of a group that can share memory, and makes that memory.
 
-Each rank makes an empty file in shared memory, a *segment*, under a random name and sends the name. Ranks that can open
-a segment share memory with its maker, whatever the hosts are called. All ranks of a host work in the segment of its
-lowest rank; each allocates its own slots there, on its own NUMA node. Then all names are removed.
+Each rank makes an empty file in shared memory, a *segment*. Ranks that can open it by its random name share memory with
+it, whatever the hosts are called. All ranks of a host work in the segment of its lowest rank; each allocates its own
+slots, on its own NUMA node. Then all names are removed.
 
 The ranks in one segment are a *memory domain*, which the collectives treat as a host.
 """
@@ -39,58 +39,54 @@ _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
 MOST_MESHED = 256
-"""Larger groups connect only the lowest ranks of the domains."""
+"""Larger groups connect only the domains' lowest ranks."""
 MESHED_UNASKED = 32
-"""Larger groups connect all ranks only if each has enough descriptors."""
+"""Larger groups are meshed only if each rank has enough descriptors."""
 _MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
 class HostMemory:
-    """All ranks call `attach` once, before anything else."""
+    """All ranks call `attach` once."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: core masks of all ranks on this host, if some are outside of the group."""
+        """`neighbours`: core masks of this host's ranks, if some are outside of the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
-        """Core masks of the ranks on this host."""
+        """Masks of this host's ranks."""
         self.areas: tuple[cores.Area, ...] = ()
-        """NUMA node and cache of each rank in this domain."""
+        """Of each rank in this domain."""
         self.area_ranks = 0
-        """Ranks per NUMA node or cache; 0: collectives ignore areas."""
+        """Ranks per area; 0: collectives ignore areas."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
-        """Ranks in the group by host, sorted by first rank; known after `attach`."""
+        """Ranks in the group by host, sorted by first rank."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """Ranks in the group by segment, sorted by first rank."""
+        """By segment."""
         self.apart = ""
-        """Why a host has several domains, equal on all ranks; else empty."""
+        """Why a host has several domains, equal on all ranks."""
         self.problem: str | None = "it isn't attached yet"
-        """Why there are no compiled collectives, equal on all ranks; else None."""
+        """Why there are no compiled collectives, equal on all ranks."""
         self.collectives: NativeGroup | None = None
         self.is_meshed = False
-        """True if all ranks of different domains are connected, not only the domains' first ranks."""
+        """True if all ranks of different domains are connected."""
         self.channels: Channels | None = None
-        """None if the group isn't in one segment."""
         self.streams: MessageStreams | None = None
-        """Messages between hosts; None if not all ranks are connected."""
         self.debug = False
-        """True if any rank has PARALLEL_STATE_DEBUG on."""
+        """True if PARALLEL_STATE_DEBUG is on on any rank."""
         self.rounding: tuple[bool, ...] = ()
-        """By rank: its PARALLEL_STATE_ROUND_BETWEEN_HOSTS."""
+        """PARALLEL_STATE_ROUND_BETWEEN_HOSTS of each rank."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 in another PID namespace."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Ascending ranks in the group."""
         return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
 
     @property
     def domain_ranks(self) -> tuple[int, ...]:
-        """Ascending ranks in the group, with this one."""
         return next((domain for domain in self.domains if self.members.rank in domain), (self.members.rank,))
 
     @property
@@ -109,8 +105,8 @@ class HostMemory:
         """Finds the ranks that share memory, maps it, and connects the others by TCP. All ranks call it.
 
         The deadline is that of start-up, or `limit_s` from now. Deaths in `watched`, by default the group's ranks, end
-        the wait. `cpu_group`: the ranks' gloo group, needed without a control plane. `address`: this host's, by default
-        gloo's. Raises as `Watcher.gather` and `connect`, and ConfigMismatchError if ranks differ in a setting.
+        the wait. `cpu_group`: gloo's, needed without a control plane. `address`: this host's, by default gloo's. Raises
+        as `Watcher.gather` and `connect`, and ConfigMismatchError for different settings.
         """
         if self.attached:
             return
@@ -164,14 +160,14 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Connects as `connections.connect`. Every rank of the group calls it."""
+        """Every rank calls it."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
         return connect(meeting, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Raises ConfigMismatchError on all ranks if their values differ."""
+        """Raises ConfigMismatchError on all ranks."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -184,7 +180,7 @@ class HostMemory:
         return values[0]
 
     def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
-        """Returns the same on all ranks. Every rank calls it."""
+        """Returns the same on all ranks, which all call it."""
         shortage = limits.descriptor_shortage(needed)
         if shortage:
             logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
@@ -262,12 +258,12 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Makes waits in this memory end when a rank of `domain` dies, if there is a control plane."""
+        """Does nothing without a control plane."""
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def close(self) -> None:
-        """Memory is released once no call uses it. May be called twice."""
+        """Frees the memory once no call uses it. May be called twice."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
         self.streams = None
@@ -281,16 +277,14 @@ class HostMemory:
 
 
 class _Memory:
-    """Mapped memory: the collectives' part, the arenas and the queues."""
-
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library
         self.size_bytes = size_bytes
         self.arenas_at = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        """Offset of the arena in each rank's segment, aligned to huge pages."""
+        """Of the arena in each rank's segment."""
         self.address = 0
         self.arenas: list[int] = []
-        """The first pages; the rest is mapped on use."""
+        """First pages; the rest is mapped on use."""
         self.arena_bytes = 0
         self.descriptor = -1
         self.queues: QueueMemory | None = None
@@ -326,19 +320,18 @@ class _Memory:
 
 
 def mapped_bytes(library: NativeLibrary, size: int) -> int:
-    """Returns the size of the collectives' memory, in whole pages."""
     return int(library.ps_segment_bytes(size)) + _PAGE_BYTES - 1 & -_PAGE_BYTES
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates the slots of `rank`, which must call it, so that they are on its NUMA node.
+    """Allocates `rank`'s slots. That rank calls it, so that they are on its NUMA node.
 
-    The first rank also allocates what all share. Raises SegmentError if there is too little memory.
+    The first rank also allocates what all share. Raises SegmentError.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
         last = library.ps_slots_offset(size, size)
-        segment.allocate(start, leave_some=True)  # the rest is for messages and tensors
+        segment.allocate(start, leave_some=True)  # for messages and tensors
         segment.allocate(mapped_bytes(library, size) - last, last)
     segment.allocate(end - start, start, leave_some=True)
     library.ps_back(address + start, end - start, segment.descriptor, start)
@@ -355,8 +348,6 @@ def _want_huge_pages(library: NativeLibrary) -> None:
 
 
 class _Meeting:
-    """The exchange in which ranks find out which of them can share memory."""
-
     def __init__(
         self,
         members: Members,
@@ -367,11 +358,11 @@ class _Meeting:
         self.members = members
         self.problem: str | None = None
         self.apart = ""
-        """Why this rank, or after `agree` any rank, shares no memory with ranks of its host."""
+        """Why this rank, or after `agree` any rank, is a domain of its own."""
         self.local_ranks: tuple[int, ...] = (members.rank,)
         self._sharing: tuple[int, ...] = (members.rank,)
         """The ranks that would share this rank's segment."""
-        self._stack = stack  # closes segments and removes their names
+        self._stack = stack
         self._opened: dict[int, Segment] = {}
         self.facts: list[dict[str, Any]] = []
 
@@ -443,10 +434,10 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Maps the shared memory. Returns None for a rank that shares it with no other.
+        """Returns None for a rank that shares memory with no other.
 
-        The lowest rank's segment begins with the collectives' memory. At the same offset each segment has its rank's
-        arena. The queues follow the first arena, if the group is in one segment.
+        The lowest rank's segment begins with the collectives' memory; at the offset behind it each segment has its
+        rank's arena. The queues follow the first arena.
         """
         if len(self._sharing) == 1:
             return None
@@ -484,7 +475,7 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the ranks of each host and of each domain. Ranks that don't name each other are alone."""
+        """Returns the ranks of hosts and domains. Ranks that don't name each other are alone."""
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
         hosts = tuple(
@@ -521,8 +512,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
     """Returns how long a waiting rank polls, in ns, and how often it then yields before it sleeps.
 
-    Takes core masks: of the group's ranks on this host, and of all ranks on it. With more ranks than cores a rank polls
-    briefly, because the awaited rank needs the core.
+    Takes core masks of the group's ranks and of all ranks on this host. With more ranks than cores, polling delays the
+    awaited rank.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)
@@ -533,8 +524,5 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns `wait_policy` for messages, whose sender may still compute.
-
-    A sleeping receiver gets its message at least 50 us later, so one with its own core polls for 2 ms.
-    """
+    """Returns `wait_policy` of messages. A sleeping receiver gets its message at least 50 us later."""
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

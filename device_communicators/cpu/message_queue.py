@@ -1,7 +1,7 @@
 """Messages between ranks of one host: the ends of a queue in shared memory (csrc/queue.h).
 
-A message is a head and tensors, which are copied. A signal handler may interrupt its thread in a message: what it sends
-follows that message, and it may not wait for its own thread.
+A signal handler may interrupt its thread in a message: what it sends follows that message, and it may not wait for its
+own thread.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
 LINE_BYTES = 128
-"""The second counter in the control part is the writer's, the readers' follow."""
+"""Counters in the control part: the second is the writer's, the readers' follow."""
 
 
 class Shape(NamedTuple):
-    """All ends of the queue must use the same."""
-
     chunk_bytes: int
     chunks: int
 
@@ -53,11 +51,11 @@ class Shape(NamedTuple):
 @dataclass(frozen=True)
 class Place:
     control: int
-    """Address of the control part, zero when the queue is new."""
+    """Zero when the queue is new."""
     data: int
     shape: Shape
     ranks: tuple[int, ...]
-    """In the group: the writer's, then the readers'."""
+    """The writer's, then the readers'."""
 
 
 class Waiting(NamedTuple):
@@ -67,7 +65,7 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Packs addresses and sizes of contiguous CPU tensors, and counts them. Leaves out empty tensors."""
+    """Packs addresses and sizes of contiguous CPU tensors. Leaves out empty tensors."""
     flat: list[int] = []
     if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
@@ -107,7 +105,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error for a `status`. The queue's later calls raise it."""
+        """The queue's later calls raise the error, too."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -132,7 +130,7 @@ class _End:
         return failure
 
     def check(self, operation: str = "") -> None:
-        """Raises if a call has failed, here or in C++ alone, or the group was closed."""
+        """Raises the failure of an earlier call, here or in C++ alone."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
@@ -141,23 +139,23 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """While the sum of `calls` isn't 0, C++ calls that bypass Python fail at this end."""
+        """While the sum of `calls` isn't 0, C++ calls fail at this end."""
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler that has interrupted its thread in a message of this end."""
+        """True in a signal handler that interrupted its thread at this end."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Ends calls of other threads and ranks. `close` must follow."""
+        """`close` must follow."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Returns False if a thread is still in a call: the memory must then stay mapped."""
+        """Returns False if a thread is still in a call: the memory stays mapped."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -177,22 +175,22 @@ class Message(NamedTuple):
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
-    """Sender and receiver must agree on it."""
+    """Equal on sender and receiver."""
     more_head: bytes | Pinned = b""
     """The rest of a long head, to avoid a copy."""
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """Returns `pieces_of` the message without `head`, and how many belong to `more_head`."""
+        """`more_head` comes first, with the number of its pieces."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
 
 class _Sending:
-    """A message that didn't fit into the ring. It is complete when it is written."""
+    """A message that didn't fit into the ring at once."""
 
     def __init__(self, sender: Sender, message: Message) -> None:
-        self.message = message  # the library reads it until it is done
+        self.message = message  # the library reads it
         self.error: Exception | None = None
         self._sender = sender
         self._done = threading.Event()
@@ -254,7 +252,7 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """A signal handler that interrupted its own thread in a send would wait for itself."""
+        """A signal handler would wait for its own send."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
@@ -266,7 +264,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """A thread sends later what doesn't fit into the ring."""
+        """A thread sends what doesn't fit into the ring."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -298,12 +296,12 @@ class Sender(_End):
         return work
 
     def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
-        """Lets other threads send. A new thread completes `begun`, then sends the waiting messages."""
+        """Lets other threads send. A new thread completes `begun` and the waiting messages."""
         with self.lock:
             if begun is None and not self._waiting:
                 self._end_turn()
                 return
-        # Without the lock: a signal handler may send during this wait.
+        # No lock: a signal handler may send here.
         thread = HelperThread("send", self._write_all, begun)
         thread.start()
         with self.lock:
@@ -348,18 +346,16 @@ class Sender(_End):
 
 
 class Head(NamedTuple):
-    """A receiver reads it before the tensors."""
-
     data: memoryview
-    """Valid until the receiver's next call; empty if it exceeds the buffer."""
+    """Valid until the receiver's next call; empty if it is too long."""
     head_bytes: int
     left_bytes: int
-    """Unread bytes: the tensors, and the head if `data` is empty."""
+    """Of the tensors, and of the head if `data` is empty."""
     fingerprint: int
 
 
 class Receiver(_End):
-    """A thread must hold `lock` while it receives a message."""
+    """Hold `lock` while receiving a message."""
 
     side = "reader"
 
@@ -381,7 +377,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """As `take`, but returns False if no message has arrived within `timeout_s`."""
+        """As `take`; returns False after `timeout_s`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -399,7 +395,7 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """True if C++ has read the next message's head but left the message to Python."""
+        """True if C++ has left the next message to Python."""
         return self._report[_FOUND] != 0
 
     @property
@@ -409,18 +405,17 @@ class Receiver(_End):
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Sizes of the last message's head and of its tensors."""
+        """Of the head and the tensors."""
         return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
-        """Copies the next bytes of the message to the memory of `pieces`."""
         started = time.monotonic()
         status = self._library.ps_queue_read(self.end, pieces, count, self.members.timeout_s)
         if status != QueueStatus.DONE:
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """The caller has checked that the message has so many more bytes."""
+        """The message must have so many more bytes."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:
@@ -433,14 +428,14 @@ class Receiver(_End):
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns the object of the next message, as `PastPython.receive_at`."""
+        """Returns as `PastPython.receive_at`."""
         return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
-        """Returns the error for a whole message that isn't the expected one."""
+        """The message was received whole."""
         members = self.members
         self._report[_BROKEN] = QueueStatus.MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))

@@ -1,6 +1,6 @@
-"""Messages between hosts, over a group's connections, with the methods of `message_queue`.
+"""Messages between hosts, with the methods of `message_queue`.
 
-A message to one rank is one transfer (csrc/transfers.h), a message to all ranks one call of the group.
+A message to one rank is a transfer (csrc/transfers.h), a message to all ranks a call of the group.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class MessageStreams:
 
 
 class StreamSender:
-    """Messages keep the order of the calls."""
-
     def __init__(self, transfers: Transfers, dst: int, tag: int) -> None:
         self._transfers = transfers
         self._dst = dst
@@ -85,15 +83,15 @@ class StreamReceiver(_StreamEnd):
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler, or a decoder, that has interrupted this thread in a transfer."""
+        """True in a signal handler or decoder in a transfer of this thread."""
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:
-        """Raises the first failure of the group's transfers, here or in C++ alone."""
+        """Raises the group's first failure, here or in C++ alone."""
         self._transfers.check()
 
     def reserve(self, calls: int) -> None:
-        """While the sum of `calls` isn't 0, receives of lists don't bypass Python."""
+        """As `message_queue`'s."""
         self._transfers.reserve(self._src, calls)
 
     def in_a_handler(self, operation: str) -> UsageError:

@@ -1,10 +1,9 @@
 """The compiled library: builds `csrc/` once per machine and torch version, and declares its functions.
 
 The *full* build has the registered ops' kernels and fits one version of torch. The *plain* build needs neither torch
-nor Python. A wheel may contain both; a missing one is compiled into the user's cache. Without a compiler the plain
-build is used, or `load` raises and groups use gloo.
+nor Python. Builds that the wheel lacks are compiled into the user's cache.
 
-Ops use torch's unstable ABI: with the stable one a call takes 0.4 to 0.7 us more, and can't read requires_grad.
+Ops use torch's unstable ABI: the stable one takes 0.4 to 0.7 us more, and can't read requires_grad.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ logger = logging.getLogger("parallel_state")
 _VERSION = 21
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
-"""A group, and the words of `Told` in csrc/call.h."""
+"""A group, and `Told` in csrc/call.h."""
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
-"""A failed compile isn't repeated for this time: the ranks of a host start at different times."""
+"""A failed compile isn't repeated for this time: a host's ranks start at different times."""
 _FAILURE_BYTES = 4096
 _STALE_S = 3600.0
 _UNUSED_S = 60 * 86400.0
@@ -215,26 +214,24 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
     ("PyCFunction_NewEx", ctypes.pythonapi)
 )
 _METHODS: list[_Method] = []
-"""Kept alive: functions refer to them."""
+"""Kept alive for their functions."""
 
 QueueReport = c_int64 * 12
-"""The struct of that name in queue.h."""
+"""Of csrc/queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
 
 class NativeUnavailableError(Exception):
-    """The text is the reason that `explain()` shows."""
+    """The text is the reason, for `explain()`."""
 
 
 class NativeLibrary:
-    """C++ functions are attributes."""
-
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
-        """False if the registered ops go through Python."""
+        """False if ops go through Python."""
         self.note = note
-        """Why it has no ops, for `explain()`."""
+        """Why there are no ops."""
         self.path = path
         self._library = ctypes.CDLL(str(path))
         functions = {**_FUNCTIONS, **_FUNCTIONS_OF_TORCH} if has_ops else _FUNCTIONS
@@ -266,14 +263,14 @@ class NativeLibrary:
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a function of csrc/calling.h. C++ receives `itself` as its first argument."""
+        """Returns a function of csrc/calling.h, which receives `itself`."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
         return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
-        """Raises what a signal handler raised during a C++ call, if anything."""
+        """Raises what a signal handler raised during a C++ call."""
         record = (c_void_p * 3)()
         self._library.ps_take_exception(record)
         if record[0]:
@@ -284,7 +281,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Compiles the library first if necessary. Raises NativeUnavailableError."""
+    """Compiles the library first if necessary."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -294,7 +291,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Returns the plain build if it is compiled: `load()` would import torch for seconds."""
+    """Prefers the plain build: `load()` imports torch for seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -340,7 +337,7 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
 
 
 def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
-    """Returns the compiled file, or None and why it can't be used. `packaged` also accepts the wheel's file."""
+    """Returns None and the reason if the file can't be used. `packaged` accepts the wheel's."""
     brought = _PACKAGED / recipe.packaged_name
     if packaged and brought.exists() and native_build.is_current(brought, recipe):
         return brought, ""
@@ -355,12 +352,11 @@ def _target_of(recipe: Recipe) -> Path:
 
 
 def wanted_recipe() -> Recipe:
-    """Returns the recipe that `load` tries first. Raises ImportError without torch, and BuildError."""
+    """Raises ImportError without torch, and BuildError."""
     return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
 
 
 def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]:
-    """Calls `find_or_compile` for all recipes at the same time."""
     missing = [recipe for recipe in recipes if _find(recipe)[0] is None]
     with ThreadPoolExecutor(max(1, len(missing))) as workers:
         made = {recipe: workers.submit(find_or_compile, recipe, announced_with=missing) for recipe in missing}
@@ -370,9 +366,9 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns the compiled file, or None and why it can't be used. `packaged` also accepts the wheel's file.
+    """Returns as `_find`, but compiles a missing file.
 
-    `announced_with`: recipes that are compiled at the same time, for the logged duration; None logs nothing.
+    `announced_with`: recipes that are compiled at the same time; None logs nothing.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:
@@ -400,10 +396,9 @@ def _compile(
     asked_s: float,
     announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
-    """The caller holds the lock, so other processes wait for the result.
+    """The caller holds the lock. Processes that wait for it read a failure's reason from its file.
 
-    After a failure, those processes read the reason from the lock file. Its block is allocated before the compiler
-    runs: a full disk would have no room for the reason, and each rank would try again.
+    The file's block is allocated first: a full disk would have no room for the reason.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -427,7 +422,7 @@ def _compile(
 
 
 def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -> None:
-    """Also compiles the base if it is missing or the wheel's doesn't fit."""
+    """Also compiles a base that is missing or doesn't fit."""
     base = recipe.base
     if base is None:
         native_build.compile_library(recipe, target, compiler, build_cache.seal)
@@ -455,7 +450,7 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
 
 
 def _usual_s(recipes: Collection[Recipe]) -> float:
-    """On this process's cores, with the base if it is missing."""
+    """Includes a missing base."""
     bases = {recipe.base for recipe in recipes if recipe.base is not None and _find(recipe.base)[0] is None}
     needed = [*recipes, *bases]
     cores = min(len(native_build.usable_cores()), sum(len(recipe.units) for recipe in needed))
@@ -479,9 +474,9 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes folders of killed compiles, and libraries that weren't used for 60 days.
+    """Removes folders of killed compiles, and libraries unused for 60 days.
 
-    The caller holds the lock of `target`, so no process uses a folder of its name.
+    The caller holds the lock of `target`.
     """
     now = time.time()
     for path in target.parent.iterdir():

@@ -1,7 +1,6 @@
 """Compiles the C++ sources here and in `control/`. Each library links a few sources with the *base* object.
 
-Imports nothing of this package: setup.py loads it by its path. The kernels choose their instruction set at run time, so
-there is no `-march=native`.
+setup.py loads this file by its path. The kernels choose their instruction set at run time, without `-march=native`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CONTROL = Path(__file__).parents[1] / "control" / "csrc"
 FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
-"""With contraction, instruction sets with and without fused multiply-add would round differently."""
+"""Contraction would round differently where there is no fused multiply-add."""
 _TOGETHER = (
     ("-O3", "add_rms_norm reduce"),
     ("-O1", "agreement core end_listeners guest hmac record"),
@@ -37,13 +36,12 @@ _TOGETHER = (
     ("-O3", "loans plain_tree shared_inputs transfers transfers_api unpack wait windows"),
     ("-O3", "hosts_blocks hosts_reductions"),
 )
-"""Optimization level and files of one unit, the longest first. A file in no row is a unit.
+"""Optimization level and files of one unit, the longest first; other files are units.
 
 Single files take twice as long. Names in unnamed namespaces must differ within a row.
 """
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
-"""Part of the names of folders in which something is compiled."""
 
 
 class BuildError(Exception):
@@ -51,7 +49,7 @@ class BuildError(Exception):
 
 
 class Unit(NamedTuple):
-    """Sources that are compiled together, so that their headers are read once."""
+    """Sources that are compiled together, to read headers once."""
 
     sources: tuple[Path, ...]
     flags: tuple[str, ...] = ()
@@ -63,24 +61,23 @@ class Recipe:
 
     what: str
     packaged_name: str
-    """In a wheel. It ends with .o for an object, else it is a shared library."""
+    """In a wheel. Objects end with .o."""
     units: tuple[Unit, ...]
     flags: tuple[str, ...] = ()
     link_flags: tuple[str, ...] = ()
     for_torch: str = ""
-    """The required torch build; empty: any."""
+    """The required build; empty: any."""
     include_flags: tuple[str, ...] = ()
-    """Not in the digest: environments with one torch share compiled files."""
+    """Not in the digest: environments share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
-    """Of headers that sources include by a relative path."""
+    """Of headers that are included by relative path."""
     base: Recipe | None = None
     """The object to link with."""
     usual_cpu_s: float = 0.0
-    """Roughly the CPU seconds that GCC 12 takes for the units, without the base."""
+    """Roughly, on GCC 12, without the base."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """Includes those of the base."""
         of_base = () if self.base is None else self.base.sources
         return (*of_base, *(source for unit in self.units for source in unit.sources))
 
@@ -89,7 +86,6 @@ class Recipe:
         return Path(self.packaged_name).suffix
 
     def digest(self) -> str:
-        """Differs for builds that differ in sources, flags, machine or torch."""
         facts = [platform.machine(), self.for_torch, *_FLAGS, *self.flags]
         for unit in self.units:
             facts += [*unit.flags, *(source.name for source in unit.sources)]
@@ -100,7 +96,6 @@ class Recipe:
 
 
 def objects_recipe() -> Recipe:
-    """Returns the recipe of the base: all sources that don't use torch."""
     files = {path.stem: path for path in _cpp_files() if path.name not in _OF_TORCH}
     units = [Unit(tuple(files.pop(name) for name in names.split()), (level,)) for level, names in _TOGETHER]
     units += [Unit((path,)) for path in files.values()]
@@ -130,10 +125,7 @@ def full_recipe() -> Recipe:
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
-    """Returns `Recipe`'s arguments for sources that include torch's headers.
-
-    Raises BuildError for a torch of the C++ library's old ABI, which none since 2.7 has.
-    """
+    """Returns `Recipe`'s arguments for sources with torch's headers. Raises BuildError for the old ABI of C++."""
     import torch
 
     if not torch.compiled_with_cxx11_abi():
@@ -152,7 +144,7 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Digests the included and generated headers of torch, because self-made builds of one version differ."""
+    """Self-made builds of one version of torch differ in generated headers."""
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
@@ -160,7 +152,7 @@ def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
         {*named, "torch/headeronly/macros/cmake_macros.h", "torch/headeronly/version.h", "ATen/Config.h"}
     ):
         path = include / name
-        if path.is_file():  # else the C++ library's, or another version of torch's
+        if path.is_file():  # else another library's, or version's
             content.update(name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]
 
@@ -185,13 +177,12 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def is_current(packaged: Path, recipe: Recipe) -> bool:
-    """Returns True if a wheel's file was compiled from this recipe."""
     stamp = packaged.with_suffix(".digest")
     return stamp.exists() and stamp.read_text().strip() == recipe.digest()
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
-    """Compiles the file for a wheel, with the stamp that `is_current` reads."""
+    """Writes the stamp that `is_current` reads."""
     target = folder / recipe.packaged_name
     compile_library(recipe, target, compiler, base=base)
     target.with_suffix(".digest").write_text(recipe.digest() + "\n")
@@ -199,7 +190,7 @@ def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callabl
 
 
 def usable_cores() -> set[int]:
-    """Returns all cores if the system doesn't report them (macOS)."""
+    """Returns all cores on systems without affinity."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -208,7 +199,7 @@ _CORES = threading.BoundedSemaphore(len(usable_cores()))
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """Returns $CXX, split as a shell would (`ccache g++`), or the first compiler that is installed."""
+    """Splits $CXX as a shell would (`ccache g++`)."""
     if given := shlex.split(os.environ.get("CXX", "")):
         return tuple(given)
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -224,7 +215,7 @@ def compile_library(
 ) -> None:
     """Writes `target` atomically, writable by its owner only.
 
-    `seal(content)` returns the bytes to write. `base()` returns the path of the base; without it, the base is compiled.
+    `seal(content)` returns the bytes to write, `base()` the compiled base's path.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)
@@ -234,10 +225,9 @@ def compile_library(
         kind = ("-r", "-nostdlib") if recipe.suffix == ".o" else ("-shared", "-pthread")
         _run([*compiler, *kind, "-o", str(made), *map(str, objects), *recipe.link_flags])
         if seal is not None:
-            # Loaders ignore the seal after the last section. Rewrites the whole file: a linker leaves holes, which
-            # can't be filled on a full file system.
+            # Loaders ignore the seal. Rewrites the whole file: a linker's holes can't be filled on a full file system.
             made.write_bytes(seal(made.read_bytes()))
-        made.chmod(0o755)  # with a umask of 002 the user's group could write to it
+        made.chmod(0o755)  # even with a umask of 002
         made.rename(target)
 
 

@@ -1,4 +1,4 @@
-"""The collectives of a group on CPU tensors: calls C++, and turns its failures into errors."""
+"""The collectives of a group on CPU tensors: calls C++, and turns failures into errors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class QueueStatus:
 
 
 class Taken(NamedTuple):
-    """The calls of one method, their duration, and how long of it they waited for other ranks."""
+    """`waited_s`: of `took_s`, for other ranks."""
 
     calls: int
     took_s: float
@@ -93,7 +93,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """The time that a group's calls took on this rank, and how often each global rank arrived last."""
+    """`last`: how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -119,17 +119,17 @@ class NativeGroup:
         self.connections = Connections({}, {}, 0)
         """The compiled group owns their descriptors."""
         self._host_of_rank: Sequence[int] = ()
-        """By rank in the group; empty on one host."""
+        """Empty on one host."""
         self._lock = threading.Lock()
         self._served: set[str] = set()
         members.timeout.follow(partial(library.ps_group_timeout, number))
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Extends the group over several hosts. Call it before the group's first call.
+        """Extends the group over several hosts, before its first call.
 
-        The library then owns the descriptors of `connections`. `meshed`: all ranks of different hosts are connected,
-        not only the first. `rounded`: sums of bfloat16 are rounded before they are sent.
+        Takes over the descriptors. `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16
+        are rounded before they are sent.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank
@@ -154,10 +154,7 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Calls `ps_<operation>`. Raises its failure, or UsageError if another is running.
-
-        Peers receive `user_call`, by default this thread's, for their errors.
-        """
+        """Raises the call's failure, or UsageError if another is running. Peers receive `user_call`."""
         user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
@@ -166,7 +163,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Orders a broadcast message among the collectives. Every rank calls it."""
+        """Orders a broadcast message among collectives. Every rank calls it."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -179,7 +176,7 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Makes calls of other threads raise until `exit`. Raises UsageError if one is running."""
+        """Other threads' calls raise until `exit`. Raises if one is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -191,7 +188,7 @@ class NativeGroup:
         return bool(self.library.ps_group_is_busy(self.number))
 
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
-        """Returns the error for a `status`; a TransferError if a connection broke."""
+        """Returns a TransferError if a connection broke."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -258,7 +255,7 @@ class NativeGroup:
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _unreachable_from(self, reporter: int, operation: str, elapsed_s: float) -> CommunicationError:
-        """Another host reported that it can't reach this rank's host."""
+        """Another host can't reach this rank's host."""
         members, hosts = self.members, self._host_of_rank
         there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
         why = (
@@ -274,7 +271,7 @@ class NativeGroup:
         return text.value.decode(errors="replace")
 
     def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
-        """Describes the calls of `who` and of the rank `suspect`."""
+        """Describes the calls of `who` and `suspect`."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -289,10 +286,7 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Makes registered ops for the group `key` call the library without Python.
-
-        Their calls are numbered from `after` + 1.
-        """
+        """Makes ops for `key` call the library without Python. Calls are numbered from `after` + 1."""
         if self.library.has_ops:
             self._served.add(key)
             self.library.ps_serve(key.encode(), self.number)
@@ -307,7 +301,7 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Covers the time in which `ps_measure_calls` was on."""
+        """Covers the time with `ps_measure_calls`."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
@@ -319,7 +313,7 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns calls and bytes of ops that bypassed Python."""
+        """Of ops that bypassed Python."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -354,7 +348,7 @@ class NativeGroup:
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
-        """Reports to other ranks that this rank's call failed."""
+        """Reports this rank's failure to other ranks."""
         kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
         kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
         places = {rank: place for place, rank in enumerate(self.members.ranks)}
@@ -362,18 +356,18 @@ class NativeGroup:
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
-        """Ends all waits of this process in the group. Later calls fail."""
+        """Ends this process's waits. Later calls fail."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Tells other ranks not to take this rank's exit for a death."""
+        """Keeps other ranks from taking an exit for a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Memory is freed when the last running call returns. May be called twice."""
+        """Memory is freed when the last call returns. May be called twice."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -386,7 +380,6 @@ class NativeGroup:
 
 
 def reducible_in_memory(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Converts `x` only if the C++ kernels don't support its dtype."""
     return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)
 
 
@@ -417,7 +410,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """The route adds the rank, which is outside the group."""
+    """The route adds the rank."""
     why = "a rank outside this group has ended, and its death fails this group too (see failure_domain)"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 
@@ -425,7 +418,6 @@ def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDie
 def given_up(
     members: Members, operation: str, suspect: int, elapsed_s: float, status: int, reporter: int
 ) -> CommunicationError:
-    """Global rank `reporter` has failed with `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
     why, blamed = f"global rank {reporter} gave up, because it {what}{about}", suspect if suspect >= 0 else reporter
@@ -435,10 +427,7 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait at a queue or in a transfer.
-
-    `place`: the suspect in the group, or OUTSIDE. `reporter`: the rank that gave up for `reason`.
-    """
+    """`place`: the suspect in the group, or OUTSIDE. `reporter`: the rank that gave up for `reason`."""
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:
         return timed_out(members, operation, suspect, elapsed_s)

@@ -76,14 +76,14 @@ _FUNCTIONS = {
     "call": "PyObject_Vectorcall",
 }
 _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names of libtorch_python's function that makes a tensor's object, by torch's version. Both get an address."""
+"""By torch's version. Both take an address."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Pinned(NamedTuple):
-    """Pieces of a message as (address, size), and the objects that own this memory."""
+    """Pieces as (address, size), and the objects that own this memory."""
 
     pieces: tuple[tuple[int, int], ...]
     keeps: object
@@ -105,7 +105,7 @@ class Packed(NamedTuple):
 
 
 _Cut = tuple[int, int, "dict[str, None] | None"]
-"""Number of slices, this rank's slice, and the keys of a dict's tensors that are sent whole."""
+"""Number of slices, this rank's, and the keys of tensors that are sent whole."""
 _WHOLE: _Cut = (0, 0, None)
 
 
@@ -118,9 +118,9 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """Keys, dtypes and shapes of the CPU tensors in a dict, which sender and receiver know in advance.
+    """A dict's CPU tensors, which sender and receiver know in advance.
 
-    `dtypes`: as c10::ScalarType. `entries`: the number of the dict's entries, including other values.
+    `dtypes`: as c10::ScalarType. `entries`: of the dict.
     """
 
     def __init__(
@@ -136,55 +136,47 @@ class Form:
 
 
 class PastPython:
-    """Sends and receives messages of groups in C++, without Python code: see csrc/messages.h.
+    """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    The first argument of each function is a group's key. Then follow a peer and a method's number in TRANSFERS; or, for
-    broadcasts, the word that describes the call and its source. Functions that send, or fill tensors, return a number
-    of `Outcome`.
+    First arguments: a group's key, a peer and a method's number in TRANSFERS; for broadcasts the key, the call's word
+    and its source. Functions without a result return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
-        """`python`: address of a `_Python`, which describes the objects of this interpreter to C++."""
-
         def method(name: str) -> Callable[..., Any]:
             return library.method(name, python)
 
         self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
-        """Arguments: a dict, the address of its `Form`, and its head."""
+        """A dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Arguments: an object, the maximum of bytes, the three of a `_Cut`, and True to wait between hosts. NO_ROOM:
-        see `PlainObjects.packed`. Between hosts, a message that isn't sent yet returns 4 (`kStarted`) plus the number
-        of its transfer."""
+        """An object, the maximum of bytes, a `_Cut`, and True to wait between hosts.
+
+        Between hosts, an unsent message returns 4 (`kStarted`) plus its transfer's number.
+        """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
-        """Arguments: the expected head, and the tensors to fill."""
+        """The expected head, and the tensors to fill."""
         self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
         self.receive_value: Callable[..., Any] = method("ps_receiving_value")
-        """Takes the arguments of `Received` in csrc/messages_api.cpp. Returns the object; the last argument if the
-        library called it; NotImplemented if `receive_at` must be called."""
+        """Takes `Received` of csrc/messages_api.cpp. After NotImplemented, call `receive_at`."""
         self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
         self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
-        """Like `receive_value`. Arguments: a reader's end, the message's number, the timeout, the group's number."""
+        """A reader's end, the message's number, the timeout, the group's number."""
         self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
-        """Like `receive_value`, between hosts; see `ps_transfers_receiving` in csrc/messages_api.cpp."""
+        """Between hosts."""
         self.broadcast_between: Callable[..., int] = method("ps_group_broadcasting")
         self.receive_between: Callable[..., Any] = method("ps_group_receiving")
-        """Like `receive_value`, for a message to all ranks on several hosts; see csrc/messages_api.cpp."""
+        """From one rank to all on several hosts."""
 
 
 class PlainObjects:
-    """Encodes objects in C++. Its calls hold the GIL, unlike ctypes' usual ones."""
+    """Calls hold the GIL, unlike ctypes' usual ones."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
     ) -> None:
-        """`depth`: limit of nested containers.
-
-        `most_other_keys`: limit of entries in a dict with keys of other types than str and bytes.
-
-        `dtype_names`: by c10::ScalarType; tensors of other dtypes are left to Python.
-        """
+        """`depth`: of containers. `most_other_keys`: neither str nor bytes. Python encodes other dtypes."""
         self._depth = depth
         self._python = _python(library, depth, most_other_keys, dtype_names)
         self._address = address = ctypes.addressof(self._python[0])
@@ -194,11 +186,11 @@ class PlainObjects:
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
 
     def pack(self, value: object, limit: int, cut: _Cut = _WHOLE) -> Packed | None:
-        """Encodes an object as a message of at most `limit` bytes. Returns None if Python must encode it."""
+        """Returns None if Python must encode the object."""
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes an object, for `packed` to return. Returns False if Python must encode it."""
+        """Encodes an object for `packed`. Returns False if Python must encode it."""
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
@@ -211,7 +203,7 @@ class PlainObjects:
 
     def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed:
         start, *body = pieces[:heads]
-        # The library wrote every second piece, consecutively; the next message overwrites them.
+        # The next message overwrites what the library wrote: every second piece, consecutively.
         (first, _), (last, last_bytes) = body[0], body[-1]
         written = ctypes.string_at(first, last + last_bytes - first)
         moved = (ctypes.cast(ctypes.c_char_p(written), _Type).value or 0) - first
@@ -224,10 +216,7 @@ class PlainObjects:
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns the last message's pieces as (address, size), how many of them are its head, and the objects kept.
-
-        The other pieces are tensors. The objects are long texts, then the tensors.
-        """
+        """Returns the last message's pieces, how many are its head, and kept objects: texts, then tensors."""
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
         count = self._packed(found, _MOST_PIECES, counts, held)
@@ -250,7 +239,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Describes the objects of this interpreter to C++. Also returns the objects that must live as long."""
+    """Also returns the objects that must live as long."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()
@@ -277,10 +266,7 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns the offset of the type in a Python object: in CPython it is the header's last field.
-
-    Returns 0 if some objects don't have it there. C++ then calls PyObject_Type, which takes three times as long.
-    """
+    """Returns the offset of an object's type, or 0: then C++ calls PyObject_Type, three times as slow."""
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):
@@ -289,7 +275,7 @@ def type_at() -> int:
 
 
 def tensor_at() -> int:
-    """Returns the offset of the pointer to TensorImpl in a Python tensor; 0 if not all have the same."""
+    """Returns the offset of TensorImpl, or 0 if it varies."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):

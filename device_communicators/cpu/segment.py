@@ -1,7 +1,7 @@
 """Files in shared memory, *segments*, that only this user can open, until their names are removed.
 
-The maker of a segment holds a lock on it while it has a name. If the maker is killed, the kernel releases the lock, and
-`sweep` removes the name. Unlike PIDs in names, locks work across PID namespaces. The names of other versions stay.
+A segment's maker holds a lock while it has a name. When the maker is killed, `sweep` removes the name. Locks work
+across PID namespaces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 
 _SPARE_BYTES = 64 << 20
 DIRECTORY = "/dev/shm" if sys.platform == "linux" else tempfile.gettempdir()
-"""On other systems no memory is shared: a segment only shows which ranks are on one host."""
+"""Elsewhere a segment only shows which ranks are on one host."""
 NAME_BYTES = 33
 _PREFIX = "parallel_state-"
 _LOCKED = "k"
@@ -27,11 +27,11 @@ _TRIES = 8
 
 
 class SegmentError(Exception):
-    """Raised inside this package if a segment can't be made or opened. The text is the reason, without the name."""
+    pass
 
 
 class Segment:
-    """An open file in shared memory. Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
+    """Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -39,7 +39,6 @@ class Segment:
 
     @classmethod
     def make(cls) -> Segment:
-        """Makes an empty segment under a random name. Raises SegmentError."""
         for _ in range(_TRIES):
             name = _LOCKED + secrets.token_hex(NAME_BYTES // 2)
             try:
@@ -53,7 +52,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens a segment by name. Returns None if this host has none. Raises SegmentError if another user owns it."""
+        """Returns None if this host has none. Raises SegmentError for another user's."""
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -80,11 +79,9 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Allocates memory for bytes of the file.
+        """Raises SegmentError on a full file system; a write would kill this process.
 
-        If the file system is full, raises SegmentError; a write would kill us.
-
-        With `leave_some` a nearly full file system counts as full, because later allocations need room, too.
+        With `leave_some` a nearly full one counts as full.
         """
         try:
             if leave_some:
@@ -109,7 +106,7 @@ class Segment:
 
 
 def sweep() -> int:
-    """Removes the names of segments that this user's exited processes left. Returns how many."""
+    """Removes the names that this user's exited processes left."""
     swept = 0
     with contextlib.suppress(OSError):
         for file in os.listdir(DIRECTORY):
@@ -136,16 +133,12 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Locks a new file, so that `sweep` doesn't remove its name. Returns False if a sweep was faster.
-
-    A sweep holds the lock while it removes a name. So if the name still exists once this process has the lock, it
-    stays.
-    """
+    """Returns False if a sweep, which holds the lock while it removes a name, was faster."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the file system has no locks, so nobody sweeps either
+    except OSError:  # no locks, so no sweeps
         return True
     return os.fstat(descriptor).st_nlink == 1
 

@@ -1,4 +1,4 @@
-"""Connects ranks of different hosts for sends and receives between two ranks. csrc/streams.h moves the data."""
+"""Connects ranks of different hosts for transfers. csrc/streams.h moves the data."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import Watcher
 
 STRIPED_BYTES = 256 << 10
-"""Bodies from this size on are striped, if there are several connections."""
+"""Larger bodies are striped over several connections."""
 
 
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects every two ranks of the group by TCP, for transfers. Every rank calls it.
+    """Connects every two ranks of the group by TCP. Every rank calls it.
 
-    Returns the address of the transfers, for `ps_transfers_delete`, and the connections, which the caller closes after
-    the transfers. Waits end at deaths; see `HostMemory.end_waits_at_deaths`.
+    Returns the address for `ps_transfers_delete`, and the connections, which the caller closes afterwards.
     """
     members, collectives = memory.members, memory.collectives
     if collectives is None:
@@ -44,7 +43,7 @@ def connect_streams(
 def open_streams(
     made: Connections, losses: int, rank: int, size: int, spin_ns: int, striped_bytes: int = STRIPED_BYTES
 ) -> int:
-    """Makes the transfers of `rank` over connections. Returns their address. `losses`: see `ps_streams_new`."""
+    """Returns the transfers' address."""
     ends = [(peer, each.fileno(), made.early_bytes[peer]) for peer, all_ in made.sockets.items() for each in all_]
     ranks, descriptors, early_bytes = zip(*ends, strict=True)
     numbers = ctypes.c_int * len(ends)

@@ -1,7 +1,6 @@
-"""Sends tensors from one rank to another, and between hosts also messages. `csrc/transfers.h` moves the data.
+"""Sends tensors between two ranks, and between hosts also messages. `csrc/transfers.h` moves the data.
 
-The library keeps a transfer's tensor alive as long as it uses its memory. A thread of the library completes started
-transfers that no caller waits for.
+The library keeps tensors alive. Its thread completes started transfers that no caller waits for.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from device_communicators.cpu.native_group import Members, QueueStatus, wait_fai
 from device_communicators.cpu.plain_tree import PastPython
 
 _NO_MEMORY, _CLOSED, _BROKEN = 7, 8, 9
-"""Statuses of `TransferFailure` in addition to those of `QueueStatus`. Any other: a malformed message."""
+"""Of `TransferFailure`, beside those of `QueueStatus`. Others: a malformed message."""
 _DONE, _INSIDE = 0, -2
-"""Return values of a transfer's start, as in csrc/transfer_call.h. Any other negative number is a refusal."""
+"""Of a start (csrc/transfer_call.h). Other negative numbers: a refusal."""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
-"""Results of a wait, in the same file. Any other number is a failure."""
+"""Of a wait. Others: a failure."""
 _LONGEST_S = 1e9
 MOST_TAG = (1 << 31) - 1
 _DTYPES: dict[int, object] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
@@ -49,7 +48,7 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """A transfer's failure: fields of `TransferFailure` in csrc/transfer_call.h. Ranks are ranks in the group."""
+    """`TransferFailure` in csrc/transfer_call.h. Ranks are ranks in the group."""
 
     status: int
     sends: int
@@ -76,10 +75,7 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
-    """Returns the error for a failed transfer. If the connection broke, it is a TransferError with the system's `text`.
-
-    `needs_bytes`: shared memory that a ring takes at its first message; 0 if transfers use no ring.
-    """
+    """Returns a TransferError with `text` if the connection broke. `needs_bytes`: of a ring, or 0."""
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
     if failed.sent_dtype >= 0:
@@ -111,14 +107,13 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
 
 
 def failure_text_of(library: Any, transfers: int) -> str:
-    """Returns the system's text for a broken connection; "" if none broke. `transfers`: their address."""
     text = ctypes.create_string_buffer(512)
     library.ps_transfers_failure_text(transfers, text, len(text))
     return text.value.decode(errors="replace")
 
 
 def _what_is_short(needs_bytes: int) -> str:
-    """Describes which memory ran out, judged by what is free now, and what to do. The library reports neither."""
+    """Judges by what is free now: the library doesn't report it."""
     with contextlib.suppress(OSError):
         found = os.statvfs("/dev/shm")
         free_bytes = found.f_bavail * found.f_frsize
@@ -149,7 +144,7 @@ def _functions(library: NativeLibrary) -> _Functions:
 
 @functools.cache
 def _number_of(dtype: torch.dtype) -> int:
-    """Returns the number of a dtype. A receive fails if the sender's number differs."""
+    """Sender and receiver must have the same."""
     return DTYPE_NUMBERS.get(dtype, zlib.crc32(str(dtype).encode()) >> 1 | 1 << 30)
 
 
@@ -167,10 +162,9 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """`address`: of the C++ object that `ps_rings_new` or `ps_streams_new` returned, which this object deletes.
+        """Owns `address`, of `ps_rings_new` or `ps_streams_new`.
 
-        `group`: the group's number in C++, by which calls that bypass Python find it, with their `tag`; 0 if there are
-        no such calls. `ring_bytes`: `needs_bytes` of `failure_of`.
+        `group`, if not 0, and `tag` are for calls that bypass Python.
         """
         self.members = members
         self._library = library
@@ -182,20 +176,20 @@ class Transfers:
         self._failure: Failure | None = None
         self._is_free = False
         self._waits: set[tuple[int, int, int]] = set()
-        """Current waits: thread, direction and peer; between hosts only the thread."""
+        """Thread, direction and peer; between hosts only the thread."""
         if group:
             library.ps_transfers_serve(self.address, group, tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
-        """Starts to send a contiguous CPU tensor. Returns complete work if the ring or the socket had room for it."""
+        """`x` is contiguous. Returns complete work if there was room for it."""
         return self._started(1, x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
-        """Starts a receive into a contiguous CPU tensor. Raises CollectiveMismatchError for another size or dtype."""
+        """`out` is contiguous. Raises CollectiveMismatchError for another size or dtype."""
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
-        """Sends a contiguous CPU tensor. When it returns, the tensor may be changed."""
+        """`x` is contiguous, and may be changed afterwards."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
@@ -224,8 +218,6 @@ class Transfers:
             raise self._failed()
         return _Transfer(self, number, sends, peer)
 
-    # Messages, which connections carry.
-
     def isend_message(self, message: Message, dst: int, tag: int) -> Work:
         self._refuse_inside(1, dst)
         pieces, _, more_heads = message.pieces
@@ -238,13 +230,13 @@ class Transfers:
     def receive_message(
         self, past: PastPython, src: int, tag: int, group: int, report: ctypes.Array[c_int64], *arguments: Any
     ) -> Any:
-        """Receives a message and writes its sizes to `report`. Returns its object, as `PastPython.receive_over`."""
+        """Writes the sizes to `report`. Returns as `PastPython.receive_over`."""
         with self._waiting(0, src):
             address = ctypes.addressof(report)
             return past.receive_over(self.address, src, tag, self._timeout_us, group, address, *arguments)
 
     def check(self) -> None:
-        """Raises the error of the group's first failed transfer, if one has failed."""
+        """Raises the first failure."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             if not self._library.ps_transfers_failure(self.address, words):
@@ -252,7 +244,7 @@ class Transfers:
         raise self._failed()
 
     def reserve(self, src: int, receives: int) -> None:
-        """Counts started receives of messages from `src`. Receives that bypass Python wait for these."""
+        """Receives that bypass Python wait for these."""
         self._library.ps_transfers_reserve(self.address, src, receives)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
@@ -275,9 +267,9 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError in a signal handler that interrupted a send to (or receive from) the same peer.
+        """Refuses a signal handler that interrupted a transfer with this peer.
 
-        Between hosts any peer counts: the handler's message could arrive between the parts of the interrupted one.
+        Between hosts any peer counts: the messages would mix.
         """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
@@ -323,7 +315,7 @@ class Transfers:
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
-        """Fails all started transfers after a call of this rank has failed. Peers on other hosts detect it at once."""
+        """Fails started transfers. Peers on other hosts detect it at once."""
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
@@ -333,9 +325,9 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Fails all started transfers. Returns False if a thread still uses a ring, which must stay mapped then."""
+        """Returns False if a thread still uses a ring, which stays mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
-        return self._is_free  # then the memory may be unmapped: a second close must not touch it
+        return self._is_free  # the memory may be unmapped then
 
     def __del__(self) -> None:
         address, self.address = getattr(self, "address", 0), 0

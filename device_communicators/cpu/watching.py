@@ -24,11 +24,11 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import LOOPBACK, Place, Watcher, answer_within
 
 _OWN_NAME_S = 2.0
-"""Timeout of resolving this host's own name."""
+"""Of resolving this host's own name."""
 _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
-"""By all ranks together."""
+"""Of all ranks together."""
 _NEAR_S = 0.5
 _NOTHING = "?"
 TOGETHER_S = 0.1
@@ -36,11 +36,8 @@ TOGETHER_S = 0.1
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Opens the port of this rank's control plane. Returns its address as text; "" if that fails.
-
-    If `address` is unknown or a loopback address, gloo's is used.
-    """
-    if not address or is_loopback(address):  # as a name that /etc/hosts maps to 127.0.1.1
+    """Returns the address of this rank's control plane, or "". Replaces an unknown or loopback `address`."""
+    if not address or is_loopback(address):  # as /etc/hosts' 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
     try:
         library: Any = native.load()
@@ -61,12 +58,11 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Starts to watch the global `ranks`, each of which must call this. Returns each rank's `note`.
+    """Starts to watch the global `ranks`, each of which must call this. Returns their `note`s.
 
-    If a rank has a note, the ranks aren't watched. `store`: a prefix that is used for nothing else. `address`: this
-    host's. `limit_s`: a timeout below that of the start. `check` runs about every 20 ms of the wait; its exception ends
-    the wait. Raises RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited; that
-    names exited ranks of this PID namespace too.
+    If a rank has a note, the ranks aren't watched. `store`: a prefix of this call's own. `address`: this host's.
+    `check` runs about every 20 ms; its exception ends the wait. Raises RendezvousError with the missing ranks, or
+    PeerDiedError if the rank with the store exited.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -107,17 +103,17 @@ def meet(
 
 
 class Neighbours:
-    """The processes of this PID namespace that entered a meeting, for a rank that loses the meeting's store."""
+    """The processes of this PID namespace in a meeting, for a rank that loses the store."""
 
     def __init__(self, processes: str) -> None:
-        """`processes`: this rank's PID namespace; empty if unknown."""
+        """`processes`: the PID namespace; empty if unknown."""
         self.key = f"near/{processes}" if processes else ""
         self.found: dict[int, tuple[int, str]] = {}
-        """By rank: PID and start time."""
+        """PID and start time."""
 
     def enter(self, store: BoundedStore, rank: int, prefix: str = "") -> None:
         if self.key:
-            with contextlib.suppress(NotImplementedError):  # a program's own kind of store
+            with contextlib.suppress(NotImplementedError):  # another kind of store
                 store.append(prefix + self.key, f"{rank} {os.getpid()} {start_time(os.getpid())}\n")
 
     def read(self, store: BoundedStore, prefix: str = "") -> None:
@@ -126,7 +122,7 @@ class Neighbours:
             self.found = {int(rank): (int(pid), began) for rank, pid, began in map(str.split, found.splitlines())}
 
     def ended(self) -> set[int]:
-        """Returns the ranks that had entered by the last read, and have exited."""
+        """Returns the ranks that had entered and have exited."""
         return {rank for rank, process in self.found.items() if _has_ended(*process)}
 
 
@@ -140,18 +136,16 @@ def _has_ended(pid: int, began: str) -> bool:
 class _Roll:
     """Exchanges one entry of each rank through a store.
 
-    The first rank opens an attempt under a random name. The last one to enter writes all entries to one key. A rank
-    that gives up closes the attempt, and waiting ranks enter the next: a retry never reads entries of processes that
-    gave up.
+    The first rank opens an attempt under a random name; the last one writes all entries to one key. A rank that gives
+    up closes the attempt, so a retry never reads entries of processes that gave up.
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours) -> None:
         self._store, self._rank, self._ranks, self._entry, self._near = store, rank, ranks, entry, near
         self._attempts: list[str] = []
-        """The last one is open."""
 
     def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
-        """Returns all ranks' entries in order and []; at the deadline [] and the missing ranks."""
+        """Returns all ranks' entries in order, or at the deadline the missing ranks."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s, look_at = _SHORTEST_NAP_S, time.monotonic()
         while True:
@@ -171,7 +165,7 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Returns the ranks that are missing from all attempts, or else from the last one."""
+        """Returns the ranks that are missing from all attempts, or from the last."""
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):
@@ -180,7 +174,7 @@ class _Roll:
 
     def _enter(self) -> None:
         if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
-            # An earlier call of this rank could not close its attempt.
+            # An earlier call of this rank didn't close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
             return
         self._near.enter(self._store, self._rank, self._key(""))
@@ -200,7 +194,7 @@ class _Roll:
         return list(entries)
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns the `ranks` without an entry. Bisects: one of 1,000 takes 20 requests."""
+        """Bisects: one missing rank of 1,000 takes 20 requests."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2

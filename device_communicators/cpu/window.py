@@ -1,7 +1,4 @@
-"""Windows: memory of each rank that other ranks write, and ranks of its host also read, without its help.
-
-`csrc/one_sided.h` describes the mechanism. `c10d/csrc/window.h` has torch's interface to the same windows.
-"""
+"""Windows: memory of each rank that other ranks write, and ranks of its host also read (csrc/one_sided.h)."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ _ADVICE = "call it outside the compiled function"
 def window_failure(
     group: NativeGroup, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
 ) -> Exception:
-    """Returns the error for the status of this thread's last call of a window, with `rank` in the group.
-
-    If a signal handler raised during the call, raises that.
-    """
+    """Of this thread's last call. Raises what a signal handler raised."""
     members = group.members
     if status == _INTERRUPTED:
         group.library.raise_interruption()
@@ -90,7 +84,7 @@ def window_failure(
 
 
 def group_of_one(context: GroupMember) -> NativeGroup:
-    """Returns the compiled group of a rank that is its only one. Raises UnsupportedError without the library."""
+    """Raises UnsupportedError without the library."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -101,7 +95,6 @@ def group_of_one(context: GroupMember) -> NativeGroup:
 
 @functools.cache
 def _calls_of(library: Any) -> tuple[Any, Any, Any]:
-    """Returns put, signal and wait_signal of csrc/one_sided_api.cpp."""
     putting, signalling, waiting = (
         library.method(f"ps_window_{name}") for name in ("putting", "signalling", "waiting")
     )
@@ -109,7 +102,7 @@ def _calls_of(library: Any) -> tuple[Any, Any, Any]:
 
 
 class _Opened:
-    """A window of the library. The tensors that view its memory keep it."""
+    """Tensors that view its memory keep it."""
 
     def __init__(self, library: Any, address: int) -> None:
         self.library, self.address = library, address
@@ -121,15 +114,13 @@ class _Opened:
 class Window:
     """A tensor on each rank that the group's other ranks write. `GroupCoordinator.window` makes it.
 
-    Ranks are those in the group, this rank included. Only `deregister` needs calls of other ranks.
+    Ranks are those in the group, this one included. Only `deregister` needs calls of other ranks.
 
-    The ranks of a host share the memory. To other hosts, puts and signals use connections. Memory order: a rank whose
-    `wait_signal` returned sees all earlier puts of the other rank to it; within a host, all earlier writes of the other
-    rank anywhere. Within a host, a read after `put` has returned gives the new bytes. Reading memory while a rank
-    writes it gives a mix of old and new bytes.
+    After `wait_signal`, a rank sees all earlier puts of the other rank to it; within a host, all its earlier writes.
+    Within a host, a read after `put` has returned gives the new bytes. Reading while a rank writes gives a mix.
 
-    A call raises PeerDiedError if a rank of the group died, InvalidArgumentError after `deregister`, and
-    GroupDestroyedError after the group was destroyed. Thread-safe.
+    Calls raise PeerDiedError if a rank died, InvalidArgumentError after `deregister`, and GroupDestroyedError.
+    Thread-safe.
     """
 
     def __init__(
@@ -141,7 +132,7 @@ class Window:
         barrier: Callable[[], object],
         failure_of: Callable[[Exception, str, float], Exception],
     ) -> None:
-        """`exchange` gathers a tensor of all ranks. `failure_of` notes a failure of the group and returns its error."""
+        """`exchange` gathers a tensor of all ranks. `failure_of` returns the group's error."""
         self._group, self._barrier, self._failure_of = group, barrier, failure_of
         count, library = math.prod(size), group.library
         number = DTYPE_NUMBERS.get(dtype, -1)
@@ -164,12 +155,11 @@ class Window:
 
     @host_call(_ADVICE)
     def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
-        """Copies `x` to the memory of rank `dst`, starting at its element `offset`. Afterwards `x` may be changed.
+        """Copies the CPU tensor `x` to elements of rank `dst` from `offset` on. `x` may be changed afterwards.
 
-        `x` is a CPU tensor of the window's dtype and any shape. When the call returns, the bytes are there (within a
-        host) or on their way (between hosts). `signal=True` adds `signal(dst)`, between hosts in the same message.
-        Raises InvalidArgumentError if `x` doesn't fit, CollectiveTimeoutError if another host doesn't receive it within
-        the group's timeout.
+        The bytes have then arrived (within a host) or are on their way. `signal=True` adds `signal(dst)`, in the same
+        message. Raises InvalidArgumentError if `x` doesn't fit, and CollectiveTimeoutError if another host doesn't
+        receive it.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
@@ -184,10 +174,9 @@ class Window:
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Returns the memory of `rank` as a tensor, without a copy: writes to it change that memory.
+        """Returns the memory of `rank` as a tensor that shares it and keeps it mapped.
 
-        It stays mapped while the tensor exists; after `deregister`, that rank may reuse the memory. Raises
-        UnsupportedError for a rank that shares no memory with this one, as on another host.
+        After `deregister`, that rank may reuse it. Raises UnsupportedError for a rank that shares no memory with this one.
         """
         found = c_void_p()
         status = self._group.library.ps_window_memory(self._address, index(rank), ctypes.byref(found))
@@ -203,7 +192,7 @@ class Window:
 
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
-        """Sends a signal to rank `dst`, which receives it by `wait_signal`. Returns at once."""
+        """Sends a signal for rank `dst`'s `wait_signal`. Returns at once."""
         started = time.monotonic()
         status = self._signalling(self._address, index(dst))
         if status:
@@ -211,10 +200,9 @@ class Window:
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
-        """Receives one signal of rank `src`; waits up to `timeout_s` (default: the group's timeout) for it.
+        """Receives one signal of rank `src`. A `timeout_s` of 0 polls.
 
-        A `timeout_s` of 0 only polls. Raises CollectiveTimeoutError; the window and the group stay usable, and a later
-        call can receive the late signal.
+        After a CollectiveTimeoutError the window stays usable; a later call can receive the signal.
         """
         started = time.monotonic()
         limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
@@ -224,10 +212,7 @@ class Window:
 
     @host_call(_ADVICE)
     def deregister(self) -> None:
-        """Ends the window. Every rank must call it; returns when all have, and their puts have arrived.
-
-        Frees the memory, which otherwise stays allocated until the group is destroyed. Raises the errors of a barrier.
-        """
+        """Ends the window and frees its memory. Every rank calls it; returns when all puts have arrived."""
         self._barrier()
         started, status = time.monotonic(), self._group.library.ps_window_end(self._address)
         if status:

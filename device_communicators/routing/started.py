@@ -99,7 +99,7 @@ class Handle:
             if self._work is None:
                 return
             if self._route.is_parents:
-                self._route.check_usable()  # raises: the work is another process'
+                self._route.check_usable()  # raises: the work is another process's
             started = time.monotonic()
             with waiting_for(self._route.context, self._record):
                 try:
