@@ -1,6 +1,7 @@
 """Compiles the C++ sources here and in `control/`. Each library links a few sources with the *base* object.
 
-setup.py loads this file by its path. The kernels choose their instruction set at run time, without `-march=native`.
+Imports nothing of this package: setup.py loads it by its path. The kernels choose their instruction set at
+run time, without `-march=native`.
 """
 
 from __future__ import annotations

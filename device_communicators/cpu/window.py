@@ -176,7 +176,7 @@ class Window:
     def map_remote_tensor(self, rank: int) -> Tensor:
         """Returns the memory of `rank` as a tensor that shares it and keeps it mapped.
 
-        After `deregister`, that rank may reuse it. Raises UnsupportedError for a rank that shares no memory with this one.
+        After `deregister`, that rank may reuse the memory. Raises UnsupportedError if it shares none with this rank.
         """
         found = c_void_p()
         status = self._group.library.ps_window_memory(self._address, index(rank), ctypes.byref(found))
