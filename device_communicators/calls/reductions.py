@@ -67,7 +67,7 @@ def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor |
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
-    """Returns the bits of cpu/csrc/reduce.h. torch's maximum of 0.0 and -0.0 depends on the element's address."""
+    """Gives the bits of cpu/csrc/reduce.h. torch's maximum of 0.0 and -0.0 depends on the element's address."""
     if total.is_cpu and total.numel() > _ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(_ONE_THREAD_ELEMENTS) for each in (total, x))
         for piece, other in zip(*pieces, strict=True):  # torch's threads have another floating-point state

@@ -45,7 +45,7 @@ class QueueMemory:
                 f"{describe_address_space()}"
             )
         self.windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
-        # One per group would be too many; older kernels need it to allocate.
+        # One descriptor per group would be too many; older kernels need it.
         self.descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
 
     def map(self, offset: int, size_bytes: int) -> int:
@@ -79,7 +79,7 @@ TENSORS, MESSAGES = 0, 1
 """Kinds: plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""With chunks of 64 KiB tensors of 2 MiB take 1.15 of the time, with 256 KiB twice the time."""
+"""With chunks of 64 KiB, tensors of 2 MiB take 1.15 of the time; with 256 KiB, twice the time."""
 
 
 def region_bytes(size: int) -> tuple[int, int]:

@@ -170,7 +170,7 @@ def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) 
 
 def _connections(members: GroupMember, peers: int) -> int:
     wanted = settings.CONNECTIONS.get()
-    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # for as many again
+    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may need as many again
     if shortage:
         logger.warning("%s has one connection to each rank instead of %d: %s", members, wanted, shortage)
     return 1 if shortage else wanted

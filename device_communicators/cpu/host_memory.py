@@ -64,7 +64,7 @@ class HostMemory:
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, sorted by first rank."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """By segment."""
+        """As `hosts`, by segment."""
         self.apart = ""
         """Why a host has several domains, equal on all ranks."""
         self.problem: str | None = "it isn't attached yet"
@@ -167,7 +167,7 @@ class HostMemory:
         return connect(meeting, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Raises ConfigMismatchError on all ranks."""
+        """Raises ConfigMismatchError on all ranks if the values differ."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -436,7 +436,7 @@ class _Meeting:
     def map_memory(self) -> _Memory | None:
         """Returns None for a rank that shares memory with no other.
 
-        The lowest rank's segment begins with the collectives' memory; at the offset behind it each segment has its
+        The lowest rank's segment begins with the collectives' memory. At the offset behind it, each segment has its
         rank's arena. The queues follow the first arena.
         """
         if len(self._sharing) == 1:

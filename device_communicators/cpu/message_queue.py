@@ -181,7 +181,7 @@ class Message(NamedTuple):
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """`more_head` comes first, with the number of its pieces."""
+        """Returns `pieces_of` all but `head`, and how many pieces belong to `more_head`."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
@@ -252,7 +252,7 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """A signal handler would wait for its own send."""
+        """Raises in a signal handler that would wait for its own thread's send."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 

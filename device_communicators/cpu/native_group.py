@@ -85,7 +85,7 @@ class QueueStatus:
 
 
 class Taken(NamedTuple):
-    """`waited_s`: of `took_s`, for other ranks."""
+    """`waited_s`: the part of `took_s` that waited for other ranks."""
 
     calls: int
     took_s: float

@@ -176,7 +176,7 @@ class PlainObjects:
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
     ) -> None:
-        """`depth`: of containers. `most_other_keys`: neither str nor bytes. Python encodes other dtypes."""
+        """`depth`: limit of nested containers. `most_other_keys`: limit of keys that are neither str nor bytes."""
         self._depth = depth
         self._python = _python(library, depth, most_other_keys, dtype_names)
         self._address = address = ctypes.addressof(self._python[0])

@@ -11,7 +11,7 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import Watcher
 
 STRIPED_BYTES = 256 << 10
-"""Larger bodies are striped over several connections."""
+"""Bodies of this size are striped over several connections."""
 
 
 def connect_streams(

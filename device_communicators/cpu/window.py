@@ -50,7 +50,7 @@ _ADVICE = "call it outside the compiled function"
 def window_failure(
     group: NativeGroup, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
 ) -> Exception:
-    """Of this thread's last call. Raises what a signal handler raised."""
+    """Returns the error of this thread's last call, or raises what a signal handler raised."""
     members = group.members
     if status == _INTERRUPTED:
         group.library.raise_interruption()
@@ -200,7 +200,7 @@ class Window:
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
-        """Receives one signal of rank `src`. A `timeout_s` of 0 polls.
+        """Receives one signal of rank `src`. `timeout_s`: by default the group's timeout; 0 polls.
 
         After a CollectiveTimeoutError the window stays usable; a later call can receive the signal.
         """

@@ -111,7 +111,7 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns the call that only ranks in one same next call completed, and these ranks."""
+    """Returns a call that only some ranks completed, and these ranks, which must be in the same next call."""
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
     ahead = {reports[rank] for rank in completed}
