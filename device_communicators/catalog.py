@@ -1,6 +1,6 @@
-"""The table of communicators, best first. Only this module refers to the concrete ones.
+"""The table of communicators, best first. Ranks must choose the same route, or they hang.
 
-Ranks must choose the same route, or they hang. GPU modules are imported inside functions.
+Only this module refers to the concrete ones. Imports of GPU modules are inside functions.
 """
 
 from __future__ import annotations

@@ -30,10 +30,7 @@ _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scat
 
 
 class CpuCommunicator(Communicator):
-    """Uses shared memory on a host, and connections between hosts.
-
-    A started collective is complete when its call returns.
-    """
+    """A started collective is complete when its call returns."""
 
     name = "shared_memory"  # "hierarchical" with several segments
     tells_sending = True

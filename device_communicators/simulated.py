@@ -1,6 +1,6 @@
-"""Communicator for a simulated group: one process, which assumes that every rank holds its own tensor.
+"""Communicator for a simulated group: one process, which assumes that every rank holds this rank's tensor.
 
-Calls that need a real peer's data (another rank's broadcast, a receive) raise UnsupportedError.
+Calls that need a real peer's data raise UnsupportedError.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The memory of tensors: deferred values, views as bytes, dtypes that can't be sent.
-
-torch defers conjugation, negation and zeros: a flag is set, and the memory doesn't hold the values. Code that reads a
-tensor's memory calls `dense` first.
-"""
+"""The memory of tensors. torch defers conjugation, negation and zeros: memory holds the values only after `dense`."""
 
 from __future__ import annotations
 

@@ -125,10 +125,7 @@ def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
 
 
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `(normed / scale, scale)` with vLLM's bits.
-
-    A row with a NaN becomes NaN. In a row with an infinity, infinite elements become NaN, others 0.
-    """
+    """Returns `(normed / scale, scale)` with vLLM's bits. NaN makes a row NaN, an infinity its finite elements 0."""
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
     scale = (largest / FP8_MAX).clamp(min=MIN_SCALE)

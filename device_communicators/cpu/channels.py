@@ -1,7 +1,6 @@
 """The message queues of one group on one host: between each two ranks, and from each rank to all others.
 
-A queue's ring is mapped at first use, and allocated by its writer: an unused queue costs nothing. Queues of different
-kinds don't match.
+Their writers allocate them at first use. Queues of different kinds don't match.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Makes the TCP connections between ranks of a group that share no memory.
 
-A connection begins with the listener's token, the dialer's rank and the connection's number. Several connections of a
-pair use the interfaces of GLOO_SOCKET_IFNAME in turn.
+A connection begins with the listener's token, the dialer's rank and the connection's number.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ class Connections:
         """Since when the peer's kernel owes an acknowledgement."""
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns ranks whose host acknowledges nothing for `limit_s`. A rank that merely doesn't read isn't one.
-
-        Call it several times within `limit_s`.
-        """
+        """Returns ranks whose host acknowledges nothing for `limit_s`. Call it several times within that time."""
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
             for connection in connections:
@@ -109,10 +105,7 @@ class Connections:
 
 
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Connects this rank to `peers`, each of which must list this rank. Every rank of the group calls it.
-
-    `address`: this host's, by default gloo's. If one rank can't listen, all raise CommunicationError.
-    """
+    """Every rank of the group calls it; `peers` list this rank. If one can't listen, all raise CommunicationError."""
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
     token, wanted = secrets.token_bytes(_TOKEN_BYTES), _connections(members, len(peers))

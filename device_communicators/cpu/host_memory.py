@@ -105,8 +105,8 @@ class HostMemory:
         """Finds the ranks that share memory, maps it, and connects the others by TCP. All ranks call it.
 
         The deadline is that of start-up, or `limit_s` from now. Deaths in `watched`, by default the group's ranks, end
-        the wait. `cpu_group`: gloo's, needed without a control plane. `address`: this host's, by default gloo's. Raises
-        as `Watcher.gather` and `connect`, and ConfigMismatchError for different settings.
+        the wait. `cpu_group`: gloo's, needed without a control plane. Raises as `Watcher.gather` and `connect`, and
+        ConfigMismatchError for different settings.
         """
         if self.attached:
             return
@@ -324,10 +324,7 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates `rank`'s slots. That rank calls it, so that they are on its NUMA node.
-
-    The first rank also allocates what all share. Raises SegmentError.
-    """
+    """That rank calls it, so that its slots are on its NUMA node; the first also allocates what all share."""
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
         last = library.ps_slots_offset(size, size)
@@ -437,7 +434,7 @@ class _Meeting:
         """Returns None for a rank that shares memory with no other.
 
         The lowest rank's segment begins with the collectives' memory. At the offset behind it, each segment has its
-        rank's arena. The queues follow the first arena.
+        rank's arena, and the first then the queues.
         """
         if len(self._sharing) == 1:
             return None
@@ -510,10 +507,9 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns how long a waiting rank polls, in ns, and how often it then yields before it sleeps.
+    """Returns how long a waiting rank polls, in ns, and how often it then yields. Takes core masks.
 
-    Takes core masks of the group's ranks and of all ranks on this host. With more ranks than cores, polling delays the
-    awaited rank.
+    With more ranks than cores, polling delays the awaited rank.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)

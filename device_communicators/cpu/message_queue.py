@@ -1,7 +1,6 @@
 """Messages between ranks of one host: the ends of a queue in shared memory (csrc/queue.h).
 
-A signal handler may interrupt its thread in a message: what it sends follows that message, and it may not wait for its
-own thread.
+A signal handler may send while it interrupts its thread in a message, but not wait for its own thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Messages between hosts, with the methods of `message_queue`.
-
-A message to one rank is a transfer (csrc/transfers.h), a message to all ranks a call of the group.
-"""
+"""Messages between hosts, as transfers to one rank or calls of the group, with the methods of `message_queue`."""
 
 from __future__ import annotations
 

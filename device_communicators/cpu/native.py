@@ -1,7 +1,7 @@
 """The compiled library: builds `csrc/` once per machine and torch version, and declares its functions.
 
 The *full* build has the registered ops' kernels and fits one version of torch. The *plain* build needs neither torch
-nor Python. Builds that the wheel lacks are compiled into the user's cache.
+nor Python.
 
 Ops use torch's unstable ABI: the stable one takes 0.4 to 0.7 us more, and can't read requires_grad.
 """
@@ -368,7 +368,7 @@ def find_or_compile(
 ) -> tuple[Path | None, str]:
     """Returns as `_find`, but compiles a missing file.
 
-    `announced_with`: recipes that are compiled at the same time; None logs nothing.
+    `announced_with`: compiled at the same time; None logs nothing.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:
@@ -398,7 +398,7 @@ def _compile(
 ) -> tuple[Path | None, str]:
     """The caller holds the lock. Processes that wait for it read a failure's reason from its file.
 
-    The file's block is allocated first: a full disk would have no room for the reason.
+    Its block is allocated first, because a disk may be full.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -474,10 +474,7 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes folders of killed compiles, and libraries unused for 60 days.
-
-    The caller holds the lock of `target`.
-    """
+    """Removes folders of killed compiles, and libraries unused for 60 days. The caller holds the lock of `target`."""
     now = time.time()
     for path in target.parent.iterdir():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Compiles the C++ sources here and in `control/`. Each library links a few sources with the *base* object.
+"""Compiles the C++ sources here and in `control/`. setup.py loads this file by its path.
 
-Imports nothing of this package: setup.py loads it by its path. The kernels choose their instruction set at
-run time, without `-march=native`.
+Each library links a few sources with the *base* object. The kernels choose their instruction set at run time, without
+`-march=native`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ _TOGETHER = (
     ("-O3", "loans plain_tree shared_inputs transfers transfers_api unpack wait windows"),
     ("-O3", "hosts_blocks hosts_reductions"),
 )
-"""Optimization level and files of one unit, the longest first; other files are units.
-
-Single files take twice as long. Names in unnamed namespaces must differ within a row.
-"""
+"""Optimization level and files of one unit, the longest first. Names in unnamed namespaces must differ in a row."""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
 
@@ -214,10 +211,7 @@ def compile_library(
     seal: Callable[[bytes], bytes] | None = None,
     base: Callable[[], Path] | None = None,
 ) -> None:
-    """Writes `target` atomically, writable by its owner only.
-
-    `seal(content)` returns the bytes to write, `base()` the compiled base's path.
-    """
+    """Writes `target` atomically, writable by its owner only. `seal` returns the bytes to write, `base` a path."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)
         if recipe.base is not None:

@@ -126,10 +126,10 @@ class NativeGroup:
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Extends the group over several hosts, before its first call.
+        """Extends the group over several hosts, before its first call. Takes over the descriptors.
 
-        Takes over the descriptors. `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16
-        are rounded before they are sent.
+        `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16 are rounded before they are
+        sent.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank

@@ -118,10 +118,7 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """A dict's CPU tensors, which sender and receiver know in advance.
-
-    `dtypes`: as c10::ScalarType. `entries`: of the dict.
-    """
+    """A dict's CPU tensors, which sender and receiver know in advance. `entries`: of the dict, with other values."""
 
     def __init__(
         self, keys: Sequence[str], dtypes: Sequence[int], shapes: Sequence[Sequence[int]], entries: int

@@ -1,7 +1,6 @@
 """Files in shared memory, *segments*, that only this user can open, until their names are removed.
 
-A segment's maker holds a lock while it has a name. When the maker is killed, `sweep` removes the name. Locks work
-across PID namespaces.
+A maker holds a lock while the name exists, so `sweep` removes names of killed makers.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Raises SegmentError on a full file system; a write would kill this process.
-
-        With `leave_some` a nearly full one counts as full.
-        """
+        """Raises SegmentError if the file system is full, or with `leave_some` nearly full; a write would kill us."""
         try:
             if leave_some:
                 state = os.fstatvfs(self.descriptor)

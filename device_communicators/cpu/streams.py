@@ -17,10 +17,7 @@ STRIPED_BYTES = 256 << 10
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects every two ranks of the group by TCP. Every rank calls it.
-
-    Returns the address for `ps_transfers_delete`, and the connections, which the caller closes afterwards.
-    """
+    """Every rank calls it. The caller closes the connections after `ps_transfers_delete` of the address."""
     members, collectives = memory.members, memory.collectives
     if collectives is None:
         raise members.destroyed()

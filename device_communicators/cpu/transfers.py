@@ -1,6 +1,6 @@
 """Sends tensors between two ranks, and between hosts also messages. `csrc/transfers.h` moves the data.
 
-The library keeps tensors alive. Its thread completes started transfers that no caller waits for.
+The library keeps tensors alive. Its thread completes transfers that no caller waits for.
 """
 
 from __future__ import annotations
@@ -162,10 +162,7 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns `address`, of `ps_rings_new` or `ps_streams_new`.
-
-        `group`, if not 0, and `tag` are for calls that bypass Python.
-        """
+        """Owns `address`, of `ps_rings_new` or `ps_streams_new`. `group` and `tag` are for calls that bypass Python."""
         self.members = members
         self._library = library
         self._functions = _functions(library)
@@ -267,10 +264,7 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Refuses a signal handler that interrupted a transfer with this peer.
-
-        Between hosts any peer counts: the messages would mix.
-        """
+        """Refuses a handler that interrupted a transfer with this peer, between hosts with any: messages would mix."""
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
 

@@ -58,11 +58,10 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Starts to watch the global `ranks`, each of which must call this. Returns their `note`s.
+    """Starts to watch the global `ranks`, each of which must call this, unless one has a note. Returns their notes.
 
-    If a rank has a note, the ranks aren't watched. `store`: a prefix of this call's own. `address`: this host's.
-    `check` runs about every 20 ms; its exception ends the wait. Raises RendezvousError with the missing ranks, or
-    PeerDiedError if the rank with the store exited.
+    `store`: a prefix of this call's own. `check` runs about every 20 ms; its exception ends the wait. Raises
+    RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -136,8 +135,8 @@ def _has_ended(pid: int, began: str) -> bool:
 class _Roll:
     """Exchanges one entry of each rank through a store.
 
-    The first rank opens an attempt under a random name; the last one writes all entries to one key. A rank that gives
-    up closes the attempt, so a retry never reads entries of processes that gave up.
+    The last rank to enter an attempt writes all entries to one key. A rank that gives up closes the attempt, so a retry
+    never reads entries of processes that gave up.
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours) -> None:

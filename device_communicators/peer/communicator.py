@@ -1,7 +1,7 @@
 """Collectives of small GPU tensors within one host, by kernels in peer memory.
 
 All kernels sum in float32, in rank order, and round once: an element's bits depend on neither rank, kernel, size nor
-position. The route's next communicator carries refused calls.
+position.
 """
 
 from __future__ import annotations

@@ -114,10 +114,9 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Tests each kind of call, so that captures need no first-time work.
+        """Tests each kind of call, so that captures need no first-time work. Wrong results raise last: peers need all.
 
-        Wrong results raise last, because peers need this rank's calls. The timeout is below the kernels' deadline: a
-        kernel's trap destroys the CUDA context.
+        The timeout is below the kernels' deadline: a kernel's trap destroys the CUDA context.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         # `run_on_all_ranks` may time out after 0.75 of the timeout.
@@ -189,7 +188,7 @@ class PeerGroup:
     def close(self) -> None:
         """Frees the regions, or leaks them if calls still run after 10 s.
 
-        Replays of captured calls must be finished: they can't be detected.
+        Replays must be finished: they can't be detected.
         """
         if self._closed.is_set():
             return
@@ -269,8 +268,7 @@ class PeerGroup:
             timeout_s=context.timeout_s,
         )
 
-    # Tensors must be contiguous, on the group's device, and aligned to 16 bytes. `how`: push, pull, or two_shot for an
-    # all_reduce.
+    # Tensors: contiguous, on the group's device, aligned to 16 bytes. `how`: push, pull; two_shot for all_reduce.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
         """`out` may be `x`."""

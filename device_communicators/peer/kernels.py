@@ -1,7 +1,7 @@
 """Compiles, loads and launches the kernels of `csrc`. `Call`, constants and names mirror `call.cuh`.
 
 `load` loads everything: nothing may be loaded during a capture, and a load may wait for kernels that wait for this
-rank. NVRTC needs no GPU, driver or nvcc.
+rank.
 """
 
 from __future__ import annotations
@@ -63,16 +63,12 @@ OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 class Launcher(Protocol):
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Enqueues a kernel on a cudaStream_t. The launcher's device must be current.
-
-        Copies the call. Capturable. Raises KernelError.
-        """
+        """Copies the call. The launcher's device must be current. Capturable. Raises KernelError."""
 
     def resident_blocks(self, name: str, threads: int) -> int:
         """Returns the maximum number of blocks of a launch: all must be resident, because they wait for peers.
 
-        At most half the multiprocessors: two half-resident groups of kernels would deadlock. Use the minimum over the
-        group's ranks, divided by the ranks on one GPU.
+        At most half the multiprocessors: two half-resident groups of kernels would deadlock.
         """
 
 
@@ -112,10 +108,7 @@ _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns blocks and threads to move `nbytes` of each rank or row. With 0 blocks, launch nothing.
-
-    `limit` is the minimum `resident_blocks` of all ranks, because their blocks must match.
-    """
+    """Returns blocks (0: launch nothing) and threads. `limit` is the minimum `resident_blocks` of all ranks."""
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
     return min(-(-nbytes // each), limit, MAX_BLOCKS), THREADS[how]
@@ -256,7 +249,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class _Prepared(threading.local):
-    """The structures that a launch fills in, one per thread, because launches release the GIL.
+    """One per thread, because launches release the GIL.
 
     A thread without a CUDA call has no context, and torch.cuda.set_device doesn't set one for the current device
     (pytorch #152667, triton #3729).

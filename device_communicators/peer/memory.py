@@ -1,7 +1,7 @@
 """*Regions*: zeroed memory on each rank's GPU that all ranks of the group have mapped.
 
-A region is freed when its owner and all ranks that mapped it have closed it (over CUDA IPC only while the owner lives).
-A rank must finish its work with the mappings before it closes.
+It is freed when its owner and all that mapped it have closed it (over CUDA IPC only while the owner lives). A rank must
+finish its work with the mappings before it closes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Decides up to which sizes a group uses the kernels in peer memory, by tables of measurements.
-
-`auto` needs a row that was measured under the group's `Conditions`; `on` uses `cited` without one.
-"""
+"""Decides up to which sizes a group uses the kernels in peer memory, by tables of measurements."""
 
 from __future__ import annotations
 

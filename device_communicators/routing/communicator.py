@@ -103,9 +103,9 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns the group's name in ops' arguments, with the size, because compiled code depends on it.
+        """Returns the group's name in ops' arguments, which are the keys of compiled code.
 
-        Ranks share caches of compiled code, whose keys include ops' arguments.
+        Such code depends on the size.
         """
         return f"{self.name}/{self.size}"
 
@@ -173,9 +173,9 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates what ranks must create together. Returns why the group can't use it, or None.
+        """Creates what ranks must create together, or returns a reason and keeps nothing.
 
-        Every rank calls it and gets the same result. With a reason, no resources are kept.
+        Every rank gets the same result.
         """
         return None
 
@@ -187,9 +187,9 @@ class Communicator(ABC):
         """Creates what the first call, and with `divisible` what `divide`, needs. Every rank calls it."""
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Creates the resources of `part`, a smaller group's communicator, by splitting this one's.
+        """Splits off resources for the communicator `part`, if not None.
 
-        Every rank calls it after `set_up(divisible=True)`; ranks in no part pass None.
+        Every rank calls it, after a divisible set-up.
         """
 
     def connect(self, peer: int) -> None:

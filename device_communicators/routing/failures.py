@@ -44,7 +44,7 @@ def note_error(error: CommunicationError) -> None:
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
     """Returns this library's error that caused `exception`, or None. Other ranks needn't call it.
 
-    torch's autograd turns errors of the backend "parallel_state" into DistBackendErrors, which are found by text.
+    Also finds errors of the backend "parallel_state" that torch's autograd turned into DistBackendErrors.
     """
     seen: set[int] = set()
     link = exception

@@ -1,7 +1,4 @@
-"""The program's hooks on operations and failures, and meters of the time that calls take.
-
-Exceptions of hooks are logged.
-"""
+"""The program's hooks on operations and failures, and meters. Exceptions of hooks are logged."""
 
 from __future__ import annotations
 

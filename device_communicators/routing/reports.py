@@ -1,7 +1,6 @@
 """Compares all ranks' calls after a wait has failed, to name missing or mismatched ranks.
 
-A timeout closes gloo's connections, so all ranks' waits fail, and each sends its call over the control plane. A rank
-that sends nothing isn't in a call of this group.
+A timeout closes gloo's connections, so all ranks' waits fail, and each sends its call over the control plane.
 """
 
 from __future__ import annotations
@@ -184,10 +183,7 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """A rank that needs no data can already be in the next call.
-
-    Returns all reports if a rank's call is unknown.
-    """
+    """Returns all reports if a rank's call is unknown. A rank that needs no data can already be in the next call."""
     first = min(report.sequence for report in reports.values())
     calls = {
         rank: report.call if report.sequence == first else report.before * (report.sequence == first + 1)

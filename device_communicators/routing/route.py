@@ -217,8 +217,7 @@ class Route:
         """Runs a method on the first communicator that supports it for `tensor`.
 
         `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
-        `as_list`: the first argument is a list, for `run_list`. Raises GroupDestroyedError, GroupFailedError,
-        UnsupportedError, UsageError or CommunicationError.
+        `as_list`: the first argument is a list, for `run_list`.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -291,9 +290,9 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation (isend, iall_reduce_, …) on a contiguous `tensor`.
+        """Starts an operation on a contiguous `tensor`.
 
-        The bytes count as traffic of `part_of`; the caller counts the call. `dim` applies if `args` don't contain it.
+        Bytes count as traffic of `part_of`; the caller counts the call.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -471,10 +470,9 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise. After a communication error the group is unusable.
+        """Returns the error to raise. After a communication error the group is unusable, unless `sent` is False.
 
-        `record`: of the failed operation, if it isn't the last. `sent`: False if no data has left this rank; the group
-        then stays usable.
+        `record`: of the failed operation, if it isn't the last.
         """
         if error is self.first_failure:
             return error
@@ -568,10 +566,7 @@ class Route:
             communicator.divide(parts.get(communicator.name), color)
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
-        """Returns a context in which a CUDA graph may record operations, and transfers with `peers`.
-
-        Every rank calls it; each peer must name this rank as well.
-        """
+        """Lets a CUDA graph record transfers with `peers`, too. Every rank calls it; each peer must name this rank."""
         self.check_usable()
         self._was_captured = True
         # All ranks connect their pairs in the same order, which avoids a deadlock.

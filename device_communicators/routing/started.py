@@ -49,8 +49,7 @@ class Handle:
     def is_completed(self) -> bool:
         """Returns True if `wait()` would return at once.
 
-        gloo's transfers complete only while waited for, so a thread waits for them. A device's works need `wait()` even
-        when complete, for the current stream.
+        gloo's transfers complete only while waited for, so a thread waits for them.
         """
         work = self._work
         if work is None or self._error is not None:

@@ -1,8 +1,7 @@
 """Asks other ranks for their calls and lines of the program, for errors and the log, and answers them.
 
-A rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks. Peers answer in the control plane's callback
-thread. A failed rank's request has its own state, because it may leave. Ranks that can watch a stopped process's PID
-answer for it.
+Peers answer in the control plane's callback thread. A failed rank's request has its own state, because it may leave.
+Ranks that can watch a stopped process's PID answer for it.
 """
 
 from __future__ import annotations

@@ -146,9 +146,9 @@ class WatchedByThread:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Polls `ended(seconds)`, which may block for that time.
+    """Raises RuntimeError after the group's timeout, or the error for a death.
 
-    Raises RuntimeError after the group's timeout, or the error for a death.
+    `ended(seconds)` may block for that time.
     """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
@@ -159,10 +159,7 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Closes this rank's gloo connections, by a receive that times out.
-
-    Receives from exited peers don't, so each peer is tried.
-    """
+    """Closes this rank's gloo connections, by a receive that times out; one from an exited peer doesn't."""
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             process_group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag).wait(_AT_ONCE)
