@@ -366,10 +366,7 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns as `_find`, but compiles a missing file.
-
-    `announced_with`: compiled at the same time; None logs nothing.
-    """
+    """Returns as `_find`, but compiles a missing file. Logs the time of `announced_with`, or nothing for None."""
     found, flaw = _find(recipe, packaged)
     if found is not None:
         return found, ""

@@ -114,7 +114,7 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Tests each kind of call, so that captures need no first-time work. Wrong results raise last: peers need all.
+        """Tests each kind of call before captures. Wrong results raise last: peers need this rank's calls.
 
         The timeout is below the kernels' deadline: a kernel's trap destroys the CUDA context.
         """
@@ -186,10 +186,7 @@ class PeerGroup:
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
-        """Frees the regions, or leaks them if calls still run after 10 s.
-
-        Replays must be finished: they can't be detected.
-        """
+        """Frees the regions, or leaks them if calls still run after 10 s. Replays must be finished."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -103,10 +103,7 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns the group's name in ops' arguments, which are the keys of compiled code.
-
-        Such code depends on the size.
-        """
+        """Returns the name in ops' arguments, with the size: they are keys of compiled code, which depends on it."""
         return f"{self.name}/{self.size}"
 
     @property
@@ -173,10 +170,7 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates what ranks must create together, or returns a reason and keeps nothing.
-
-        Every rank gets the same result.
-        """
+        """Creates what ranks must create together, or returns a reason and keeps nothing. Equal on every rank."""
         return None
 
     @abstractmethod
@@ -187,10 +181,7 @@ class Communicator(ABC):
         """Creates what the first call, and with `divisible` what `divide`, needs. Every rank calls it."""
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits off resources for the communicator `part`, if not None.
-
-        Every rank calls it, after a divisible set-up.
-        """
+        """Splits off resources for the communicator `part`, if not None. Every rank calls it after `set_up`."""
 
     def connect(self, peer: int) -> None:
         """Creates what the first transfer with `peer` would create. The peer calls it too."""

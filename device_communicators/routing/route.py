@@ -290,10 +290,7 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation on a contiguous `tensor`.
-
-        Bytes count as traffic of `part_of`; the caller counts the call.
-        """
+        """Starts an operation. Its bytes count as traffic of `part_of`; the caller counts the call."""
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
             started = time.monotonic()

@@ -47,10 +47,7 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Returns True if `wait()` would return at once.
-
-        gloo's transfers complete only while waited for, so a thread waits for them.
-        """
+        """Starts a thread for an incomplete gloo transfer, which completes only while waited for."""
         work = self._work
         if work is None or self._error is not None:
             return True

@@ -146,10 +146,7 @@ class WatchedByThread:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Raises RuntimeError after the group's timeout, or the error for a death.
-
-    `ended(seconds)` may block for that time.
-    """
+    """`ended(seconds)` may block so long. Raises RuntimeError at the timeout, or the error for a death."""
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
         if time.monotonic() - started > context.timeout_s + NOTICE_S:  # several works may each take the timeout
