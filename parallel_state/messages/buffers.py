@@ -1,8 +1,4 @@
-"""The argument `out` of calls that receive a dict: the caller's own tensors to receive into.
-
-They are checked before the call as far as possible, and again when the message has arrived. If they don't fit it then,
-the message is dropped, and the group remains usable.
-"""
+"""The argument `out` of calls that receive a dict: the caller's tensors to receive into."""
 
 from __future__ import annotations
 
@@ -19,17 +15,12 @@ from parallel_state.collectives import checks
 
 
 class Buffers(NamedTuple):
-    """The tensors that a caller passed as `out` to one call."""
-
     method: str
     tensors: Mapping[str, Tensor]
 
 
 def checked_buffers(context: GroupContext, method: str, out: object, views: bool = False) -> Buffers | None:
-    """Returns `out`, checked, or None if it is None. Errors name `method`.
-
-    Raises InvalidArgumentError unless `out` maps str keys to dense, writable tensors, and if `views` is requested too.
-    """
+    """Raises InvalidArgumentError unless `out` maps str keys to dense, writable tensors and `views` is False."""
     if not isinstance(views, bool):
         raise InvalidArgumentError(f"views of {method} on {context} must be a bool, but is a {type(views).__name__}")
     if out is None:
@@ -59,7 +50,7 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
 
 
 def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
-    """Describes how a caller's tensor differs from the received one. Returns None if it fits."""
+    """Describes how a caller's tensor differs from the received one; None if it fits."""
     if tuple(buffer.shape) == tuple(shape) and buffer.dtype == dtype and buffer.device.type == device_type:
         return None
     return (
@@ -76,21 +67,20 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Marks the caller's tensors as changed for autograd, which can't detect writes to their memory."""
+    """Tells autograd that the tensors changed: it can't detect writes to their memory."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
 
 
 def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
-    """Returns the received dict with the caller's tensors in place of its own. They may be the same already."""
     received = fill(context, src, received, out)
     note_writes(out)
     return received
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Copies received tensors to the caller's, and returns the dict with these. Skips those received in place.
+    """Copies received tensors to the caller's and returns these; skips those received in place.
 
     If one doesn't fit, raises InvalidArgumentError and changes no tensor of the caller.
     """

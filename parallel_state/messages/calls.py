@@ -1,7 +1,4 @@
-"""The methods of a group that send objects and tensor dicts.
-
-`src` and `dst` are ranks in the group. Wrong arguments raise InvalidArgumentError before anything is sent.
-"""
+"""The methods of a group that send objects and tensor dicts."""
 
 from __future__ import annotations
 
@@ -30,18 +27,17 @@ _WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and
 
 
 class MessageCalls(GroupFacts):
-    """The methods of `GroupCoordinator` that send objects and tensor dicts."""
+    """Sends objects and tensor dicts. `src` and `dst` are ranks in the group.
+
+    Wrong arguments raise InvalidArgumentError before anything is sent. If a value can't be sent, the sender raises
+    MessageEncodeError and each receiver RemoteError.
+    """
 
     _messenger: Messenger
 
-    # Objects.
-
     @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Returns rank `src`'s object on every rank. It may contain tensors, at any depth.
-
-        If a value can't be sent, `src` raises MessageEncodeError and the other ranks RemoteError.
-        """
+        """Returns rank `src`'s object on every rank. It may contain tensors, at any depth."""
         checks.check_rank(self.context, "broadcast_object", "src", src)
         if self._is_single_rank():
             return self._checked("broadcast_object", obj)
@@ -81,7 +77,7 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, in rank order, on every rank."""
+        """Returns every rank's object, in rank order."""
         if self._is_single_rank():
             return [self._checked("all_gather_object", obj)]
         return self._messenger.all_gather(obj, "all_gather_object")
@@ -96,26 +92,21 @@ class MessageCalls(GroupFacts):
     @host_call(_OBJECTS)
     @transfer("recv_object")
     def recv_object(self, src: int | None = None) -> Any:
-        """Returns the object that rank `src` (default: the previous) sends with send_object."""
+        """Returns the object that rank `src` (default: the previous) sends."""
         return self._messenger.recv(self._source("recv_object", src))
 
     @host_call(_OBJECTS)
     @transfer("isend_object")
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
-        """Starts send_object. Encodes the object now; its tensors must not change before `wait()`."""
+        """Starts send_object. The tensors must not change before `wait()`."""
         dst = self._destination("isend_object", dst)
         return self._messenger.isend(self._messenger.post(obj, dst), dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
-        """Starts to receive an object, which `wait()` returns.
-
-        Objects are assigned to handles in the order of their starts.
-        """
+        """Starts to receive an object, which `wait()` returns. Handles receive objects in the order of their starts."""
         return self._messenger.irecv(self._source("irecv_object", src))
-
-    # Tensor dicts.
 
     def broadcast_tensor_dict(
         self,
@@ -126,17 +117,15 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any]:
-        """Returns rank `src`'s dict of tensors and other values on every rank; on `src` the dict itself.
+        """Returns rank `src`'s dict on every rank; on `src` the dict itself.
 
         CPU tensors are received on the CPU, others on the group's device.
 
-        - `spec`: describes the dict in advance (see TensorDictSpec). All ranks must pass it. The call then compiles.
-        - `out`: tensors into which a receiver's call writes, as in recv_tensor_dict. `src` passes none.
-        - `views`: as in recv_tensor_dict, if all receivers pass it. They then share one memory: with two or more
-          receivers, only read the tensors.
+        - `spec`: describes the dict in advance. All ranks must pass it. The call then compiles.
+        - `out`: as in recv_tensor_dict; not on `src`.
+        - `views`: as in recv_tensor_dict, on all receivers. With two or more receivers, only read the tensors.
 
-        Raises CollectiveMismatchError if `src` passed another spec, or only one side has one (checked for CPU tensors).
-        Raises InvalidArgumentError for an `out` that doesn't fit, or on `src`.
+        Raises as recv_tensor_dict.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         self._check_options("broadcast_tensor_dict", spec=spec)
@@ -167,16 +156,14 @@ class MessageCalls(GroupFacts):
         *,
         spec: TensorDictSpec | None = None,
     ) -> dict[Any, Any] | None:
-        """Sends a dict of tensors and other values to rank `dst` (default: the next).
-
-        Tensors are sent without their gradient.
+        """Sends a dict of tensors, without gradients, and other values to rank `dst` (default: the next).
 
         Returns None; in a group of one rank the dict itself, as in vLLM.
 
-        - `all_gather_group`: a group whose ranks all hold the same tensors. Each of them sends one slice of each tensor
-          that it can divide evenly. The receivers gather the slices over their own `all_gather_group`.
+        - `all_gather_group`: a group whose ranks all hold the same tensors. Each sends one slice of each tensor that
+          divides evenly. The receivers gather the slices over their own `all_gather_group`.
         - `all_gather_tensors`: `{"residual": False}` excludes a tensor that differs between these ranks.
-        - `spec`: describes the dict in advance (see TensorDictSpec). Both sides must pass it. The call then compiles.
+        - `spec`: describes the dict in advance. Both sides must pass it. The call then compiles.
         """
         self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -214,12 +201,11 @@ class MessageCalls(GroupFacts):
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as in vLLM.
 
         - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
-        - `out`: a dict of tensors to receive into: one for each tensor that is sent, with its shape, dtype and device
-          type, and any strides. The returned dict contains them. After an error their content is undefined.
-        - `views`: allows views of shared memory, into which a sender on this host has copied its tensors, instead of a
-          second copy. This rank may read and write them as long as it keeps them, also after the group or the sender
-          has ended. Small tensors, other hosts and compiled code give copies. So does a sender once this rank keeps
-          more than 256 MiB of its views.
+        - `out`: tensors to receive into: one for each that is sent, with its shape, dtype and device type. The returned
+          dict contains them. After an error their content is undefined.
+        - `views`: allows views of shared memory into which a sender on this host has copied its tensors. They stay
+          valid after the group or the sender has ended. Small tensors, other hosts, compiled code, and a sender of
+          whose views this rank keeps more than 256 MiB give copies.
 
         Raises CollectiveMismatchError if the sender of CPU tensors passed another spec, or only one side has one.
         Raises InvalidArgumentError for `out` with `views`, and for an `out` that doesn't fit: with `spec` before
@@ -250,9 +236,9 @@ class MessageCalls(GroupFacts):
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> SendHandle:
-        """Starts send_tensor_dict. Keeps the tensors alive; change them only after `wait()`.
+        """Starts send_tensor_dict; change the tensors only after `wait()`.
 
-        In a group of one rank nothing is sent, and the result is an empty list of handles for vLLM's callers.
+        In a group of one rank the result is an empty list of handles, as in vLLM.
         """
         self._check_options("isend_tensor_dict", all_gather_group, all_gather_tensors)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -275,8 +261,7 @@ class MessageCalls(GroupFacts):
     ) -> ReceiveHandle:
         """Starts to receive a dict, which `wait()` returns. Every rank of an all-gather group must call `wait()`.
 
-        `out` and `views` are as in recv_tensor_dict. Don't use the tensors of `out` before `wait()`, which raises
-        InvalidArgumentError if they don't fit; the dict is lost then. `all_gather_tensors` has no effect. In a group of
+        `wait()` raises if `out` doesn't fit; the dict is lost then. `all_gather_tensors` has no effect. In a group of
         one rank `wait()` returns None, and unpacking the handle as in vLLM gives None and two empty lists.
         """
         self._check_options("irecv_tensor_dict", all_gather_group, all_gather_tensors)
@@ -308,7 +293,7 @@ class MessageCalls(GroupFacts):
             )
 
     def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
-        """Returns `obj` in a group of one rank, as a broadcast would. Raises if a larger group couldn't send it."""
+        """Serves groups of one rank. Raises if a larger group couldn't send `obj`."""
         if must_be is not None and not isinstance(obj, must_be):
             what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
             raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")
@@ -330,7 +315,7 @@ class MessageCalls(GroupFacts):
         return src
 
     def _check_message(self, operation: str) -> None:
-        """Raises if a message needs a gloo group that doesn't exist yet: two ranks alone can't create it."""
+        """Raises if a gloo group is missing: two ranks alone can't create it."""
         checks.check_no_transform(self.context, operation)
         self.context.check_cpu_group(operation)
 

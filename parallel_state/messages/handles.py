@@ -1,4 +1,4 @@
-"""Handles of messages whose send or receive was started."""
+"""Handles of started sends and receives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True once the tensors are no longer read, because the send is complete or has failed."""
+        """Returns True once the tensors are no longer read, also after a failure."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -63,10 +63,7 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Completes the send and releases each tensor as it is sent.
-
-        Runs in a thread, for sends that no caller waits for.
-        """
+        """Completes the send, in a thread, and releases each tensor as it is sent."""
         for part in list(self._parts):
             part.run_to_end()
 
@@ -77,7 +74,7 @@ class SendHandle:
 
 
 class ReceiveHandle:
-    """A started receive. `wait()` returns the object; `is_completed()` is True once the whole message has arrived."""
+    """A started receive."""
 
     def __init__(self, messenger: HandleOwner, reader: Reader) -> None:
         self.reader = reader
@@ -121,7 +118,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """Yields what vLLM's callers unpack: `tensors, handles, postprocess`. Waiting for a handle fills the dict."""
+        """Yields `tensors, handles, postprocess`, as in vLLM. Waiting for a handle fills the dict."""
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 
@@ -142,7 +139,7 @@ class ReceiveHandle:
 
 
 class NoSend(SendHandle):
-    """The handle of a dict that needn't be sent, in a group of one rank. It is an empty list, as in vLLM."""
+    """An empty list of handles, in a group of one rank, as in vLLM."""
 
     def __init__(self, messenger: HandleOwner) -> None:
         super().__init__(messenger, ())
@@ -152,10 +149,9 @@ class NoSend(SendHandle):
 
 
 class NoReceive(ReceiveHandle):
-    """The handle of a dict that isn't received, in a group of one rank: `wait()` returns None."""
+    """Stands for a receive in a group of one rank: `wait()` returns None."""
 
-    def __init__(self) -> None:
-        """Creates the handle without a receive."""
+    def __init__(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True
@@ -163,8 +159,7 @@ class NoReceive(ReceiveHandle):
     def wait(self) -> None:
         return None
 
-    def take_in(self) -> None:
-        """Does nothing: there is no message."""
+    def take_in(self) -> None: ...
 
     def __iter__(self) -> Iterator[Any]:
         return iter((None, [], []))

@@ -1,8 +1,6 @@
-"""The ways to carry messages to other ranks: by the compiled library, or as transfers of the group's route.
+"""Carries messages to other ranks: by the compiled library, or as transfers of the group's route.
 
-Each medium delivers the same messages, in order, and counts them alike. The receiver passes a message's head to a
-`Reader`, which allocates the tensors; then the medium fills them. Device tensors are transfers of the group's device in
-any medium.
+Each medium delivers the same messages, in order, and counts them alike. Device tensors are always transfers.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ from parallel_state.messages.wire import (
     split_by_device,
 )
 
-# Kinds of transfers; 0: plain tensors. Frames have a separate tag, because the receive of the next frame may be posted
-# before the body of this message arrives, and would match it.
+# Frames have their own tag: the next frame's receive may be posted before this message's body arrives.
 _FRAME, _BODY = 1, 2
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
 """Names under which messages are counted: one call per message."""
@@ -55,47 +52,45 @@ _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
-    """Carries the messages of one group: to one rank, or in a broadcast, the `call`, to all ranks."""
+    """Carries one group's messages, to one rank or, in a broadcast (`call`), to all ranks."""
 
     takes_many: bool
-    """True if many small CPU tensors cost no more than one tensor of their total size."""
+    """True if many small CPU tensors cost no more than one of their total size."""
     past_python: PastPython | None = None
-    """Sends and receives messages in C++, which also records and counts them; None if that is unavailable."""
+    """Sends, receives, records and counts messages in C++; None if unavailable."""
 
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Sends an object and returns True, if that needs no wait or if `waits` allows the library to wait.
+        """Sends an object and returns True, if that needs no wait or if `waits` allows one.
 
-        Otherwise returns the message, for `isend` or `send`, or the handle of a started send. Returns False if the
-        caller must encode the object.
+        Otherwise returns the message or the started send's handle. False: the caller must encode the object.
         """
         return False
 
-    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
-        """Starts to send. Returns the handles to wait for; none if all is sent."""
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]: ...
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
-        """Sends a message, and waits until its tensors may be changed."""
+        """Waits until the tensors may be changed."""
         for part in self.isend(outgoing, dst):
             part.wait()
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        """Sends a message to all other ranks, and waits until its tensors may be changed."""
+        """Sends to all other ranks, and waits until the tensors may be changed."""
 
     def start_receive(self, reader: Reader) -> None:
-        """Prepares a receive that has a handle, which a later call of `receive` completes."""
+        """Prepares a receive that a later call of `receive` completes."""
 
     def end_receive(self, reader: Reader) -> None:
-        """Undoes `start_receive`, once the handle's message was received or is given up."""
+        """Undoes `start_receive`, once the message was received or is given up."""
         return
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
-        """Receives the next message into `reader`. Returns handles of its device tensors, if still in transfer."""
+        """Receives the next message. Returns handles of device tensors that are still in transfer."""
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the library's medium if the ranks agreed on that when the group was made, else a RouteMedium."""
+    """The choice is equal on all ranks: they agreed on it when the group was made."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -111,13 +106,13 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the number of the receiving method. A message whose receive was started earlier has no spec."""
+    """Returns the receiving method's number. A message whose receive was started earlier has no spec."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
 
 class FakeMedium(Medium):
-    """The medium for torch's `fake` backend: sends are only counted, receives raise."""
+    """Serves torch's `fake` backend: sends are only counted, receives raise."""
 
     takes_many = True
 
@@ -142,14 +137,8 @@ class FakeMedium(Medium):
         return ()
 
 
-# Messages of several transfers.
-
-
 class RouteMedium(Medium):
-    """Carries messages as transfers of the group's route: one each for the head's frame, its rest and each tensor.
-
-    Tensors without elements are not transferred: the head describes them.
-    """
+    """Sends the head's frame, its rest and each non-empty tensor as one transfer each."""
 
     takes_many = False
 
@@ -189,7 +178,7 @@ class RouteMedium(Medium):
         route, src, name = self.route, reader.src, _counted(reader, call)
         if call is None and reader.posted is None:
             self.start_receive(reader)
-        route.check_usable()  # nothing is received once the group has failed or was destroyed
+        route.check_usable()
         if call is None:
             frame, posted = reader.posted
             posted.wait()
@@ -213,29 +202,24 @@ def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.numel()]
 
 
-# One message of the library.
-
 _Receiver = Receiver | StreamReceiver | ToAllReceiver
 
 
 class LibraryMedium(RouteMedium):
-    """Carries head and CPU tensors as one message, through queues in shared memory or over connections between hosts.
-
-    If the library serves the group, it records and counts messages itself; else this class does.
-    """
+    """Carries head and CPU tensors as one message, through shared memory or connections between hosts."""
 
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels`: None if only the hosts' first ranks are connected. Messages to one rank are then transfers."""
+        """`channels`: None if only hosts' first ranks are connected. Messages to one rank are then transfers."""
         super().__init__(route)
         self.channels = channels
-        self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)  # one of them
+        self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
         self._open: set[tuple[int, bool]] = set()
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
         self._hosts = None if isinstance(channels, Channels) else collectives
-        """The compiled group, if it sends messages to all ranks itself: in a group on several hosts."""
+        """The compiled group that broadcasts messages over several hosts."""
         self._objects = codec_values.use_library()  # it is loaded, because the queues need it
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
@@ -262,7 +246,7 @@ class LibraryMedium(RouteMedium):
         return ToAllReceiver(self._hosts, src, call)
 
     def _started(self, number: int, dst: int) -> Handle:
-        """Records a message that the library has started to send and has counted. Returns its handle."""
+        """Records a send that the library has started and counted."""
         work = self._streams.message_sender(dst).started(number)
         return Handle(self.route, self.route.note(SENT, None, None, peer=dst), work, wire.NO_BYTES)
 
@@ -297,7 +281,7 @@ class LibraryMedium(RouteMedium):
             part.wait()
 
     def _write(self, outgoing: Outgoing, dst: int | None, call: UserCall | None) -> list[Handle]:
-        """Sends head and CPU tensors, and starts to send device tensors. Returns the handles of these."""
+        """Returns the handles of device tensors, whose sends are only started."""
         route, started, hosts = self.route, time.monotonic(), self._hosts
         name = outgoing.counted or (SENT if call is None else _BROADCAST)
         operation = "send" if call is None else call.method
@@ -331,7 +315,7 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Gives the broadcast `call` a place among the group's collectives, so that ranks detect mismatched calls.
+        """Orders a broadcast among the group's collectives, so that ranks detect mismatched calls.
 
         The queue can't detect them: a rank that is in a collective doesn't read it.
         """
@@ -367,7 +351,7 @@ class LibraryMedium(RouteMedium):
         on_device: list[Tensor] = []
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
-            """Decodes the head of a message whose object the library can't build. Returns where the tensors go."""
+            """Decodes a head whose object C++ can't build. Returns where the tensors go."""
             on_cpu, others = split_by_device(reader.take_bytes(head, head_bytes, tensor_bytes))
             on_device.extend(others)
             return pieces_of(on_cpu)[0] or b""
@@ -391,7 +375,6 @@ class LibraryMedium(RouteMedium):
         return [self._receive_part(x, src, call, _counted(reader, call)) for x in on_device]
 
     def _receive_recorded(self, reader: Reader, call: UserCall | None, take: Any) -> Any:
-        """Receives a message, and records it here. Raises if the library alone couldn't receive it."""
         route, name, operation = self.route, _counted(reader, call), "recv" if call is None else call.method
         started, is_queued = time.monotonic(), call is not None and self._hosts is None
         route.check_usable()
@@ -403,7 +386,7 @@ class LibraryMedium(RouteMedium):
         record = route.note(name, None, call, peer=-1 if call is not None else reader.src)
         with waiting_for(route.context, record), receiver.lock:
             self._check(receiver, call, operation)
-            if call is not None and is_queued and not cast(Receiver, receiver).has_found:  # not announced yet
+            if call is not None and is_queued and not cast(Receiver, receiver).has_found:
                 self.announce(call)
             try:
                 past = self._objects.past_python
@@ -430,7 +413,7 @@ class LibraryMedium(RouteMedium):
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
     def _check(self, receiver: _Receiver, call: UserCall | None, operation: str) -> None:
-        """Raises the failure of an earlier receive, if there was one, even if only the library recorded it."""
+        """Raises the failure of an earlier receive, if any."""
         try:
             receiver.check(operation)
         except CollectiveMismatchError as error:  # another rank's report, which contains that rank's call only
@@ -438,6 +421,6 @@ class LibraryMedium(RouteMedium):
             if call is not None and collectives is not None:
                 try:
                     collectives.call("compare", user_call=call)
-                except CollectiveMismatchError as named:  # both calls
+                except CollectiveMismatchError as named:
                     raise named from error
             raise

@@ -1,8 +1,4 @@
-"""Sends and receives the objects and tensor dicts of a group, in order.
-
-A medium (`media`) sends a message's head and tensors. On the receiver it reads the head, a `Reader` (`reader`)
-allocates the tensors, the medium fills them, and the reader builds the object.
-"""
+"""Sends and receives the objects and tensor dicts of a group, in order."""
 
 from __future__ import annotations
 
@@ -38,20 +34,19 @@ from parallel_state.messages.handles import ReceiveHandle, SendHandle
 from parallel_state.messages.reader import ListReader, Reader, allocate
 from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, Outgoing, split_by_device
 
-if TYPE_CHECKING:  # loaded when a group is made
+if TYPE_CHECKING:
     from parallel_state.messages.media import Medium
 
 _GATHERED = "all_gather_message"
-"""Name under which messages of an all_gather are counted."""
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
 """Names under which lists are counted: one call per list."""
 _PACKED_BYTES = 64 << 10
-"""Lists of tensors up to this size are packed into one tensor if each tensor would be a transfer."""
+"""Smaller lists are packed into one tensor if each tensor would be a transfer."""
 
 _UNWAITED_S = 0.02
-"""A send that isn't waited for within this time is completed by a background thread."""
+"""A background thread completes a send that isn't waited for within this time."""
 
 
 def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -69,10 +64,10 @@ def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
 
 
 class Messenger:
-    """Sends and receives objects in one group, and lists of tensors with shapes that both sides know."""
+    """Sends and receives objects, and lists of tensors with shapes that both sides know."""
 
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
-        from parallel_state.messages.media import medium_of  # only groups have one
+        from parallel_state.messages.media import medium_of
 
         self.route = route
         self.medium: Medium = medium_of(route)
@@ -81,7 +76,7 @@ class Messenger:
         self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
-        """Source rank -> started receives whose messages have not arrived, in the order of their starts."""
+        """Source rank -> started receives whose messages have not arrived, in order."""
         self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
         """Started sends: keeps their buffers alive, even if the caller has dropped the handles."""
@@ -89,10 +84,7 @@ class Messenger:
         self._releaser: threading.Thread | None = None
         route.attach_messenger(self)
 
-    # Point to point.
-
     def encode(self, *args: Any) -> Outgoing:
-        """Returns the message for an object; if it can't be encoded, the message for the error. See `wire.encode`."""
         return wire.encode(*args, allow_pickle=self.allow_pickle)
 
     def post(
@@ -107,8 +99,8 @@ class Messenger:
     ) -> Outgoing | Handle | None:
         """Sends an object at once, if that needs no wait, and returns None.
 
-        Otherwise returns its message or the handle of a started send, for `isend` or `send`. `waits`: True if the
-        caller calls `send`.
+        Otherwise returns its message, or the handle of a started send, for `isend` or `send`. `waits`: the caller will
+        call `send`.
         """
         if self._unwaited:
             self._forget_sent()
@@ -122,10 +114,7 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Starts a send. `outgoing` is the result of `post`.
-
-        If the object can't be encoded, raises MessageEncodeError here and RemoteError on the receiver.
-        """
+        """Sends `post`'s result. An unencodable object raises MessageEncodeError here, RemoteError at `dst`."""
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -139,7 +128,7 @@ class Messenger:
         return handle
 
     def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
-        """Sends, and waits until the tensors may be changed. `outgoing` and errors are as in `isend`."""
+        """Waits until the tensors may be changed. Arguments and errors are as in `isend`."""
         if outgoing is None:
             return
         if self._pending:
@@ -158,7 +147,6 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> ReceiveHandle:
-        """Starts to receive the next message of `src`. `out` and `views` are as in recv_tensor_dict."""
         with self._pending_lock:
             handle = ReceiveHandle(self, Reader(self, src, all_gather_group, out, views, gathers=False))
             self._pending.setdefault(src, []).append(handle)
@@ -171,10 +159,7 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> Any:
-        """Returns the next message of `src` that no started receive waits for.
-
-        `out` and `views` are as in recv_tensor_dict.
-        """
+        """Returns the next message of `src` that no started receive waits for."""
         if self._pending.get(src):
             return self.irecv(src, all_gather_group, out, views).wait()
         return self._receive(Reader(self, src, all_gather_group, out, views))
@@ -188,13 +173,13 @@ class Messenger:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
-        """Returns, in order, the started receives that must complete before `handle` does, and then `handle` itself."""
+        """Returns, in order, the started receives up to `handle`, which must complete first."""
         with self._pending_lock:
             pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
 
     def forget(self, handle: ReceiveHandle) -> None:
-        """Removes this object's reference to a handle whose message has arrived, so that its memory can be freed."""
+        """Drops a handle whose message has arrived, so that its memory can be freed."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was faster
             self._pending.get(handle.reader.src, []).remove(handle)
             self.medium.end_receive(handle.reader)
@@ -202,8 +187,8 @@ class Messenger:
     def receive_meanwhile(self) -> None:
         """Completes started receives in threads, before this rank waits for a peer to receive.
 
-        Otherwise two ranks that each call irecv, then send, would wait for each other. Does nothing in a device's
-        group: its sends don't block the host, and a thread would start transfers between those of the caller.
+        Otherwise two ranks that each call irecv, then send, would wait for each other. In a device's group sends don't
+        block the host, and a thread would start transfers between the caller's.
         """
         if self.route.context.device.type != "cpu":
             return
@@ -213,7 +198,7 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Keeps the tensors of a started send alive until it is complete. Beyond a limit, waits for the oldest."""
+        """Keeps the tensors of a started send alive. Beyond a limit, waits for the oldest send."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -231,7 +216,7 @@ class Messenger:
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
-        """Waits, in a thread, for started sends over gloo that no caller waits for, and releases their tensors."""
+        """Completes started sends over gloo that no caller waits for."""
         time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
         while True:
             self._forget_sent()
@@ -243,8 +228,6 @@ class Messenger:
             first.run_to_end()
             del first  # otherwise this frame keeps its buffer alive
 
-    # Collective.
-
     @timed
     def broadcast(
         self,
@@ -255,10 +238,7 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> Any:
-        """Returns `src`'s object on every rank; on `src` the object itself.
-
-        `method`: the user's call. `out` and `views`: as in recv_tensor_dict.
-        """
+        """Returns `src`'s object on every rank; on `src` the object itself."""
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
         if self.route.context.rank != src:
@@ -279,10 +259,7 @@ class Messenger:
 
     @timed
     def all_gather(self, obj: Any, method: str) -> list[Any]:
-        """Returns every rank's object, in rank order.
-
-        Tensors are sent as bytes on the CPU, and returned on their device.
-        """
+        """Returns every rank's object, in rank order. Tensors are sent as CPU bytes, and returned on their device."""
         checks.check_no_transform(self.route.context, method)
         with self.route.alone(UserCall(method)):
             return self._all_gather(obj, method)
@@ -310,7 +287,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Decodes one rank's object in an all_gather. `received`: its bytes after `frame`, then its tensors."""
+        """Decodes one rank's object. `received`: its bytes after `frame`, then its tensors."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -323,12 +300,12 @@ class Messenger:
             offset += tensor.nbytes
         return wire.build(message, tensors, context, src)
 
-    # Lists of tensors. Those on the CPU are one message, whose head has the digest of `form`: a text that is equal on
-    # all ranks that fit together. Each other tensor is a transfer on the device.
+    # CPU tensors of a list are one message, whose head has the digest of `form`: equal on ranks that fit together. Each
+    # other tensor is a transfer on the device.
 
     @transfer("send_tensor_dict with a spec")
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
-        """Sends tensors to rank `dst`, which must call recv_list with the same `form` and shapes."""
+        """Rank `dst` must call recv_list with the same `form` and shapes."""
         on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
         if on_cpu:
             self.send(self._list_of(on_cpu, form, _SENT_LIST), dst)
@@ -347,7 +324,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Receives CPU tensors from rank `src`, as views if it lends its memory. Raises as recv_list.
+        """Receives CPU tensors, as views if the sender lends its memory. Raises as recv_list.
 
         `head`: of the expected message. `form`: the address of the tensors' `Form` in C++.
         """
@@ -358,13 +335,11 @@ class Messenger:
     def broadcast_views(
         self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int
     ) -> list[Tensor]:
-        """Returns the CPU tensors that rank `src` sends to all ranks, as recv_views does."""
         reader = ListReader(self, src, head, None, tensors, form)
         made: list[Tensor] = self._receive(reader, message_call(BROADCAST_BY_SPEC, src))
         return made
 
     def _take_in_earlier(self, src: int) -> None:
-        """Completes all started receives from `src`."""
         if self._pending.get(src):
             with self._pending_lock:
                 earlier = self._pending[src][-1:]
@@ -372,7 +347,6 @@ class Messenger:
                 handle.take_in()
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Receives rank `src`'s tensors into `tensors`; on `src`, sends them. Raises as recv_list."""
         call = message_call(BROADCAST_BY_SPEC, src)
         with self.route.alone(call):
             self._broadcast_list(tensors, form, src, call)
@@ -389,7 +363,7 @@ class Messenger:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        """Returns one tensor of the bytes of all `tensors` if that saves transfers. All ranks decide alike."""
+        """Returns one tensor of all bytes if that saves transfers. All ranks decide alike."""
         if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -421,7 +395,7 @@ class Messenger:
                 as_bytes(tensor).copy_(piece)
 
     def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the tensors that are sent as one message, and the others. A simulated group sends no messages."""
+        """Returns the tensors of the message, and those transferred one by one (all in a simulated group)."""
         context = self.route.context
         if context.device.type == "cpu" and not context.simulated:
             return tensors, ()
@@ -438,7 +412,7 @@ class Messenger:
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """Returns the error to raise for `error`. A communication error makes the group unusable."""
+        """Returns the error to raise. A communication error makes the group unusable."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:

@@ -1,7 +1,6 @@
 """Builds the object of a received message.
 
-A medium (`media`) receives the head and calls `take_head`, which allocates tensors. The medium fills these and calls
-`build`. If C++ has built the object itself, the medium sets `found` instead.
+A medium passes the head to `take_head`, fills the tensors that it returns, and calls `build`.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ class Owner(Protocol):
 
 
 class Reader:
-    """Builds the object of one message from rank `src`."""
-
     is_list = False
     posted: Any = None
     """State of a medium for a started receive."""
     found: Any = NOTHING
-    """The object, if the library has built it."""
+    """The object, if C++ has built it."""
     _message: codec.Message | None = None
     _sliced: Sequence[bool] = ()
     _tensors: Sequence[Tensor] = ()
@@ -52,7 +49,7 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """`gathers`: True to gather slices as soon as they have arrived; otherwise `build` does it."""
+        """`gathers`: gather slices as they arrive; otherwise `build` does it."""
         self.src = src
         self._owner = owner
         self._group = group
@@ -67,14 +64,12 @@ class Reader:
         """Arguments for the library: see `Received` in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
-        """Decodes a whole head, or the beginning of one of `head_bytes`. Otherwise as `take_head`."""
+        """Decodes a head, of which only the beginning of a longer one may be given. Otherwise as `take_head`."""
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
-        """Decodes the head and returns the tensors to fill.
-
-        Raises RemoteError if the sender could not encode its value.
+        """Returns the tensors to fill. Raises RemoteError if the sender could not encode its value.
 
         `tensor_bytes`: the bytes of CPU tensors that have arrived, if known.
         """
@@ -102,7 +97,6 @@ class Reader:
         return made
 
     def build(self) -> Any:
-        """Returns the object of the message, with the caller's tensors if it passed `out`."""
         value, out = self.found, self._out
         if value is NOTHING:
             value = self._build()
@@ -121,7 +115,7 @@ class Reader:
 
 
 class ListReader(Reader):
-    """Receives a list of CPU tensors with a known head, into given tensors or new ones, as views if possible."""
+    """Receives a list of CPU tensors with a known head, as views if possible."""
 
     is_list = True
 
@@ -155,7 +149,7 @@ class ListReader(Reader):
 
 
 def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) -> Tensor:
-    """Allocates a received tensor, or one flat slice of it, on this rank's device of the sender's device type."""
+    """Allocates a received tensor, or one flat slice of it."""
     context = owner.route.context
     shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
     device = wire.CPU
@@ -164,7 +158,7 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
         if device is wire.CPU:
             return owner.empty(shape, metadata.dtype)
         return torch.empty(shape, dtype=metadata.dtype, device=device)
-    except GroupDestroyedError:  # by another thread
+    except GroupDestroyedError:
         raise
     except Exception as error:  # its unread bytes block the messages after it
         raise CommunicationError(

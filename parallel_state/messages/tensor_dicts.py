@@ -1,10 +1,8 @@
-"""Tensor dicts that a spec describes on both sides: only a digest of the spec is sent, and the calls compile.
+"""Sends tensor dicts that a spec describes on both sides: only its digest is sent, and the calls compile.
 
-    first = group.recv_tensor_dict()             # eager, with metadata
-    spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
-    then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
-
-`messenger` sends dicts without a spec.
+first = group.recv_tensor_dict()             # eager, with metadata
+spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
+then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
 """
 
 from __future__ import annotations
@@ -53,8 +51,6 @@ _RECV_LIST_ = torch.ops.parallel_state.recv_list_.default
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The key, shape, dtype and device type of one tensor of a dict."""
-
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,7 +62,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ConstantEntry:
-    """A value of the dict that isn't a tensor. It is the same in every exchange, and isn't sent."""
+    """A value that isn't a tensor. It is the same in every exchange, and isn't sent."""
 
     key: str
     value: Any
@@ -81,7 +77,6 @@ class TensorDictSpec:
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
-    """Equal for equal specs. A receiver compares it with the sender's."""
     carried: tuple[TensorEntry, ...] = field(init=False, repr=False, compare=False, default=())
     """The tensors to send, in order: those with elements."""
 
@@ -94,7 +89,7 @@ class TensorDictSpec:
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
         """Returns the spec of a dict with str keys.
 
-        Its values are tensors, or constants: None, bool, number, str, bytes, tuple.
+        Values are tensors or constants: None, bool, number, str, bytes, tuple.
         """
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
@@ -138,7 +133,7 @@ class TensorDictSpec:
 
 
 class _KnownForm(NamedTuple):
-    """A spec whose tensors are all on the CPU, in the form that C++ needs to send and receive such dicts."""
+    """A spec with CPU tensors only, in the form that C++ needs."""
 
     form: Form
     head: bytes
@@ -148,10 +143,9 @@ class _KnownForm(NamedTuple):
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
     """Key, shape, dtype, and whether it is large enough for memory of the group."""
     can_be_lent: bool
-    """True if the size reaches LENT_BYTES, so that a sender may lend the tensors."""
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Returns True if the dict's constants fit this form. C++ checks the tensors when it sends them."""
+        """Compares the constants only; C++ checks the tensors when it sends them."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False
@@ -164,7 +158,7 @@ class _KnownForm(NamedTuple):
         return made
 
     def with_views(self, receive: Callable[..., list[Tensor]], src: int) -> dict[str, Any]:
-        """Returns a dict of this spec with the tensors that `receive`, a method of the messenger, returns."""
+        """`receive`: a method of the messenger that returns the tensors."""
         made = self.values.copy()
         forms = [TensorMetadata(dtype, shape, "cpu") for _, shape, dtype, _ in self.tensors]
         received = receive(self.head, self.form.address, forms, src)
@@ -179,7 +173,7 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns a spec's form for C++; None if the spec has device tensors, or nothing to send."""
+    """Returns None if the spec has device tensors, or nothing to send."""
     try:
         return _forms[spec.digest]
     except KeyError:
@@ -205,7 +199,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
 
 
 def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
-    """Returns the C++ functions for dicts of this spec, and its form; None if Python must send them."""
+    """Returns None if Python must send these dicts."""
     carrier = group._messenger.past_python if _is_eager() else None
     known = None if carrier is None else _known_form(spec)
     return None if carrier is None or known is None else (carrier, known)
@@ -329,7 +323,7 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the registered op, or the messenger's method directly if the op would add nothing.
+    """Calls the messenger's method directly if the registered op would add nothing.
 
     `began`: start of a call that C++ attempted before; 0.0 if it didn't.
     """
@@ -341,7 +335,7 @@ def _run(
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
-    """Returns True if the op would only add its dispatch: nothing traces the call, and the tensors are on the CPU."""
+    """Returns True if the op would add nothing: no tracing, CPU tensors only."""
     if not _is_eager():
         return False
     for x in tensors:  # noqa: SIM110  (half the time of a generator)
@@ -420,7 +414,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _same_constant(x: object, y: object) -> bool:
-    """Returns True if two constants are equal, also in type (1 is not True); nan equals nan."""
+    """Compares types too (1 is not True); nan equals nan."""
     if type(x) is not type(y):
         return False
     if isinstance(x, tuple) and isinstance(y, tuple):

@@ -1,18 +1,12 @@
 """The format of a message: a head, which is a header and a body, and the message's tensors.
 
-The body is the codec's metadata and one byte per tensor. The byte is 1 if only a slice of the tensor is sent, because
-the receiver gathers the other slices from its own all-gather group. If a value can't be encoded, the head contains the
-error's text, which readers raise.
-
-Transfers need a size that both sides know. For these the head is split in two:
+The body is the codec's metadata and one byte per tensor: 1 if only a slice is sent, because the receiver gathers the
+others. If a value can't be encoded, the body is the error's text. A transfer's size must be known on both sides, so
+there the head is split:
 
     frame     [4096]   the head or its beginning, which can be received before anything about the message is known
     rest      [n]      the remaining bytes of the head, if any
     tensors            one transfer each
-
-The library itself encodes and decodes objects of the plain types: see csrc/pack.h and csrc/unpack.h.
-
-All functions are pure and work on CPU bytes. `messenger` and `media` send the messages.
 """
 
 from __future__ import annotations
@@ -59,21 +53,19 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Received tensors of at least this size use the group's memory: page faults of new memory cost more than the
-message."""
+"""Larger received tensors use the group's memory: page faults of new memory cost more than the message."""
 LENT_BYTES = 128 << 10
-"""A message's tensors are lent only if they have at least this many bytes: `Lender::kLeastBytes` in csrc/loans.h."""
+"""Smaller messages are not lent: `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
-"""Results of calls that bypass Python: `Outcome` in csrc/messages.h."""
+"""`Outcome` in csrc/messages.h."""
 STARTED = 4
 """`kStarted` in csrc/messages_api.cpp. STARTED + n: a message was started as transfer number n."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
-"""Stands for a missing object."""
 
 
 class AllGatherGroup(Protocol):
-    """A group whose ranks all hold the same tensors: each receives only one slice of a tensor and gathers the rest."""
+    """A group whose ranks hold equal tensors: each receives one slice and gathers the others."""
 
     world_size: int
     rank_in_group: int
@@ -82,19 +74,16 @@ class AllGatherGroup(Protocol):
 
 
 class Header(NamedTuple):
-    """The first bytes of a message's head: the kind of message, and the sizes that follow."""
-
     kind: int
     slices: int
     """Number of slices of each marked tensor; 0 if none is marked."""
     tensors: int
     body_bytes: int
     tensor_bytes: int
-    """Bytes of all tensors of the message, each counted whole."""
+    """Counts sliced tensors whole."""
 
     @property
     def is_error(self) -> bool:
-        """Returns True if the body is the text of an error on the sender."""
         return self.kind == _ERROR
 
     @property
@@ -103,12 +92,12 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The part of each tensor that this rank sends, if it sends slices: `Cut` of csrc/pack.h."""
+    """The slice that this rank sends of each tensor: `Cut` of csrc/pack.h."""
 
     slices: int = 0
     mine: int = 0
     whole: dict[str, None] | None = None
-    """Keys of a dict's tensors that are sent whole."""
+    """Keys of tensors that are sent whole."""
 
 
 WHOLE = Cut()
@@ -116,7 +105,7 @@ WHOLE = Cut()
 
 @dataclass(slots=True)
 class Outgoing:
-    """An encoded message. If the value couldn't be encoded, `error` is set and `head` contains its text."""
+    """An encoded message. With `error` set, `head` contains its text."""
 
     head: bytes
     tensors: list[Tensor]
@@ -132,7 +121,7 @@ class Outgoing:
 
     @property
     def counted_bytes(self) -> int:
-        """Returns the bytes to count for head and CPU tensors together, if one message carries both."""
+        """Returns the bytes to count if one message carries head and CPU tensors."""
         more_bytes = 0 if self.more is None else self.more.nbytes
         return max(FRAME_BYTES, len(self.head) + more_bytes) + self.cpu_bytes
 
@@ -142,12 +131,11 @@ class Outgoing:
 
     @property
     def frame(self) -> Tensor:
-        """Returns the first FRAME_BYTES of the head, padded with zeros."""
         return torch.frombuffer(bytearray(self.whole_head[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
     @property
     def rest(self) -> Tensor | None:
-        """Returns the bytes of the head after the frame, as a read-only view; None if there are none."""
+        """Returns the bytes after the frame, as a read-only view."""
         head = self.whole_head
         return None if len(head) <= FRAME_BYTES else _view_of(head, FRAME_BYTES)
 
@@ -160,7 +148,7 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Returns the message for `obj`. If `obj` can't be encoded, returns the message of that error; never raises."""
+    """Never raises: if `obj` can't be encoded, returns the message of that error."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
         packed = None if part is None else codec_values.pack(obj, part)
@@ -189,7 +177,7 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns which part of each tensor is sent; None for an invalid `group`, for which `encode` raises."""
+    """Returns None for an invalid `group`, for which `encode` raises."""
     if group is None:
         return WHOLE
     size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
@@ -200,7 +188,6 @@ def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] 
 
 
 def of_packed(packed: Packed, cut: Cut) -> Outgoing:
-    """Returns the message for an object that the library has encoded."""
     tensors = [x.detach() if x.requires_grad else x for x in packed.tensors]
     if any(packed.is_cut):
         tensors = _cut(tensors, packed.is_cut, cut.slices, cut.mine)
@@ -210,7 +197,7 @@ def of_packed(packed: Packed, cut: Cut) -> Outgoing:
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
-    """Returns the bytes of `data` from `start` on as a tensor, which must not be written to."""
+    """Returns a view, which must not be written to."""
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
     array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
     array.data = data
@@ -218,7 +205,7 @@ def _view_of(data: bytes, start: int) -> Tensor:
 
 
 def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
-    """Replaces tensors that are sent in slices by slice `mine`. Returns all tensors."""
+    """Replaces tensors that are sent in slices by slice `mine`."""
     return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
 
 
@@ -233,15 +220,11 @@ def _slices_of(group: AllGatherGroup | None) -> int:
 
 
 def can_be_cut(numel: int, slices: int) -> bool:
-    """Returns True if a tensor of `numel` elements is sent in slices: it isn't empty, and divides evenly."""
     return slices > 1 and numel > 0 and numel % slices == 0
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Returns the checked header of a frame from `src`.
-
-    Raises MessageDecodeError if the frame is invalid, and RemoteError if it contains the sender's error.
-    """
+    """Returns the checked header. Raises MessageDecodeError, and RemoteError with the sender's error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -252,7 +235,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Returns the checked header with which `data`, received from `src`, begins. Raises MessageDecodeError.
+    """Returns the checked header at the start of `data`. Raises MessageDecodeError.
 
     `head_bytes`: bytes of header and body together, if known.
     """
@@ -281,23 +264,22 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """Returns the head for a list of tensors. `form`: a short text, which must be equal on both sides.
+    """`form`: a text that is equal on both sides.
 
-    A form that is a digest is used unchanged, so `write_list_head` of csrc/messages.h makes the same head.
+    A digest is used unchanged, so `write_list_head` of csrc/messages.h makes the same head.
     """
     return head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
 
 
 @lru_cache(maxsize=256)
 def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
-    """Returns the head for a list of tensors with these sizes in bytes: see `head_of_list`."""
     digest = form if _DIGEST.fullmatch(form) else digest_of(form)
     body = bytes.fromhex(digest) + struct.pack(f"<{len(sizes)}Q", *sizes)
     return head_of(Header(_LIST, 0, len(sizes), len(body), sum(sizes)), body)
 
 
 def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
-    """Raises CollectiveMismatchError unless the head that `src` sent is the `expected` head of a list."""
+    """Raises CollectiveMismatchError unless `src` sent the `expected` head of a list."""
     body = bytes(body)
     if head_of(header, body) == expected:
         return
@@ -314,7 +296,7 @@ def digest_of(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-mark_constant(digest_of)  # compiled functions call it with constants only, such as those of a spec
+mark_constant(digest_of)  # compiled functions call it with constants only
 
 
 def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMismatchError:
@@ -336,7 +318,6 @@ def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> R
 
 
 def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
-    """Returns the body of a message whose head was received as a frame and a rest."""
     body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
     return body if rest is None else body + bytes_of(rest)
 
@@ -344,7 +325,7 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Decodes a body. Returns the message, whose tensors aren't received yet, and which of them are sent in slices."""
+    """Returns the message, without its tensors, and which of them are sent in slices."""
     if header.kind == _LIST:
         raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
@@ -369,7 +350,6 @@ def read_body(
 
 
 def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, src: int) -> Any:
-    """Returns the object of a message from its received tensors. Errors name the sender."""
     try:
         return message.build(tensors)
     except MessageDecodeError as error:
@@ -391,9 +371,9 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy of the dict, and the ids of the tensors that `all_gather_tensors` excludes from slicing.
+    """Returns a copy, and the ids of the tensors that are excluded from slicing.
 
-    These tensors are made dense, because the codec replaces others by new tensors with other ids.
+    Makes them dense, because the codec would replace others by tensors with new ids.
     """
     tensors = tensors.copy()
     whole = set()
@@ -411,7 +391,7 @@ def head_of(header: Header, *body: bytes) -> bytes:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Returns the bytes of a contiguous CPU tensor. Works without numpy, unlike torch's own method."""
+    """Works for contiguous CPU tensors, and without numpy, unlike torch's own method."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 
@@ -439,7 +419,7 @@ def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequen
 
 
 def device_for(device_type: str, own: torch.device) -> torch.device:
-    """Returns where this rank allocates a received tensor: on the CPU, or on its own device of the same type."""
+    """Returns the CPU, or this rank's own device of the sender's type."""
     if device_type == "cpu":
         return CPU
     return own if own.type == device_type else torch.device(device_type)

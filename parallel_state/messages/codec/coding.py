@@ -1,11 +1,8 @@
-"""Encodes objects to bytes and back, without pickle: the calls, the outer format, and the limits for received bytes.
+"""Encodes objects to bytes and back, without pickle. Tensors are sent beside the metadata.
 
-Every value is decoded to its own type. The metadata contains only the index of a tensor; tensors are sent beside it. A
-tensor that occurs twice is sent once and decoded to one object. Other objects that occur twice are decoded to two.
-
-    metadata = version: u8 | length of table: u32, little-endian | table | body
-    table    = nothing, or msgpack: one [dtype, shape, device type] per tensor
-    body     = msgpack: the object
+metadata = version: u8 | length of table: u32, little-endian | table | body
+table    = nothing, or msgpack: one [dtype, shape, device type] per tensor
+body     = msgpack: the object
 """
 
 from __future__ import annotations
@@ -30,32 +27,24 @@ FORMAT_VERSION = 1
 _HEADER = struct.Struct("<BI")
 _PICKLE_MARK = 0x80  # the first byte of pickle protocols 2 to 5
 _PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
-"""First bytes of the metadata of an object without tensors."""
 
 
 class Encoded(NamedTuple):
-    """An encoded object: the `metadata` that `read` decodes, and the `tensors` to send beside it."""
-
     metadata: bytes
     tensors: list[torch.Tensor]
 
 
 def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
-    """Encodes an object as metadata and tensors. Doesn't communicate.
+    """Encodes an object. Raises MessageEncodeError with the path of keys to a value that can't be sent.
 
-    Supports None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset,
-    torch's dtype, device, Size and dense tensors, numpy's arrays and scalars, and registered types, nested up to 100
-    deep. A subclass isn't sent as its base. Tensors are not copied and may be non-contiguous; those that require a
-    gradient are detached.
-
-    With `allow_pickle`, values of other types are pickled. Raises MessageEncodeError with the path of keys to a value
-    that can't be sent, or if the metadata exceeds `PARALLEL_STATE_MAX_METADATA_BYTES`.
+    Tensors are not copied, may be non-contiguous, and are detached. A tensor that occurs twice is sent once. Values of
+    unknown types and subclasses are pickled with `allow_pickle`, else refused.
     """
     try:
         try:
             encoded = _encode(obj, allow_pickle, careful=False)
         except (OverflowError, UnicodeEncodeError):
-            # The object has an int of more than 64 bits or a lone surrogate, which msgspec rejects: check each value.
+            # An int of more than 64 bits or a lone surrogate, which msgspec rejects: check each value.
             encoded = _encode(obj, allow_pickle, careful=True)
     except codec_values.RefusedError as refused:
         raise MessageEncodeError(refused.text()) from refused.__cause__
@@ -80,10 +69,7 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
 
 
 class Message:
-    """Decoded and checked metadata of a message, from which `build` makes the object.
-
-    `tensors` describes the tensors to receive first, in order.
-    """
+    """Checked metadata. `tensors` describes the tensors to receive, in order, before `build`."""
 
     __slots__ = ("_allow_pickle", "_body", "_value", "tensors")
 
@@ -92,15 +78,14 @@ class Message:
     def __init__(self, tensors: list[TensorMetadata], body: memoryview, allow_pickle: bool) -> None:
         self.tensors = tensors
         self._allow_pickle = allow_pickle
-        # Without tensors the object is built at once. With them the body must outlive the caller's buffer.
+        # With tensors, the body must outlive the caller's buffer.
         self._body = bytes(body) if tensors else b""
         self._value = None if tensors else _decode(body, (), allow_pickle)
 
     def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """Returns the object with these tensors, which aren't copied. Call it once.
+        """Returns the object, which shares these tensors. Call it once.
 
-        Raises InvalidArgumentError if `tensors` differ from `self.tensors` in number, dtype or shape (not in device),
-        MessageDecodeError if the rest of the metadata is malformed.
+        Raises InvalidArgumentError if `tensors` don't match `self.tensors`, MessageDecodeError for malformed metadata.
         """
         if len(tensors) != len(self.tensors):
             raise InvalidArgumentError(f"`tensors` must be {len(self.tensors)} tensors, but are {len(tensors)} instead")
@@ -114,11 +99,7 @@ class Message:
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:
-    """Decodes metadata, perhaps of a hostile peer. `data` may be overwritten afterwards.
-
-    Raises MessageDecodeError for metadata that is incomplete, too large, too deep or of another version, for a type
-    that is not registered on this rank, and for a pickled value without `allow_pickle`.
-    """
+    """Decodes metadata of a perhaps hostile peer; raises only MessageDecodeError. `data` may be reused afterwards."""
     view = memoryview(data).cast("B")
     limit = settings.MAX_METADATA_BYTES.get()
     if len(view) > limit:
@@ -150,5 +131,5 @@ def _decoded(problem: str, decode: Callable[[Any], Any], data: bytes | memoryvie
         return decode(data)
     except MessageDecodeError:
         raise
-    except Exception as error:  # bytes of a peer must raise nothing else
+    except Exception as error:
         raise MessageDecodeError(f"{problem}: {error!r:.300}") from error

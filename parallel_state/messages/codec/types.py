@@ -1,8 +1,6 @@
-"""Encodes single values of registered classes, torch's dtypes and dense tensors, and numpy arrays.
+"""Encodes values of registered classes, dtypes, dense tensors and numpy arrays as plain parts.
 
-A value is encoded as plain parts and decoded from them, with checks, because a peer sends the parts. `values` walks
-over nested objects, `coding` has the format. A decoding function may raise any exception, which `coding` turns into
-MessageDecodeError.
+A decoding function may raise any exception; `coding` turns it into MessageDecodeError.
 """
 
 from __future__ import annotations
@@ -26,22 +24,16 @@ from device_communicators.calls.memory import dtype_refusal, with_values
 T = TypeVar("T")
 
 MAX_DIMS = 64
-"""Maximum number of dims of a tensor or array, as in torch and numpy."""
 
 MAX_TENSOR_BYTES = 1 << 48
-"""Maximum size of all tensors of one message: more than any machine has, and far from an overflow."""
+"""More than any machine has, and far from an overflow."""
 
 
 class UnfitError(Exception):
-    """Raised for a value that can't be sent, though its type is supported. The text completes "value at … is …"."""
-
-
-# Registered classes
+    """Refuses a value of a supported type. The text completes "value at … is …"."""
 
 
 class RegisteredType(NamedTuple):
-    """A class whose values are sent as named fields, because `register_type` was called for it."""
-
     cls: type
     name: str
     fields: tuple[str, ...]
@@ -63,9 +55,8 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
     `cls` is a dataclass, an enum, a `msgspec.Struct` or a named tuple. Subclasses must be registered separately. `name`
     is the name in messages, by default `module.qualname`. The fields must be the same on every rank.
 
-    Only fields are sent. A receiver sets them without calling `__new__`, `__init__` or `__post_init__`, and without
-    checking their types. Exceptions: a Struct is built by its constructor, so its `__post_init__` runs; an enum's
-    member is looked up.
+    A receiver sets the fields without calling `__new__`, `__init__` or `__post_init__`, and without checking their
+    types. Only a Struct is built by its constructor.
 
     Raises InvalidArgumentError for another kind of class and for a name that another class has.
     """
@@ -92,12 +83,10 @@ def is_registered(cls: type) -> bool:
 
 
 def registered_class(cls: type) -> RegisteredType:
-    """Returns the fields and the name of a class for which `register_type` was called."""
     return _by_class[cls]
 
 
 def build_registered(name: object, values: object) -> object:
-    """Builds a value of the class registered as `name` from a dict of its fields."""
     entry = _by_name.get(name) if isinstance(name, str) else None
     if entry is None:
         known = ", ".join(sorted(_by_name)[:20]) or "none"
@@ -150,9 +139,6 @@ def _build_dataclass(cls: type, fields: tuple[str, ...], values: list[Any]) -> o
     return made
 
 
-# torch
-
-
 DTYPE_NAMES: dict[torch.dtype, str] = {
     dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
@@ -161,23 +147,17 @@ _TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items(
 
 
 class TensorMetadata(NamedTuple):
-    """The dtype, shape and device type of one tensor of a message, with which a receiver allocates it."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     device_type: str
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor in bytes, if it is contiguous."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's values without gradient history and deferred values, as a view if possible.
-
-    Raises UnfitError.
-    """
+    """Returns the values without gradient history, as a view if possible. Raises UnfitError."""
     if tensor.layout is not torch.strided:
         raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:
@@ -200,7 +180,6 @@ def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_rows(tensors: Sequence[torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns one row per tensor: dtype name, shape, device type."""
     return [(DTYPE_NAMES[t.dtype], tuple(t.shape), "cpu" if t.is_cpu else t.device.type) for t in tensors]
 
 
@@ -210,14 +189,13 @@ _decode_rows = msgspec.msgpack.Decoder(list[tuple[str, _Shape, str]]).decode
 
 
 def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
-    """Decodes the rows made by `tensor_rows` on the sender. Raises for tensors that can't be allocated."""
     tensors = []
     claimed = 0
     for name, shape, device in _decode_rows(data):
         if name not in _TENSOR_DTYPES:
             raise MessageDecodeError(f"a message claims a tensor of dtype {name[:40]!r}, which no dense tensor has")
         dtype, itemsize = _TENSOR_DTYPES[name]
-        # Ignores empty dims, as torch does: it multiplies the others, and could overflow, even without elements.
+        # Ignores empty dims, as torch does: the product of the others could overflow without any element.
         claimed += itemsize * math.prod(filter(None, shape))
         tensors.append(TensorMetadata(dtype, shape, _device_type(device)))
     if claimed >= MAX_TENSOR_BYTES:
@@ -233,21 +211,18 @@ def _device_type(name: str) -> str:
 
 
 def read_device(text: str) -> torch.device:
-    """Parses a device such as `cuda:1`. Raises for an index that is too large, which torch would truncate."""
+    """Parses a device such as `cuda:1`; torch alone would truncate a large index."""
     device = torch.device(text)
     if str(device) != text:
         raise MessageDecodeError(f"{text[:40]!r} is not a device")
     return device
 
 
-# numpy is optional: if it isn't imported, there are no values of its types.
-
-
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20}\])?")
 
 
 def is_numpy(cls: type) -> bool:
-    """Returns True if values of the class are plain numpy arrays or numpy's own scalars."""
+    """Returns True for numpy arrays and numpy's own scalars, but no subclass."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False

@@ -1,7 +1,6 @@
-"""Walks over nested values: msgspec's C code encodes what msgpack has, and all other values are wrapped in an Ext.
+"""Encodes nested values: msgspec's C code encodes what msgpack has; all else is wrapped in an Ext.
 
-None, bool, int, float, str, bytes, list and dict are encoded as they are, if they have exactly these types: msgspec
-would decode a tuple, enum, dataclass or subclass to another type. The payload of an Ext is msgpack or raw bytes.
+Only exact types are encoded as they are: msgspec would decode a tuple or a subclass to another type.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ if TYPE_CHECKING:
     from device_communicators.cpu.plain_tree import Packed, PlainObjects
 
 MAX_DEPTH = 100
-"""Maximum nesting of containers and registered values: each level takes some of the interpreter's 1000 frames."""
+"""Each level takes some of the interpreter's 1000 frames."""
 
 MOST_NUMBERS = 256
-"""Maximum number of keys other than str and bytes in a msgpack dict. A larger dict is an Ext, decoded with a time
-limit."""
+"""A dict with more keys other than str and bytes is an Ext, decoded with a time limit."""
 _UNCHECKED_BYTES = 16 << 10
-"""Smaller bodies are decoded without a check of their keys: colliding keys cost some milliseconds at most."""
+"""Colliding keys in smaller bodies cost some milliseconds at most."""
 _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
 _S_PER_BYTE = 2e-7
-"""CPU time limit for building sets and dicts of a body. Regular ones take a tenth."""
+"""CPU time limit for building sets and dicts. Regular ones take a tenth."""
 
 Ext = msgspec.msgpack.Ext
 to_msgpack = msgspec.msgpack.Encoder().encode
@@ -50,7 +48,6 @@ _TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _INT, _COMPLEX, _BYTEARRAY = ran
 _TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED, _PICKLED = range(9, 17)
 
 _NESTED = (_TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED)
-"""Codes whose payload is msgpack."""
 _TEXTS = frozenset({str, bytes})
 
 _CAREFUL = frozenset({type(None), bool, float, bytes})
@@ -66,7 +63,7 @@ _library = _Library()
 
 
 def use_library() -> PlainObjects:
-    """Makes `pack` use the compiled library from now on. Returns the library's functions."""
+    """Makes `pack` use the compiled library from now on."""
     if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
@@ -77,10 +74,9 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function of encoded bytes that returns True if all dicts have keys of the types that an encoder uses.
+    """Returns a check that all dicts of encoded bytes have keys of an encoder's types.
 
-    A sender can choose other keys, such as lists, so that they collide, and msgspec can't be stopped while it builds a
-    dict. Malformed bytes are left to msgspec. Without the compiled library nothing is checked.
+    Other keys could be chosen to collide, and msgspec can't be stopped while it builds a dict.
     """
     from device_communicators.cpu import native
 
@@ -93,19 +89,18 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Encodes a value of plain types in C++. Returns None for other types, and if there is no library."""
+    """Encodes plain types in C++. Returns None for other types or without the library."""
     return None if _library.objects is None else _library.objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class RefusedError(Exception):
-    """Raised for a value that can't be sent. Each container around it adds its key to the path in the text."""
+    """Refuses a value. Each container around it appends its key to `path`, innermost first."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
         self.path: list[str] = []
 
     def text(self) -> str:
-        """Returns the error's text, such as `value at ['requests'][3].callback is a function; …`."""
         what, remedy = self.args
         path = "".join(reversed(self.path))
         if len(path) > 200:
@@ -114,25 +109,24 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """Encodes one object: `pack` returns what msgspec may encode, and collects the `tensors`.
+    """Encodes one object and collects its `tensors`.
 
-    `careful` inspects each int and str, which is slower, for objects with one that msgpack can't represent.
+    `careful` inspects each int and str, which is slower, for values that msgpack can't represent.
     """
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
     def __init__(self, allow_pickle: bool, careful: bool) -> None:
-        self.plain = _CAREFUL if careful else _PLAIN  # types whose values aren't checked
+        self.plain = _CAREFUL if careful else _PLAIN
         self.tensors: list[torch.Tensor] = []
         self._indices: dict[int, tuple[int, torch.Tensor]] = {}  # by id; the reference keeps the id unique
         self._allow_pickle = allow_pickle
 
     def pack(self, value: object, depth: int = 0) -> object:
-        """Returns `value`, or the Ext that msgspec encodes instead. Raises RefusedError."""
         return _PACKERS[type(value)](self, value, depth)
 
     def sequence(self, values: Sequence[object], depth: int) -> Sequence[object]:
-        """Packs each item. Returns `values` itself if all items are plain and of one type, such as token ids."""
+        """Returns `values` itself if all items are plain and of one type, such as token ids."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -151,7 +145,7 @@ class Encoder:
         return packed
 
     def mapping(self, values: dict[Any, object], depth: int) -> object:
-        """Packs each value of a dict, in a copy if one is replaced. Keys that aren't plain make the result an Ext."""
+        """Copies the dict only to replace a value. Keys that aren't plain make the result an Ext."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -173,7 +167,6 @@ class Encoder:
         return values if packed is None else packed
 
     def pairs(self, values: Mapping[Any, object], depth: int) -> bytes:
-        """Packs a dict as key, value, key, value, …, and its class: for keys and classes that msgpack doesn't have."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         packed: list[object] = []
@@ -235,7 +228,6 @@ class Encoder:
         return self.refuse(value, what)
 
     def refuse(self, value: object, what: str) -> object:
-        """Pickles the value if that is allowed; otherwise raises RefusedError."""
         if not self._allow_pickle:
             raise RefusedError(
                 what,
@@ -254,7 +246,7 @@ def _too_deep() -> RefusedError:
 
 
 def _label(key: object) -> str:
-    """Returns a key as part of a path: short, and without an error for ints that are too long for repr."""
+    """Never raises: repr fails for very long ints."""
     try:
         text = repr(key)
     except Exception:
@@ -333,11 +325,7 @@ class Decoder:
         self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
-        """Decodes msgpack, and each Ext in it.
-
-        Lists and dicts nested deeper than the interpreter's recursion limit raise RecursionError. MAX_DEPTH applies
-        only to values that an Ext holds: for the others it would need a second walk, which takes as long as decoding.
-        """
+        """MAX_DEPTH applies only within an Ext. Deeper plain lists raise the interpreter's RecursionError."""
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
@@ -362,7 +350,7 @@ class Decoder:
         return made
 
     def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
-        """Adds items to a set or a dict in portions, with a time limit: if all items collide, the time is quadratic."""
+        """Adds in portions, with a time limit: colliding items take quadratic time."""
         batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
         started = time.thread_time()
         left_s = self._left_s
