@@ -1,8 +1,4 @@
-"""GroupCoordinator: one rank's view of a group, with every call on that group.
-
-It pairs the device's process group with a gloo group. Its tensor calls are in `collectives.calls`, its calls on objects
-and tensor dicts in `messages.calls`. The route decides which communicator moves the bytes.
-"""
+"""GroupCoordinator: pairs the process group of a device with a gloo group of the same ranks."""
 
 from __future__ import annotations
 
@@ -60,15 +56,14 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Gives our own NCCL communicators such a stream. The same field of `options` also selects the process group."""
+    """For our own NCCL communicators; the field of `options` is for the process group."""
     lazy_cpu_group: bool = False
-    """True if the gloo group of a device group is created at its first use, by all ranks of the group together."""
+    """The gloo group of a device group is created at its first use, by all its ranks together."""
 
 
 class _Renamed:
-    """An attribute that vLLM has as a global rank. Reading it raises RenamedError with the two names to use instead.
-
-    With a value, `send(x, group.next_rank)` would send to the wrong rank, because `dst` is a rank in the group.
+    """An attribute that is a global rank in vLLM. Reading it raises: `send(x, group.next_rank)` would use the wrong
+    rank.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -98,8 +93,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     """One rank's view of a group, with every call on that group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
-    `world_size`, `local_rank` (on this host), `device`. `state` and `groups` create it; programs don't call the
-    constructor.
+    `world_size`, `local_rank` (on this host), `device`. Programs don't call the constructor.
     """
 
     def __init__(
@@ -111,7 +105,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         acquired: list[Acquired] | None = None,
         public_cpu_group: Any = None,
     ) -> None:
-        """`public_cpu_group`: the process group that `cpu_group` returns; by default the CPU group of `context`."""
+        """`public_cpu_group`: returned by `cpu_group`; default: the CPU group of `context`."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -128,7 +122,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.acquired = acquired if acquired is not None else []
         self._public_cpu_group = public_cpu_group
         self._owns_pool = False
-        """True if `destroy` closes the pool: this group created it."""
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         if context.collectives is not None:
@@ -138,10 +131,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError, which suggests the most similar name.
-
-            Python also calls it after a `_Renamed` attribute raised RenamedError, because that is an AttributeError.
-            """
+            """Suggests the most similar name. Python also calls it after a `_Renamed` attribute raised."""
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
             known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
@@ -162,21 +152,18 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         allow_pickle: bool = False,
         within: GroupCoordinator | None = None,
     ) -> GroupCoordinator:
-        """Returns a coordinator, with all its calls, over an existing torch ProcessGroup of any backend.
+        """Returns a coordinator over an existing torch ProcessGroup of any backend.
 
-        Every rank of the group must call it, and no other rank. If process groups have common ranks, these must call it
-        in the same order. Only torch.distributed must be initialized before.
+        Exactly the ranks of the group call it; ranks of several process groups in the same order.
 
-        - `process_group`: `device_group` returns it.
+        - `process_group`: `device_group` returns it. The caller destroys it, and `cpu_group`, after `destroy()`.
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
         - `device`: of its tensors. Default: CUDA if the process group has a backend for CUDA alone, else the CPU.
-        - `name`: names the group in errors and logs.
         - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
         - `allow_pickle`: see initialize_model_parallel.
-        - `within`: a coordinator that has these ranks and others, and outlives this one. A death that fails it also
-          fails this coordinator. By default only deaths of this group's ranks do.
+        - `within`: a coordinator that contains these ranks and outlives this one. A death that fails it also fails this
+          one.
 
-        `destroy()` closes what the coordinator made. Afterwards the caller destroys `process_group` and `cpu_group`.
         Calls that our communicators don't support run on `process_group`, which matches calls by their order. So all
         ranks must make direct calls on it and calls on the coordinator in the same order.
 
@@ -213,7 +200,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return group
 
     def _as_outer(self, ranks: Sequence[int]) -> tuple[ProcessGroupPool, FailureDomain]:
-        """Returns the pool and failure domain for a coordinator of `ranks`, which are global ranks of this group."""
         self.route.check_usable()
         if self.pool is None or not set(ranks) <= set(self.context.ranks):
             raise InvalidArgumentError(
@@ -222,8 +208,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             )
         root = "" if self.context.domain is None else self.context.domain.root
         return self.pool, FailureDomain(self.context.failure_ranks, root)
-
-    # Membership.
 
     @property
     def ranks(self) -> list[int]:
@@ -237,42 +221,38 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def first_rank_in_group(self) -> int:
-        """Returns 0, the group's first rank, for `src` and `dst`."""
         return 0
 
     @property
     def last_rank_in_group(self) -> int:
-        """Returns the group's last rank, for `src` and `dst`."""
         return self.world_size - 1
 
     @property
     def next_rank_in_group(self) -> int:
-        """Returns the next rank in the group, for `src` and `dst`; wraps around."""
+        """Wraps around."""
         return (self.rank_in_group + 1) % self.world_size
 
     @property
     def prev_rank_in_group(self) -> int:
-        """Returns the previous rank in the group, for `src` and `dst`; wraps around."""
+        """Wraps around."""
         return (self.rank_in_group - 1) % self.world_size
 
     @property
     def first_global_rank(self) -> int:
-        """Returns the global rank of the group's first rank."""
         return self.context.ranks[0]
 
     @property
     def last_global_rank(self) -> int:
-        """Returns the global rank of the group's last rank."""
         return self.context.ranks[-1]
 
     @property
     def next_global_rank(self) -> int:
-        """Returns the global rank of the next rank in the group; wraps around."""
+        """Wraps around."""
         return self.context.ranks[self.next_rank_in_group]
 
     @property
     def prev_global_rank(self) -> int:
-        """Returns the global rank of the previous rank in the group; wraps around."""
+        """Wraps around."""
         return self.context.ranks[self.prev_rank_in_group]
 
     first_rank, last_rank, next_rank, prev_rank = _Renamed(), _Renamed(), _Renamed(), _Renamed()
@@ -282,18 +262,16 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def is_first_rank(self) -> bool:
-        """Returns True on the group's first rank."""
         return self.rank_in_group == 0
 
     @property
     def is_last_rank(self) -> bool:
-        """Returns True on the group's last rank."""
         return self.rank_in_group == self.world_size - 1
 
     @property
     @host_call(OUTSIDE)
     def device_group(self) -> Any:
-        """Returns the torch ProcessGroup for tensors on `device`, for code that calls torch.distributed itself."""
+        """Returns the torch ProcessGroup for tensors on `device`."""
         if self.device.type == "cpu" and self._public_cpu_group is not None:
             return self.cpu_group
         return self._process_group(lambda: self.context.device_group, self.traits.options)
@@ -301,11 +279,11 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """Returns the torch ProcessGroup for CPU tensors. If `device` is the CPU, `device_group` is the same.
+        """Returns the torch ProcessGroup for CPU tensors. Its first use may have to be a call by every rank of the
+        group.
 
-        Its backend is gloo, or our own with PARALLEL_STATE_CPU_BACKEND=parallel_state. Groups that the program made (a
-        DeviceMesh's, the default group of a joined world) keep their backend. Some device groups create their gloo
-        group at its first use: that use must be a call by every rank of the group, such as a barrier.
+        Its backend is gloo, or our own with PARALLEL_STATE_CPU_BACKEND=parallel_state. Groups that the program made
+        keep their backend.
         """
         found = self._public_cpu_group
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
@@ -315,10 +293,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def timeout(self) -> float:
         """The timeout of each call in seconds. Assign seconds, a timedelta, or None for PARALLEL_STATE_TIMEOUT_S.
 
-        A new value applies to calls that begin later on this rank, of tensors, objects and messages; for a started call
-        its wait counts. It sends nothing: if ranks have different timeouts, the first deadline ends the call on all of
-        them. `within` sets it for some calls, `extended_deadline` adds to it in all groups. Sub-groups begin with the
-        timeout that was given at creation. A process group of the program's own keeps its timeout.
+        A new value applies to calls that begin later on this rank; for a started call its wait counts. If ranks have
+        different timeouts, the first deadline ends the call on all. A process group of the program's own keeps its
+        timeout.
         """
         return self.context.timeout_s
 
@@ -328,12 +305,12 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def within(self, timeout: timedelta | float) -> AbstractContextManager[None]:
-        """Sets the timeout of the calls in the body: `with group.within(2.0): group.barrier()`. See `timeout`."""
+        """Sets `timeout` for the calls in the body."""
         return self.context.timeout.within(seconds(timeout))
 
     @property
     def supports_process_group(self) -> bool:
-        """Returns False for a simulated group, whose `device_group`, `cpu_group` and `as_process_group()` raise."""
+        """Returns False for a simulated group, whose process groups raise."""
         return not self.context.simulated
 
     @host_call(OUTSIDE)
@@ -349,18 +326,15 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         # Never None for one rank: torch.distributed takes group=None for the whole world.
         return find() or self.pool.alone(options)
 
-    # The group itself.
-
     @host_call(OUTSIDE)
     @counted_from_begin()
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """Creates a group of `ranks`, which are ranks *in this group*; returns None on the other ranks.
 
-        Every rank of this group must call it with the same distinct ranks in ascending order. Other groups may call
-        theirs at the same time. The new group has its own process groups, so a thread may use it while other threads
-        use groups of the same ranks. A sub-group of the world fails only by deaths among its own ranks; a sub-group of
-        a parallel group fails with that group. Raises InvalidArgumentError, or ConfigMismatchError on every rank if
-        the ranks' arguments differ.
+        Every rank of this group calls it with the same distinct ranks in ascending order. The new group has its own
+        process groups, so threads may use both. A sub-group of the world fails only by deaths among its own ranks; one
+        of a parallel group fails with that group. Raises InvalidArgumentError, or ConfigMismatchError on every rank if
+        arguments differ.
         """
         self.route.check_usable()
 
@@ -409,12 +383,11 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def graph_capture(
         self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Prepares the group for CUDA graphs that the body captures: `with group.graph_capture() as capture:`.
+        """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter it.
 
-        Every rank of the group must enter it. In the body the current stream is `capture.stream`: that of `context`,
-        another group's capture, or else a new stream. It waits for the stream that was current before. `peers`: ranks
-        in the group with which the graphs exchange sends or receives for the first time. Each peer must name this rank
-        as well.
+        In the body the current stream is `capture.stream`: that of `context`, or a new stream, which waits for the
+        stream that was current before. `peers`: ranks in the group with which the graphs send or receive for the first
+        time. Each peer must name this rank as well.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise InvalidArgumentError(
@@ -502,10 +475,8 @@ def create_group(
 ) -> GroupCoordinator:
     """Creates the group of `ranks` (global, ascending), which include this rank.
 
-    See ProcessGroupPool.acquire for the ranks that must call it, and for `division`, `near` and `unshared`. It pairs a
-    process group for tensors on the traits' device with a gloo group; they are one if the former is gloo. `domain`: the
-    ranks whose death fails the group; default: all ranks of the world. `given`: the caller's process group to use,
-    which the caller destroys.
+    See ProcessGroupPool.acquire for who must call it, `division`, `near` and `unshared`. `domain`: the ranks whose
+    death fails the group; default: all. `given`: the caller's process group, which the caller destroys.
     """
     # Imported here: simulated groups don't need it, and a compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -577,10 +548,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeout of a coordinator's process groups, but of gloo's not below the one at creation.
-
-    Groups of the same ranks share a gloo group, and waits for it have their own deadlines.
-    """
+    """Keeps gloo's timeout at least at that of creation: groups of the same ranks share it."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -589,10 +557,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection among `ranks`, which have a process group already. Each of them must call it.
-
-    `caller`: the public call, which errors name.
-    """
+    """Starts failure detection. Each of `ranks`, which have a process group, must call it. Errors name `caller`."""
     from device_communicators.c10d.world import World, address_of  # imported here as in create_group
     from device_communicators.cpu.watching import meet
 
@@ -608,7 +573,7 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
 
 
 def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    """Stores the cores and PIDs of this host's ranks, once, when the pool's first group was created."""
+    """Stores the cores and PIDs of this host's ranks."""
     from device_communicators.cpu.watching import know_neighbours
 
     memory = group.context.host_memory

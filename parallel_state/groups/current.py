@@ -1,14 +1,10 @@
-"""The groups that `ParallelGroups.use()` made current in a context, in threads started in it, and in its backward.
+"""The groups that `ParallelGroups.use()` made current.
 
-They are in a context variable, so each asyncio task has its own. This module covers what Python and torch don't
-propagate by themselves:
+They are in a context variable. This module covers what Python and torch don't propagate by themselves:
 
-- threads: while any groups are in use, `threading.Thread.start` is wrapped, and a new thread inherits the groups of the
-  thread that starts it. A look-up in a thread-pool worker raises, because it also runs later work.
-- backward: a function that autograd runs, such as a checkpoint's recomputation, has the groups of its forward in any
-  thread. autograd numbers the nodes of a thread in order, so the numbers at which `use()` was entered and left
-  determine the groups of each node. A backward within a backward has these groups from the first look-up in the outer
-  backward on.
+- threads: while any groups are in use, `threading.Thread.start` is wrapped, and a new thread inherits them.
+- backward: a function that autograd runs has the groups of its forward, in any thread. autograd numbers the nodes of a
+  thread in order, so the numbers at which `use()` was entered and left determine the groups of each node.
 - compiled code: dynamo can't trace a look-up of a context variable. See `_Current`.
 """
 
@@ -44,14 +40,14 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 
 
 class _Forwards:
-    """Records which groups were current when one thread's autograd nodes were created, for their backward.
+    """Records which groups were current when one thread's autograd nodes were created.
 
-    Each change is stored with the number of the next node. It keeps only weak references to the groups. In an event
-    loop it is unknown which task creates a node, so a backward there has the groups that are current when it runs.
+    Each change is stored with the number of the next node. In an event loop it is unknown which task creates a node, so
+    a backward there has the groups that are current when it runs.
     """
 
     exist: ClassVar[bool] = False
-    """False while no thread has a record: a look-up then needn't check whether it is in a backward."""
+    """False while no thread has a record: look-ups then skip the check for a backward."""
 
     def __init__(self, groups: Any) -> None:
         _Forwards.exist = True
@@ -71,7 +67,7 @@ class _Forwards:
             self._groups[0] = _FORGOTTEN
 
     def at(self, node: int) -> Any:
-        """Returns the groups that were current at a node's creation, None, or `_UNKNOWN`. Raises if they were freed."""
+        """Returns the groups at a node's creation, None, or `_UNKNOWN`. Raises if they were freed."""
         # A backward within a backward, on an autograd thread, has that thread's node numbers, which aren't recorded.
         foreign = threading.get_ident() != self._thread and is_in_nested_backward()
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
@@ -117,10 +113,9 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Holds the current groups as `groups`. Compiled code checks it, so a graph compiled for other groups isn't used.
+    """Compiled code guards on `groups`, so a graph compiled for other groups isn't used.
 
-    dynamo doesn't trace a property whose getter is an `instancemethod`, as in pybind: it assumes C code. Its guards
-    read the attribute in each call, as for any object.
+    dynamo doesn't trace a property whose getter is an `instancemethod`, as in pybind: it assumes C code.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New
@@ -154,8 +149,6 @@ _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
 
 
 class _ThreadStarts:
-    """Wraps `threading.Thread.start` while groups are in use: a new thread inherits the starting thread's groups."""
-
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
         self._original: Any = None

@@ -18,7 +18,7 @@ from parallel_state.layout.ranks import Layout
 def read(
     mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
 ) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Returns the sizes, order and process groups of the caller's mesh; raises LayoutError if it isn't a layout."""
+    """Returns sizes, order and process groups of the mesh; raises LayoutError if it isn't a layout."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -55,7 +55,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the mesh's dims as an order, fastest first, by the distance of neighbouring ranks. Adds the axis `ep`."""
+    """Returns the mesh's dims, fastest first, by the distance of neighbouring ranks, and `ep`."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()
@@ -76,7 +76,6 @@ def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
 
 
 def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
-    """Raises LayoutError unless this rank's groups along each dim match the ranks of the mesh and of the layout."""
     names = mesh.mesh_dim_names or ()
     position = (mesh.mesh == world.rank).nonzero()[0].tolist()
     for dim, name in enumerate(names):

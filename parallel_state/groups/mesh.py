@@ -1,8 +1,4 @@
-"""Creates torch DeviceMeshes over our groups. `given_mesh` does the reverse: groups over the caller's mesh.
-
-A mesh is a tensor of ranks with named dims, slowest first, and a process group along each dim. torch accepts any
-groups; this module checks that each group's ranks match the rank's coordinates.
-"""
+"""Creates torch DeviceMeshes over our groups, and checks each group's ranks, which torch doesn't."""
 
 from __future__ import annotations
 
@@ -24,10 +20,8 @@ logger = logging.getLogger("parallel_state")
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
     """Returns this rank's mesh as get_device_mesh does; creates missing groups.
 
-    `dp_shard` is a default dim if tp or ep has more than one rank, because FSDP needs a dim to shard. A world of one
-    rank has the dim `world`. The result is a slice of a root mesh, which also has the axes that aren't named. With
-    `experts` the dims are those axes of the experts' numbering (`ep`, `etp`, `efsdp`, `dp_replicate`, `pp`) that have
-    more than one rank. Raises GroupNotInitializedError in a simulated world.
+    `dp_shard` is a default dim if tp or ep has more than one rank: FSDP needs a dim to shard. The result is a slice of
+    a root mesh, which also has the axes that aren't named.
     """
     world, layout = groups.world, groups.layout
     if world.pool is None:
@@ -77,10 +71,9 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns all axes for a root mesh, slowest first. If `wanted` has another order, that is kept, after other axes.
+    """Returns all axes for a root mesh, slowest first; another order of `wanted` is kept, after the other axes.
 
-    With dims slowest first, all root meshes have their ranks in the same order. FSDP combines the mesh of its own dims
-    with that of tensor parallelism, and torch refuses meshes whose ranks are in different orders.
+    Slowest first gives all root meshes one order of ranks: torch refuses to combine meshes with different orders.
     """
     if list(wanted) == ["world"]:
         return ["world"]

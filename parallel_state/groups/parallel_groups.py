@@ -1,8 +1,4 @@
-"""`ParallelGroups`: the groups of one model as an explicit, frozen object; and the division of a world into them.
-
-A process can have several, for example for two models. `use()` makes one current, so that model code that calls
-`get_tp_group()` runs on it. The singletons of `state` are a view of one such object.
-"""
+"""`ParallelGroups`: the groups of one model, of which the singletons of `state` are a view."""
 
 from __future__ import annotations
 
@@ -51,9 +47,8 @@ class VirtualPipeline:
     """Several stages on each pipeline rank, dealt in turn: with `size` 2, rank 0 of 2 has stages 0 and 2."""
 
     size: int
-    """Stages per rank."""
     rank: int = 0
-    """The stage that runs now, as in Megatron's global variable. Models that pass `vp_stage` don't use it."""
+    """The stage that runs now, as in Megatron's global variable."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +59,19 @@ class ParallelGroups:
     """Its ranks are positions in `world.ranks`."""
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
-    """The groups created so far, by axis name: `tp`, `dp`, `pp`, …"""
+    """The groups created so far."""
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
     """Creates a group at its first use; returns None if this rank is in no group of that kind."""
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
-    """Creates groups of the same world with the same arguments, except for the sizes passed, by axis name."""
+    """Creates groups of the same world with the same arguments, except for the sizes passed."""
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    """The global ranks of this rank's group of each kind, created or not; compiled code can't compute them."""
+    """Global ranks by kind, also of groups not yet created; compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    """The DeviceMeshes created so far, by their dims."""
     is_view: bool = False
-    """True if another object owns the groups; `close` then does nothing."""
+    """Another object owns the groups; `close` then does nothing."""
     held: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks that release resources other than groups; `close` calls each."""
+    """Callbacks by which `close` releases other resources."""
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,14 +82,14 @@ class ParallelGroups:
             self._check(group)
 
     def _check(self, group: GroupCoordinator) -> None:
-        """Raises LayoutError if the world's rank 0 isn't rank 0 of `group` too, as fairseq2 requires."""
+        """fairseq2 requires that the world's rank 0 is rank 0 of each of its groups."""
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(
                 f"rank 0 of the world must be rank 0 of every group that contains it, but isn't in {group!r}"
             )
 
     def get(self, name: str) -> GroupCoordinator:
-        """Returns this rank's group of a kind, such as `tp`, `ep` or `dp_cp`: any axis-table row that the layout has.
+        """Returns this rank's group of a kind, such as `tp`, `ep` or `dp_cp`.
 
         The first use creates the group: every rank of the group must call it, for several groups in the same order.
         Raises LayoutError for a kind that the layout lacks, GroupNotInitializedError if this rank is in no such group
@@ -107,17 +101,14 @@ class ParallelGroups:
         return group
 
     def try_get(self, name: str) -> GroupCoordinator | None:
-        """Returns the group as `get` does; None if this rank is in no such group or the layout lacks the kind."""
+        """As `get`, but returns None if this rank is in no such group or the layout lacks the kind."""
         group = self.groups.get(name)
         if group is not None:
             return group
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns a new list of the global ranks of this rank's group of a kind.
-
-        It doesn't create the group and involves no other rank. Raises the usage errors of `get`.
-        """
+        """Returns a new list of the group's global ranks, without creating it. Raises the usage errors of `get`."""
         group = self.groups.get(name)
         if group is not None:
             return group.ranks
@@ -141,7 +132,7 @@ class ParallelGroups:
                 f"the {name!r} group doesn't exist yet and can't be created within torch.compile; get it once before "
                 "the compiled code runs, or initialize with eager=True"
             )
-        with self.lock:  # so that two threads create one group
+        with self.lock:
             group = self.groups.get(name)
             if group is None and self.make is not None:
                 group = self.make(name, self)
@@ -151,9 +142,9 @@ class ParallelGroups:
             return group
 
     def warm_up(self) -> None:
-        """Runs a small all-reduce on each group created so far, which connects its ranks.
+        """Runs a small all-reduce on each group created so far. Every rank of the world must call it.
 
-        Every rank of the world must call it. If one doesn't, raises CommunicationError with the group's name.
+        Raises CommunicationError with the name of a group on which a rank is missing.
         """
         for axis in AXES:
             if axis.name in self.groups:
@@ -161,32 +152,28 @@ class ParallelGroups:
 
     @property
     def tp(self) -> GroupCoordinator:
-        """Returns the tensor-parallel group."""
         return self.get("tp")
 
     @property
     def pp(self) -> GroupCoordinator:
-        """Returns the pipeline-parallel group."""
         return self.get("pp")
 
     @property
     def dp(self) -> GroupCoordinator:
-        """Returns the data-parallel group."""
         return self.get("dp")
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """Returns fairseq2's replicated data-parallel group: `dp_replicate`, or `dp` if the layout isn't sharded."""
+        """fairseq2's replicated data-parallel group: `dp_replicate`, or `dp` if the layout isn't sharded."""
         return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """Returns fairseq2's sharded data-parallel group: `dp_shard`, or one rank if the layout isn't sharded."""
+        """fairseq2's sharded data-parallel group: `dp_shard`, or one rank if the layout isn't sharded."""
         return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
     def root(self) -> GroupCoordinator:
-        """Returns `world`, under fairseq2's name."""
         return self.world
 
     @property
@@ -199,9 +186,9 @@ class ParallelGroups:
     def use(self) -> Iterator[ParallelGroups]:
         """Makes these the current groups: getters return them instead of the process-wide groups.
 
-        They are current in the body, and in asyncio tasks and threads started in it. They are also current in the
-        backward of what the body computes, even outside the body; a forward in an event loop's task is the exception:
-        its backward must run in the body. Call backward in the thread of its forward.
+        They are current in the body, in asyncio tasks and threads started in it, and in the backward of what it
+        computes, also after the body. A forward in an event loop's task is the exception: its backward must run in the
+        body. Call backward in the thread of its forward.
 
         Getters raise UsageError in a thread-pool worker that was started in the body: submit
         `contextvars.copy_context().run, function`. Threads started earlier keep their groups. A thread started by
@@ -240,7 +227,7 @@ def try_get_current_groups() -> ParallelGroups | None:
 
 
 def current_groups() -> ParallelGroups:
-    """Returns the groups that `use()` made current here; raises GroupNotInitializedError outside `use()`."""
+    """As try_get_current_groups, but raises GroupNotInitializedError outside `use()`."""
     groups = try_get_current_groups()
     if groups is None:
         raise GroupNotInitializedError("no groups are in use here; enter `with groups.use():` first")
@@ -273,11 +260,10 @@ def create_parallel_groups(
     device_mesh: DeviceMesh | None = None,
     failure_domain: str = "root",
 ) -> ParallelGroups:
-    """Creates the groups of a layout over `world`; leaves the process-wide groups unchanged.
+    """Creates the groups of a layout over the ranks of `world`; leaves the process-wide groups unchanged.
 
-    `world` is the world's group or any other group, whose ranks the layout divides; so two models can have separate
-    parts of the ranks. Every rank of `world` must call it with the same arguments: see initialize_model_parallel. Only
-    deaths in `world` fail these groups.
+    Every rank of `world` must call it with the same arguments: see initialize_model_parallel. Only deaths in `world`
+    fail these groups.
 
     Raises LayoutError for sizes that don't fit, InvalidArgumentError for other invalid arguments, and
     ConfigMismatchError on every rank if ranks differ, before any group is created.
@@ -353,8 +339,7 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
     `sdp` is all of `dp`, and `rdp` is one rank. With `intra_node_size` (hybrid sharding), `sdp` has that many
     neighbours of a `dp` group, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the
-    same arguments and close both objects. Groups of equal ranks share a process group. Raises LayoutError if
-    `intra_node_size` is below 2 or doesn't divide dp.
+    same arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
     """
     if groups.divide is None:
         raise GroupNotInitializedError(
@@ -369,7 +354,7 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
 @dataclass(frozen=True)
 class _Division:
-    """Creates the groups of a layout, once all ranks have agreed on its arguments, which are checked."""
+    """Creates the groups of a layout, once all ranks have agreed on its arguments."""
 
     world: GroupCoordinator
     layout: Layout
@@ -390,7 +375,7 @@ class _Division:
         return self.world.pool
 
     def described(self) -> dict[str, str]:
-        """Returns the arguments that must be equal on all ranks, by the names that errors use."""
+        """Returns the arguments that must be equal on all ranks."""
         layout = self.layout
         ends = [
             "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)
@@ -419,10 +404,7 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Creates this rank's group of a kind at its first use; returns None if this rank is in no such group.
-
-        Every rank of the group must call it.
-        """
+        """Every rank of the group must call it. Returns None if this rank is in no such group."""
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()
@@ -435,15 +417,12 @@ class _Division:
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
-        """Creates this rank's group of a kind and adds it to `groups`.
-
-        All ranks of `world` must call it, also those in no such group.
-        """
+        """All ranks of `world` must call it, also those in no such group."""
         ranks = self._ranks(name)
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
-        elif everyone:  # some creation strategies need all ranks, also those in no such group
+        elif everyone:  # some creation strategies need all ranks
             root = self._domain(self.layout.groups(name)[0]).root  # the same for all groups of a kind
             own = self.options[name]
             for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # the same order as in `create_group`
@@ -454,17 +433,16 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns True if the gloo groups of a kind's device groups are created at their first use.
+        """Returns True if the gloo groups of device groups are created at their first use.
 
-        It is False if GPUs rendezvous through the gloo group at start. It is also False with the "global" creation
-        strategy: that needs a call by all ranks, but at the first use only the members call.
+        Not if GPUs rendezvous through the gloo group at start, nor with "global" creation, which needs all ranks.
         """
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Splits the world's own communicators in the same way as its process group. All ranks must call it."""
+        """Splits the world's own communicators as its process group. All ranks must call it."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)
@@ -475,7 +453,6 @@ class _Division:
         return [self.world.context.ranks[position] for position in positions]
 
     def _domain(self, ranks: Sequence[int]) -> FailureDomain:
-        """Returns the failure domain of a group of `ranks`: the whole world, or the replicas that the group touches."""
         world = self.world.ranks
         touched = set(world)
         if self.failure_domain == "replica":
@@ -515,7 +492,7 @@ class _Division:
 
 
 def replicas_of(layout: Layout) -> list[list[int]]:
-    """Returns the ranks of each data-parallel replica; in hybrid sharding a replica holds one copy of the weights."""
+    """In hybrid sharding a replica holds one copy of the weights."""
     sharded = layout.size("dp_shard") > 1 and layout.size("dp_replicate") > 1
     return layout.groups("tp", "cp", "pcp", "pp", *(["dp_shard"] if sharded else []))
 

@@ -1,4 +1,4 @@
-"""Finds the ranks that share memory. It tests which ranks can open a shared segment, and doesn't compare host names."""
+"""Finds the ranks that share memory: those that can open one shared segment."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from parallel_state.groups.coordinator import GroupCoordinator
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     """Returns a list with, for each rank of `pg`, True if it shares memory with rank `source_rank`.
 
-    `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors. Every rank of the group must call it. The source
-    creates a segment with a random name and broadcasts the name; ranks that can open the segment are on its host. If
-    the source can't create a segment, the result is True for the source only. Raises InvalidArgumentError if
-    `source_rank` isn't a rank in the group, and for an NCCL ProcessGroup.
+    `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors, each of whose ranks must call it. If the source can't
+    create a segment, the result is True for the source only. Raises InvalidArgumentError if `source_rank` isn't a rank
+    in the group, and for an NCCL ProcessGroup.
     """
     group = pg.cpu_group if isinstance(pg, GroupCoordinator) else pg
     if "nccl" in (backend := str(dist.get_backend(group))):
@@ -51,10 +50,7 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
 
 
 def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Callable[[bool], list[bool]]) -> list[bool]:
-    """Returns a list with, for each rank, True if it can open the source's segment. Every rank must call it.
-
-    `broadcast` returns the source's text on every rank; `gather` returns the flags of all ranks.
-    """
+    """`broadcast` returns the source's text on every rank; `gather` returns the flags of all ranks."""
     made = None
     if is_source:
         with contextlib.suppress(SegmentError):
@@ -74,7 +70,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank of the group must call it.
+    """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank must call it.
 
     `find`: works as in_the_same_node_as for this kind of group.
     """

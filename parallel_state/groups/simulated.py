@@ -1,12 +1,7 @@
-"""Simulates one rank of a layout in one process: builds and shape-checks model code without starting other ranks.
-
-    with simulate(rank=5, world_size=4096, tensor_model_parallel_size=8, pipeline_model_parallel_size=4).use():
-        model = Model()            # calls get_tp_group(), is_pipeline_first_stage(), …
-        model(torch.empty(4, 512, device="meta"))
+"""Simulates one rank of a layout in one process, to build and shape-check model code.
 
 The other ranks are assumed to hold this rank's tensors: a sum multiplies by the group's size, a gather copies. A send
-does nothing, so that a first stage runs. A call that needs data of a real peer (its broadcast, a receive from it)
-raises UnsupportedError. Simulation works before any init, and next to a real one.
+does nothing. A call that needs data of a real peer raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ def simulate(
     ranks_per_node: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> ParallelGroups:
-    """Returns the simulated groups of `rank` in a layout of `world_size` ranks; the other ranks don't exist.
+    """Returns the simulated groups of `rank` in a layout of `world_size` ranks. Works before any init.
 
     Sizes, order and errors are those of initialize_model_parallel.
     """
@@ -86,7 +81,7 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns a group of these global ranks in which this process is `rank`, and the other ranks don't exist."""
+    """Returns a group of these global ranks in which only this process, `rank`, exists."""
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
     context = GroupContext(

@@ -1,7 +1,4 @@
-"""The steps of start-up: this process's ranks, its device, torch's default group, checks of the world.
-
-`state` calls them in order and keeps their results. This module keeps no state.
-"""
+"""The steps of start-up, which `state` calls in order: ranks, device, torch's default group, checks of the world."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ from device_communicators.base.errors import (
     plain,
 )
 
-# Groups import host_memory and media when they are created. Imported here, because an import needs a file descriptor,
-# and none may be left by then.
+# Imported here, because an import needs a file descriptor, and none may be left when groups import them.
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
@@ -50,33 +46,33 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
-"""File descriptors that gloo needs for a group, in addition to one per rank."""
+"""In addition to one per rank."""
 _LAST_CALL_S = 1.0
-"""At the deadline of the start, all ranks have this time to report whether they are connected."""
+"""Time at the start's deadline in which ranks report whether they are connected."""
 _TOGETHER_S = 0.5
-"""A failed start waits this long for further deaths: those on another host are reported later than those on its own."""
+"""Deaths on another host are reported later: a failed start waits this long for them."""
 _START_DESCRIPTORS = 20
-"""File descriptors that a rank needs during start, in addition to one per rank of the world (on rank 0: four)."""
+"""In addition to one per rank of the world (on rank 0: four)."""
 
 
 @dataclass(frozen=True)
 class JoinedWorld:
-    """The facts of a world that this process has joined: its ranks, device and store. No group exists in it yet."""
+    """The facts of a world that this process has joined, before any group exists."""
 
     place: ProcessEnvironment
     device: torch.device
     is_ours: bool
     """False if the program created the default group."""
     token: str = ""
-    """Prefix that separates this world's keys from those of other worlds on the same store."""
+    """Separates this world's keys from those of other worlds on the same store."""
     alone_over: str | None = None
     """The backend of a world of one rank, which has no default group; otherwise None."""
     server: tuple[str, int] | None = None
-    """The address at which rank 0 serves the store; None if it doesn't."""
+    """The address at which rank 0 serves the store."""
     watcher: Watcher | None = None
-    """Failure detection for the world; None for a world of one rank."""
+    """None for a world of one rank."""
     met: Met | None = None
-    """The result of the rendezvous; None if there was none."""
+    """None if there was no rendezvous."""
 
     @property
     def address(self) -> str:
@@ -89,7 +85,7 @@ class JoinedWorld:
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Returns this process's ranks and the world size. Arguments of -1 are replaced by the launcher's values."""
+    """Arguments of -1 are replaced by the launcher's values."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
             raise InvalidArgumentError(
@@ -153,7 +149,7 @@ def join_world(
 ) -> JoinedWorld:
     """Joins a new world. A world of one rank gets no default group, unless it binds a device.
 
-    Callbacks on `undo` revert the effects at the world's end, or if the start fails. Raises as make_default_group.
+    Callbacks on `undo` revert the effects at the world's end, or if the start fails.
     """
     place = _with_free_port(place)
     undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
@@ -183,13 +179,13 @@ def _close(met: Met) -> None:
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
-    """Destroys torch's default group if it is still `own`, and not one that the program created later."""
+    """Spares a default group that the program created later."""
     if dist.is_initialized() and dist.group.WORLD is own:
         torch_internals.end_process_groups()
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns the device of this process's tensors in groups. If it is a GPU, makes it the current device."""
+    """Returns the device of this process's tensors. If it is a GPU, makes it the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -220,10 +216,6 @@ def make_default_group(
     bind_device: bool,
     high_priority_stream: bool,
 ) -> tuple[torch.device, Met | None]:
-    """Finds the other ranks and creates torch's default group with them.
-
-    Returns the device of its tensors and the result of the rendezvous.
-    """
     backend = backend_of(backend)
     if backend == "fake":  # without a rendezvous
         torch_internals.register_fake_backend()
@@ -330,7 +322,6 @@ def _not_connected(
     met: Met,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error of a failed default group, with the ranks that exited, gave up or are missing."""
     late = time.monotonic() > met.deadline
     # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
     limit_s = 0.0 if late else None
@@ -362,7 +353,7 @@ def _not_connected(
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns a copy of `place` with a free port. A program that is its world's only rank can then use env://."""
+    """A program that is its world's only rank can then use env://."""
     if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
         return place
     with socket.socket() as probe:
@@ -373,7 +364,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 def check_shared_gpus(world: GroupCoordinator) -> None:
     """Raises InvalidArgumentError on every rank if ranks share a GPU without permission; each rank must call it.
 
-    Logs one warning if sharing is allowed. GPUs are compared by UUID, because ranks with one visible GPU may share it.
+    GPUs are compared by UUID, because ranks with one visible GPU may share it.
     """
     if world.device.type != "cuda" or world.world_size == 1:
         return

@@ -1,4 +1,1 @@
-"""Start-up of a world: environment variables, network interfaces, rendezvous, core binding.
-
-May import `device_communicators`.
-"""
+"""Start-up of a world: environment variables, network interfaces, rendezvous, core binding."""

@@ -1,4 +1,4 @@
-"""Binds this process to CPU cores: its share of the host's, or a given list. `base.cores` reads the CPU topology."""
+"""Binds this process to CPU cores: its share of the host's, or a given list."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def bind_to_cores(
     """Binds all threads of this process, as numactl would, and returns the cores. Call it before creating groups.
 
     `lists` has the cores of each rank of the host. Without it, the ranks divide the cores that this process may use,
-    which must be the same on all of them. Each rank then gets whole, adjacent physical cores of one NUMA node, and the
-    nodes are filled evenly. `local_rank` and `local_world_size` default to the launcher's.
+    which must be the same on all of them: each rank gets whole, adjacent physical cores of one NUMA node. `local_rank`
+    and `local_world_size` default to the launcher's.
 
     Raises InvalidArgumentError with fewer cores than ranks, SettingError if the local rank or the number of ranks on
     this host is unknown, or if `lists` is too short.
@@ -31,7 +31,7 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds this process to the cores of PARALLEL_STATE_CORES. Returns the previous cores; None if it's unset."""
+    """Binds to the cores of PARALLEL_STATE_CORES. Returns the previous cores; None if it's unset."""
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
         return None
@@ -41,7 +41,6 @@ def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | Non
 
 
 def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | None:
-    """Returns the cores that PARALLEL_STATE_CORES assigns to a local rank; None if the variable is unset."""
     lists = settings.CORES.get()
     if lists is None:
         return None
@@ -49,15 +48,14 @@ def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | N
 
 
 def cores_to_share() -> str:
-    """Returns this process's cores, as `0-3,8`, if PARALLEL_STATE_CORES is `share`; else ""."""
+    """Returns cores as `0-3,8` if PARALLEL_STATE_CORES is `share`; else ""."""
     return cores.spans(cores.usable_cores()) if settings.CORES.get() == () else ""
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Finds a host whose ranks divide its cores, but started with different sets of allowed cores.
+    """Finds a host whose ranks divide its cores, but may use different ones.
 
-    Returns the host and two lists of cores with their ranks, or []. Each rank computes its own share, so all of a host
-    must start with the same cores.
+    Returns the host and two lists of cores with their ranks, or []. Each rank computes its own share.
     """
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
@@ -70,7 +68,6 @@ def different_cores(places: Mapping[int, Address]) -> list[str]:
 
 
 def describe_different_cores(name: str, *lists: str) -> str:
-    """Returns the message for a result of `different_cores`."""
     sides = (
         f"ranks {format_ranks([int(rank) for rank in ranks.split(',')])} may use {found}"
         for found, ranks in zip(lists[::2], lists[1::2], strict=True)

@@ -1,7 +1,6 @@
 """Reads rank, sizes and rank 0's address from a launcher's variables: torchrun, SLURM, Open MPI, PMI.
 
-This library's own variables are in `base.settings`. Every function is pure over a mapping (default: `os.environ`, read
-at the call), except `export`, which sets unset variables.
+`environ` is by default `os.environ`, read at the call. Only `export` changes it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
 LOOPBACK = "127.0.0.1"
 
-# Ports derived from a job id: below Linux's ephemeral ports (32768-60999), above the ports of cluster services (SLURM's
-# 6817-6819, 8080, 9100, …). Jobs whose ids differ by less than 10,000 never share a port.
+# Below Linux's ephemeral ports (32768-60999), above those of cluster services (SLURM's 6817-6819, 8080, 9100, …). Jobs
+# whose ids differ by less than 10,000 never share a port.
 DERIVED_PORTS = range(20_000, 30_000)
 _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of the next jobs
 
@@ -42,13 +41,13 @@ class ProcessEnvironment:
 
     @property
     def master(self) -> tuple[str, int] | None:
-        """Returns host and port of the rendezvous store, served by rank 0 or the launcher; None if unset."""
+        """Returns host and port of the rendezvous store; None if unset."""
         return (self.master_addr, self.master_port) if self.master_addr and self.master_port else None
 
 
 @dataclass(frozen=True)
 class _Family:
-    """The variables of one launcher: alternative names, the preferred one first."""
+    """The variables of one launcher, preferred names first."""
 
     source: Source
     rank: tuple[str, ...]
@@ -78,13 +77,11 @@ _PMI = _Family(
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
     """Returns rank, sizes and rank 0's address from the environment; without a launcher, rank 0 of 1.
 
-    Uses the first launcher found: RANK / LOCAL_RANK / WORLD_SIZE, Open MPI, MPICH and Intel MPI (before SLURM, because
-    `mpirun` can run inside a SLURM job), a step of `srun`, other PMI launchers. A batch script or `salloc` shell is one
-    process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no SLURM_STEP_ID.
+    MPICH and Intel MPI precede SLURM, because `mpirun` can run inside a SLURM job. A batch script or `salloc` shell is
+    one process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no SLURM_STEP_ID.
 
-    `rendezvous=False` leaves `master_addr` and `master_port` None, for a caller with its own init method. Raises
-    SettingError for an incomplete set of variables, a value that isn't a number or is out of range, and for several
-    ranks without a common address or port.
+    `rendezvous=False` leaves `master_addr` and `master_port` None. Raises SettingError for incomplete or invalid
+    variables, and for several ranks without a common address or port.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -100,10 +97,9 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """Returns the environment of a process with this rank and world size. The launcher's variables supply the rest.
+    """The launcher's variables supply the rest, as in `detect`.
 
-    A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host). The
-    address is found as in `detect`. Raises SettingError if there is none.
+    A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host).
     """
     env = os.environ if environ is None else environ
     if local_rank < 0:
@@ -115,7 +111,6 @@ def explicit(
 
 
 def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | None:
-    """Returns the number of ranks on this host by the launcher's variables, or None."""
     env = os.environ if environ is None else environ
     family = _started_by(env)
     return None if family is None else _place(family, env).local_world_size
@@ -127,7 +122,7 @@ def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets torch's `env://` variables that are unset and known here. Returns the new ones."""
+    """Sets torch's `env://` variables that are unset. Returns the new ones."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,
@@ -143,7 +138,7 @@ def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | 
 
 
 def with_address_of(init_method: str, environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns a copy with the address of a `tcp://host:port` init method; `environment` itself for other methods."""
+    """Returns a copy with the address of a `tcp://host:port` init method."""
     if not init_method.startswith("tcp://"):
         return environment
     with contextlib.suppress(ValueError):  # `find_store` raises it
@@ -163,10 +158,9 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun or `launch` hosts the store at an address. Rank 0 must not host one then.
+    """Returns True if torchrun or `launch` hosts the store. Rank 0 must not host one then.
 
-    torchrun sets a variable. `launch` passes the store object instead, because programs that a rank starts inherit
-    variables: torch in them would expect a launcher's store at their own address.
+    `launch` sets no variable, as torchrun does: programs that a rank starts would inherit it.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
@@ -177,7 +171,7 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
 def expand_hostlist(text: str) -> Iterator[str]:
     """Yields the hosts of a SLURM host list, such as `a1,node[01-03,07],r[1-2]-n[3,5]`, in order.
 
-    Raises SettingError at the call, not at the first host, if `text` is no host list.
+    Raises SettingError at the call, not at the first host.
     """
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(
@@ -193,7 +187,7 @@ _HOSTLIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 
 def expand_counts(text: str) -> Iterator[int]:
-    """Yields the number of tasks of each node from SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
+    """Yields the tasks of each node from SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
     return (int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeat or 1)))
 
 
@@ -215,8 +209,8 @@ def _started_by(env: Mapping[str, str]) -> _Family | None:
         return _TORCHRUN
     if _first(env, _OPEN_MPI.rank + _OPEN_MPI.world_size):
         return _OPEN_MPI
-    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun. The ranks inherit the proxy's SLURM_PROCID.
-    # They also have MPI_LOCALRANKID, which `srun --mpi=pmi2` does not set.
+    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun. The ranks inherit the proxy's SLURM_PROCID
+    # and have MPI_LOCALRANKID, which `srun --mpi=pmi2` does not set.
     if _get(env, "MPI_LOCALRANKID"):
         return _PMI
     if _first(env, ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")):
@@ -240,7 +234,7 @@ def _place(family: _Family, env: Mapping[str, str]) -> ProcessEnvironment:
         name = _first(env, family.local_world_size)
         local_world_size = _int(env, name, at_least=1) if name else None
     if 1 in (world_size, local_world_size) and not _first(env, family.local_rank):
-        local_rank = 0  # the only possible one
+        local_rank = 0
     else:
         local_rank = _required(family, family.local_rank, env)
     place = ProcessEnvironment(rank, local_rank, world_size, local_world_size, None, None, family.source)

@@ -1,9 +1,7 @@
 """Network interfaces: the address at which other hosts reach this process, and the variables of NCCL and gloo.
 
-gloo announces the address of the interface in GLOO_SOCKET_IFNAME. If it's unset, gloo resolves this host's name and
-takes the first local address, or loopback without one. On many hosts /etc/hosts maps that name to 127.0.1.1. This
-module finds the address first, so that start-up can check it. It never changes a variable that is set, and sets none
-for a world on one node.
+gloo announces the address of GLOO_SOCKET_IFNAME. If it's unset, gloo resolves this host's name, which /etc/hosts often
+maps to 127.0.1.1. This module finds that address first, so that start-up can check it.
 """
 
 from __future__ import annotations
@@ -45,9 +43,7 @@ class Address(NamedTuple):
     address: str = ""
     """The address that gloo announces; empty if unknown."""
     name: str = "?"
-    """Host name."""
     interface: str = "?"
-    """The interface with that address."""
     processes: str = ""
     """PID namespace: equal for processes that can watch each other by PID; empty if unknown."""
     pid: str = ""
@@ -58,11 +54,11 @@ class Address(NamedTuple):
     cores: str = ""
     """The cores to divide among the host's ranks, as `0-3,8`; empty if they don't share cores."""
     obstacle: str = ""
-    """The reason that this process can't listen for the other ranks; empty if it can, or has no compiled library."""
+    """The reason that this process can't listen for the other ranks."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
-        """Returns another rank's address from its words; an empty Address if their number is wrong."""
+        """Returns an empty Address if the number of words is wrong."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
     @property
@@ -75,7 +71,7 @@ class Address(NamedTuple):
 
 
 def whereabouts() -> Address:
-    """Returns the Address of this process. Blocks until the host's name is resolved."""
+    """Blocks until the host's name is resolved."""
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
     address = gloo_address()
@@ -83,16 +79,13 @@ def whereabouts() -> Address:
 
 
 def process() -> Address:
-    """Returns the Address of this process without the fields that need name resolution."""
+    """Omits the fields that need name resolution."""
     pid = os.getpid()
     return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Finds a host that announces a loopback address in a world of several hosts.
-
-    Returns its name, the address and its ranks; [] if there is none.
-    """
+    """Finds a loopback address in a world of several hosts. Returns host name, address and ranks, or []."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -100,7 +93,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Finds an address that two hosts announce. Returns it, then each host's name, interface and ranks; [] if none."""
+    """Finds an address that two hosts announce. Returns it, then each host's name, interface and ranks, or []."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -116,8 +109,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 def without_control_plane(places: dict[int, Address]) -> list[str]:
     """Finds a rank whose control plane other ranks can't reach. Returns the rank, its Address and the reason, or [].
 
-    Also returns [] without the compiled library on rank 0: the world then has no control plane, and exits are detected
-    at deadlines only.
+    Without the compiled library on rank 0 the world has no control plane.
     """
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
@@ -129,7 +121,7 @@ def without_control_plane(places: dict[int, Address]) -> list[str]:
 
 
 def describe_shared_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
-    """Returns the message and the suspect ranks for a result of `shared_address`."""
+    """Returns the message and the suspect ranks."""
     both, suspects = [], []
     for name, interface, words in (hosts[:3], hosts[3:]):
         ranks = [int(word) for word in words.split(",")]
@@ -140,7 +132,6 @@ def describe_shared_address(own: Address, address: str, *hosts: str) -> tuple[st
 
 
 def advice() -> str:
-    """Returns the advice for an address that other hosts can't reach."""
     return (
         f"Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or open all TCP "
         "ports between the hosts: gloo connects every two ranks on random ports"
@@ -148,14 +139,12 @@ def advice() -> str:
 
 
 def firewall_advice() -> str:
-    """Returns the advice for ranks that reach the store of the rendezvous, but not each other."""
     ports = settings.PORTS.get()
     chosen = f"{ports[0]}-{ports[1]}" if ports else "unset: any port"
     return f"A firewall may allow that store's port, but not the ports of {settings.PORTS.name} ({chosen}). {advice()}"
 
 
 def describe_loopback(own: Address, name: str, address: str, *ranks: str, own_name: str) -> str:
-    """Returns the message for a result of `unreachable`. `own_name` names this rank."""
     return (
         f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} announce a loopback "
         f"address: the name of their host, {name}, resolves to {address} there (this is {own_name}, on "
@@ -179,7 +168,7 @@ def set_nccl_environment(
     *,
     uses_nccl: bool = True,
 ) -> dict[str, str]:
-    """Sets variables of NCCL and gloo that are unset. Logs each with the reason. Returns the new ones."""
+    """Sets variables of NCCL and gloo that are unset. Returns the new ones."""
     env = os.environ if environ is None else environ
     if uses_nccl and env.get(_ERROR_HANDLING, "").strip() == "0":
         logger.warning(
@@ -199,7 +188,7 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields name, value and reason of each variable: none for a world on one node, only gloo's without NCCL."""
+    """Yields name, value and reason: nothing for a world on one node."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:

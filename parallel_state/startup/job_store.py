@@ -18,7 +18,7 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Keeps `store` and closes the previous one, which stays alive: an abandoned process group may refer to it."""
+        """Closes the previous store, but keeps it alive: an abandoned process group may refer to it."""
         before, self._store = self._store, store
         if before is not None:
             before.close()
@@ -26,7 +26,6 @@ class JobStore:
             self._all.append(store)
 
     def try_get(self, host: str, port: int) -> ControlStore | None:
-        """Returns the current store if it has this address, else None."""
         store = self._store
         return store if store is not None and store.address == (host, port) else None
 
@@ -35,7 +34,6 @@ JOB_STORE = JobStore()
 
 
 def store_in_words() -> str:
-    """Describes the default group's store: its type, address and access control."""
     if not dist.is_initialized():
         return "none: torch.distributed has no default group"
     store: Any = default_store().raw

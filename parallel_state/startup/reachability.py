@@ -1,9 +1,8 @@
-"""Checks that all hosts reach each other at the addresses that gloo announces, before gloo connects the ranks.
+"""Checks that all hosts reach each other at the addresses that gloo announces; gloo's own error would name neither.
 
-Otherwise gloo waits until its deadline, and its error names neither host nor address. Each host's lowest rank, its
-lead, connects to the control plane of every other lead, and checks which process answers: an address can exist on
-several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the agreement's decider
-uses its own host's results.
+Each host's lowest rank, its lead, connects to the control plane of every other lead, and checks which process answers:
+an address can exist on several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the
+agreement's decider uses its own host's results.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""Time for the whole check, but at most half of the time that the start has left."""
+"""For the whole check, but at most half of the time that the start has left."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
@@ -35,9 +34,8 @@ _Pair = tuple[int, int, str]
 def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
     """Returns once all hosts are known to reach each other. Every rank calls it.
 
-    Checks nothing on one host or without a control plane. `where`: the store of the rendezvous, for errors. Raises
-    RendezvousError with hosts, interfaces and addresses if a host doesn't reach another one, PeerDiedError if a rank
-    exits.
+    `where`: the store of the rendezvous. Raises RendezvousError if a host doesn't reach another one, PeerDiedError if a
+    rank exits.
     """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
@@ -55,7 +53,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
     ended = dead.union(verdict.ranks if verdict.kind == "ended" else ())
     closed = [lead for lead in leads if ended.issuperset(_of_host(places, lead))]
     # If a whole host refuses connections, its ranks are reported as exited, so first check for unreached hosts. But if
-    # a rank exited while others of its host run, that exit is the cause: the other ranks raise because of it.
+    # a rank exited while others of its host run, that exit is the cause.
     if not dead - {rank for lead in closed for rank in _of_host(places, lead)}:
         _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
         pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]
@@ -88,7 +86,7 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Returns the verdict of `ranks`, and the pairs that all of them found. A death of `watched` ends the agreement."""
+    """Returns the pairs that all of `ranks` found. A death of `watched` ends the agreement."""
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
     reports = [json.loads(each) for each in verdict.values]
@@ -96,7 +94,7 @@ def _agree(
 
 
 def _encode(rank: int, found: Mapping[int, str]) -> bytes:
-    """Encodes what a rank found; drops reasons that don't fit into an agreement's value."""
+    """Drops reasons that don't fit into an agreement's value."""
     by_reason: dict[str, list[int]] = {}
     for unreached, why in found.items():
         by_reason.setdefault(why[:200], []).append(unreached)
@@ -143,7 +141,7 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns a pair of ranks that don't reach each other: one with the rank that occurs in most pairs."""
+    """Returns a pair with the rank that occurs in most pairs."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])

@@ -1,15 +1,14 @@
 """Rendezvous: the ranks of a new world find each other through one key of a launcher's store.
 
-Unlike torch's `env://` and `tcp://`, it names the missing ranks at the deadline, separates worlds that use one store in
-succession, and reports on every rank: different world sizes, addresses that other hosts can't reach, ranks that exit.
+Unlike torch's, it names the missing ranks at the deadline, separates worlds that use one store in succession, and
+reports every failure on every rank.
 
 Rank 0 publishes the address of its control plane under the key; its control plane serves the world's store. Every other
 rank reads the address and holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all
 entries, publishes its verdict and clears the key. If rank 0 exits, the connections to its store break.
 
 A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0, which may have been stopped,
-deletes the first one; if the rank complains again, all ranks raise the same error. The address of an earlier round of
-torchrun doesn't answer or has another token, so the rank waits for a new one.
+deletes the first one; if the rank complains again, all ranks raise the same error.
 
 Without the compiled library on rank 0, the same steps use the launcher's store; exits are detected at the deadline.
 """
@@ -61,26 +60,26 @@ E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
-_OWN_NAME_S = 2.0  # timeout of resolving this host's own name
-_FAREWELL_S = 1.0  # a rank 0 that gives up keeps serving for this long, so that peers can read the verdict
+_OWN_NAME_S = 2.0
+_FAREWELL_S = 1.0  # a rank 0 that gives up serves for this long, so that peers can read the verdict
 _READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
 _LINGER_S = 3.0  # after rank 0 raised, late ranks can read its verdict for this long; below stores._PORT_RETRY_S
 _SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
 _LOOK_S = 1.0  # poll interval of other ranks for a later round's world
-_CONNECT_S = 2.0  # timeout of one attempt to reach rank 0's store
+_CONNECT_S = 2.0
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
-_ANSWER_S = 1.2  # timeout of rank 0's answer to a complaint; then the rank connects again
-_DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time after it deleted the first one
+_ANSWER_S = 1.2  # timeout of rank 0's answer to a complaint
+_DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time after the first one
 
 _WORLD, _COMPLAINT = "world", "complaint"
-"""Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each with the world's name appended."""
+"""Keys of the launcher's store, as are `_VERDICT` and `_HEARD` with the world's name appended."""
 _LATE = "late"
-"""Key of a store that rank 0 serves: the ranks that had not entered when the start failed, and the verdict."""
+"""Key of a store that rank 0 serves: the missing ranks of a failed start, and the verdict."""
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""Keys of the world's store. `_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
+"""`_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -96,18 +95,14 @@ _LONGEST = 400
 """Longer obstacles are truncated to this many characters."""
 _WARN_S = 10.0  # a waiting rank warns at this interval
 _SURVEY_S = 0.2  # minimum poll interval for entries of ranks beyond the first missing one
-_LOOKED_AT_PER_S = 1024  # maximum number of entries polled per second
+_LOOKED_AT_PER_S = 1024
 
 
 class Met(NamedTuple):
-    """The result of a rendezvous."""
-
     store: BoundedStore
     where: str
-    """Name of the store of the rendezvous, for errors."""
     places: dict[int, Address]
     deadline: float
-    """Deadline of the whole start."""
     watcher: Watcher
     group_store: BoundedStore
     """For torch's default group: a launcher's store, which outlives rank 0; `store` if there is none."""
@@ -117,8 +112,7 @@ class Met(NamedTuple):
     def address(self, rank: int, towards_store: str) -> str:
         """Returns the address at which other hosts reach this process.
 
-        `towards_store` is its local address on the route to the store. On the store's own host that may be loopback;
-        the address that gloo announces then replaces it.
+        `towards_store`: the local address on the route to the store. On the store's own host that may be loopback.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -127,15 +121,12 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Records how this process joined its world; `reinitialize` uses it for the next one."""
+    """How this process joined its world; `reinitialize` uses it for the next one."""
 
     init_method: str
     options: Mapping[str, Any]
-    """Further arguments of init_distributed_environment."""
     own_place: Address
-    """The Address of this process that the other ranks received."""
     is_served_by_rank_0: bool
-    """True if rank 0 served the store of the rendezvous."""
 
 
 _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_state_met", default=None)
@@ -143,7 +134,7 @@ _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_stat
 
 @contextlib.contextmanager
 def met_before(met: Met | None) -> Iterator[None]:
-    """Makes `meet` return `met`, the result of `meet_again`, within the block."""
+    """Makes `meet` return `met`, the result of `meet_again`."""
     token = _MET.set(met)
     try:
         yield
@@ -152,7 +143,7 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 _LINGERING: dict[int, contextlib.ExitStack] = {}
-"""PID -> stores of a failed start, where late ranks read the verdict. A forked child must not close its parent's."""
+"""PID -> stores of a failed start. A forked child must not close its parent's."""
 
 
 def end_linger() -> None:
@@ -161,7 +152,7 @@ def end_linger() -> None:
 
 
 def _linger(watcher: Watcher, served: list[Any]) -> None:
-    """Keeps the stores of a failed start open for 3 s, or until `end_linger`. The watcher's thread closes them."""
+    """Keeps the stores open for 3 s, or until `end_linger`. The watcher's thread closes them."""
     until, watcher.status.start = time.monotonic() + _LINGER_S, None
     _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
     stack.callback(watcher.close)
@@ -170,10 +161,9 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
-    """Finds the other ranks of a new world. Every rank calls it. Rank 0 serves the store unless the launcher does.
+    """Finds the other ranks of a new world. Every rank calls it.
 
-    `over_gloo`: each rank needs an address for gloo that other hosts can reach. A world of one rank gets a store in
-    memory.
+    `over_gloo`: each rank needs an address for gloo that other hosts can reach.
 
     Raises RendezvousError, PeerDiedError if a rank exits meanwhile, ConfigMismatchError if ranks have different world
     sizes, InvalidArgumentError for an unknown method.
@@ -221,9 +211,9 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
     """Runs the rendezvous of the next world over the control plane of the `old` one.
 
-    Each of `ranks`, the remaining ranks of the old world, calls it. `rank` and `own_place` are this process's in the
-    old world. Returns None without a control plane. Raises PeerDiedError if one of them exits, RendezvousError if one
-    doesn't call it or can't listen on a second port.
+    Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are this process's in the old world. Returns
+    None without a control plane. Raises PeerDiedError if one of them exits, RendezvousError if one doesn't call it or
+    can't listen on a second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -249,7 +239,7 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
 
 
 def _listening(place: Address, watcher: Watcher, address: str) -> Address:
-    """Starts to listen at `address`. Returns `place` with the endpoint, or with the reason why it can't listen."""
+    """Returns `place` with the endpoint, or with the reason why it can't listen."""
     endpoint, obstacle = listen(watcher, address), ""
     if not endpoint:
         with contextlib.suppress(native.NativeUnavailableError):
@@ -296,13 +286,12 @@ class _Meeting:
         self.places = {self.place.rank: self.own_place}
         self.served: list[Any] = []
         self._sizes: dict[int, int] = {}
-        """The world size of each rank that entered."""
         self._doubted_at = float("-inf")
         """Time at which rank 0 last deleted a first complaint."""
         self._near = Neighbours(self.own_place.processes)
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
-        """Description of this rank's wait, for the log and `debug --live`."""
+        """What this rank waits for, in the log and `debug --live`."""
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
         """Logs every 10 s, once per host, what this rank waits for, where and how long."""
@@ -325,21 +314,18 @@ class _Meeting:
             )  # fmt: skip
 
     def _launcher(self) -> BoundedStore:
-        """Connects to this job's part of the launcher's store. Its operations end at the start's deadline."""
+        """Opens this job's part of the launcher's store, until the start's deadline."""
         return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
 
     def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
-        """Returns the store of the world `name`: in rank 0's control plane, or without one, in the launcher's store."""
+        """`name`: a control plane's endpoint, or else a prefix in the launcher's store."""
         if not name.startswith("["):
             return launcher.prefixed(name)
         return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S, self.way.where)).until(
             self.deadline + LAST_WORD_S
         )
 
-    # Rank 0.
-
     def open_world(self) -> BoundedStore:
-        """Opens a world as rank 0, and returns its store once all ranks entered."""
         launcher = self._reach_launcher()
         world, verdict = self._gather(launcher)
         if verdict[0] != _COMPLETE:
@@ -349,7 +335,7 @@ class _Meeting:
         return world
 
     def _gather(self, launcher: BoundedStore) -> tuple[BoundedStore, list[Any]]:
-        """Publishes the world and waits for its ranks. Returns its store and the published verdict."""
+        """Returns the world's store and the published verdict."""
         name = self.own_place.endpoint or secrets.token_hex(8)
         world = self._world(name, launcher)
         self._extend(world)
@@ -385,7 +371,7 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits for every rank. Returns the verdict, and the number of ranks that should read it."""
+        """Returns the verdict, and the number of ranks that should read it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # leaves peers time to read the verdict
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
@@ -421,16 +407,11 @@ class _Meeting:
         return self._obstacle() or [_COMPLETE, size], size - 1
 
     def _obstacle(self) -> list[Any]:
-        """Returns the verdict for ranks with wrong addresses, cores or endpoints; [] if all are right."""
         found = ([kind, *words] for kind, find in _OBSTACLES if (words := find(self.places)))
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a rank repeated its complaint, or complains about something else than the network.
-
-        Deletes a first complaint. If this process was only stopped, or the network interrupted for a moment, the rank
-        then enters. Otherwise it complains again.
-        """
+        """Deletes a first complaint: this process may only have been stopped, or the network interrupted."""
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
         least_s, most_s = _DOUBT_S
@@ -453,13 +434,12 @@ class _Meeting:
         return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        """Reads the entry of a rank that has entered, even if it has exited."""
+        """Reads a rank's entry, even if the rank has exited."""
         if entry := _try_get(world, _key(rank)) or _try_get(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
 
     def _admit_all(self, world: BoundedStore) -> None:
-        """Reads the entries beyond the first missing rank."""
         for rank in range(1, self.place.world_size):
             if rank not in self.places:
                 self._admit(world, rank)
@@ -470,10 +450,7 @@ class _Meeting:
     def _missing(self, world: BoundedStore) -> list[int]:
         return _without_entry(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
 
-    # The other ranks.
-
     def enter_world(self) -> BoundedStore:
-        """Enters rank 0's world as another rank, and returns its store once all ranks entered."""
         launcher: BoundedStore | None = None
         name, tried_at = "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
@@ -517,10 +494,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises the error of a start that failed before this rank entered, once.
-
-        Later calls wait for the next start.
-        """
+        """Raises the error of a start that failed before this rank entered, once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -529,7 +503,7 @@ class _Meeting:
         world.set_timeout(timedelta(seconds=max(LAST_WORD_S, self.deadline - time.monotonic())))
 
     def _enter(self, world: BoundedStore) -> bool:
-        """Writes this rank's entry. Returns False if another process entered with this rank."""
+        """Returns False if another process entered with this rank."""
         key, entry = _key(self.place.rank), json.dumps([self.place.world_size, *self.own_place])
         found = world.compare_set(key, "", entry).decode()
         if found != entry:
@@ -542,10 +516,7 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's verdict. Returns True if all ranks of this world have entered.
-
-        Returns False if this world is of an earlier round or has another size. Raises the error of any other verdict.
-        """
+        """Returns False if this world is of an earlier round or has another size."""
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
@@ -573,13 +544,13 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later round opened a world and this one has no verdict: its rank 0 is about to exit."""
+        """Returns True if a later round opened a world: this one's rank 0 is about to exit."""
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
-        """Returns True if all ranks entered, False for a world of another size. Raises the error of other verdicts."""
+        """Returns False for a world of another size. Raises the error of other verdicts."""
         verdict = json.loads(world.get(_VERDICT))
         if verdict[0] != _COMPLETE:
             with contextlib.suppress(dist.DistError):
@@ -595,10 +566,7 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises rank 0's published verdict, or the error that rank 0 exited, if its store refuses connections.
-
-        Returns after a pause if the store has refused for less than 0.8 s without evidence of an exit.
-        """
+        """Raises rank 0's verdict, or that it exited: by evidence, or after 0.8 s of refused connections."""
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error
         time.sleep(TOGETHER_S)
@@ -607,7 +575,6 @@ class _Meeting:
             raise self._failure([_ENDED, *sorted({0, *ended})]) from error
 
     def _note_silence(self, error: Exception) -> None:
-        """Stores why rank 0 doesn't answer, for the error at the deadline, and pauses."""
         why = str(error.__cause__ or error).splitlines()[0]
         pid, _ = self._near.found.get(0, (0, ""))
         held = condition_of(pid) if pid else ""
@@ -624,7 +591,7 @@ class _Meeting:
         return json.loads(found) if found else None
 
     def _deadline_error(self, world: BoundedStore) -> RendezvousError:
-        """Returns the error for a deadline without a verdict, and publishes that this rank gave up."""
+        """Publishes that this rank gave up."""
         with contextlib.suppress(dist.DistError):
             world = world.within(LAST_WORD_S)
             world.set(_GAVE_UP, "1")
@@ -633,9 +600,9 @@ class _Meeting:
         return self.not_met()
 
     def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
-        """Writes to the launcher's store that this rank can't use the world's store. Raises rank 0's verdict, if any.
+        """Tells rank 0, by the launcher's store, that this rank can't use the world's store.
 
-        Does nothing in the first 1 s of refused connections, or 7 s of unanswered ones: rank 0 may have exited.
+        Waits for 1 s of refused connections, or 7 s of unanswered ones: rank 0 may have exited.
         """
         endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
         if isinstance(error, native.NativeUnavailableError):
@@ -654,10 +621,7 @@ class _Meeting:
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict)
 
-    # Errors.
-
     def not_met(self) -> RendezvousError:
-        """Returns the error for a rank that has no verdict at the deadline."""
         return self._error(
             f"{self._name} did not meet the other ranks at {self.way.where} within {self.timeout_s:g} s: "
             f"{self.obstacle}. Check that all ranks were started, that MASTER_ADDR and MASTER_PORT are equal "
@@ -739,13 +703,13 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
 
 
 def _try_get(store: BoundedStore, key: str) -> str:
-    """Returns the value of a key, or "". `get` would block if the key vanished after a check."""
+    """Returns "" for a missing key. `get` would block if the key vanished after a check."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
 
 
 def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
-    """Returns the ranks among `ranks` without an entry. Finding one missing rank of 1,000 takes 20 requests."""
+    """Bisects: finding one missing rank of 1,000 takes 20 requests."""
     if not ranks or world.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

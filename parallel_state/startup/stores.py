@@ -1,7 +1,4 @@
-"""Opens the store of a world's rendezvous: served by rank 0 or a launcher at an address, or created by torch.
-
-`rendezvous` has the protocol that the ranks follow there.
-"""
+"""Opens the store of a world's rendezvous: served by rank 0 or a launcher at an address, or created by torch."""
 
 from __future__ import annotations
 
@@ -36,18 +33,15 @@ logger = logging.getLogger("parallel_state")
 
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
-_RESOLVE_S = 60.0  # timeout of resolving rank 0's name: name servers cache a missing name for up to 30 s
+_RESOLVE_S = 60.0  # name servers cache a missing name for up to 30 s
 _STRANGER_S = 0.2  # timeout for the service on rank 0's port to identify itself
 _ARRIVAL_S = 1.0  # timeout for a connection that a proxy accepted to arrive here
 _PAUSES_S = (0.002, 0.5)  # first and longest pause between two polls
-_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # polls by all ranks together: at first, and later
+_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at first, and later
 
 
 class StoreWay(NamedTuple):
-    """How to open the store of a world: a function, and the store's name and address for errors."""
-
     where: str
-    """Its name in errors and logs."""
     connect: Callable[[], dist.Store]
     """Opens a new connection. The caller may retry after OSError or DistNetworkError."""
     prefix: str = "parallel_state"
@@ -56,7 +50,7 @@ class StoreWay(NamedTuple):
 
 
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
-    """Returns how to open the store of an init method. Waits up to 60 s for rank 0's name to resolve.
+    """Waits up to 60 s for rank 0's name to resolve.
 
     Raises InvalidArgumentError for an unknown method, RendezvousError without an address or for an unresolved name.
     """
@@ -83,7 +77,6 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
 
 
 def _method_advice(init_method: str) -> str:
-    """Returns advice with the correct form of an address, file or method name that lacks '://'; else ""."""
     scheme, _, rest = init_method.partition(":")
     _, _, port = init_method.rpartition(":")
     if init_method.rstrip(":/").lower() == "env":
@@ -199,11 +192,10 @@ def _stranger_at(address: tuple[str, int]) -> str:
 
 
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Checks that a connection to `address` arrives at this process's `listener`; raises RendezvousError if not.
+    """Raises RendezvousError unless a connection to `address` arrives at this process's `listener`.
 
-    The error's cause is the OSError of the last connection, if it failed. Must precede TCPStore, which retries until
-    the deadline in a thread that can't be interrupted. That thread ends the process by SIGABRT if it returns while the
-    interpreter exits.
+    Must precede TCPStore, which retries until the deadline in a thread that can't be interrupted. That thread ends the
+    process by SIGABRT if it returns while the interpreter exits.
     """
     cause: OSError | None = None
     for _ in looks(deadline):  # a proxy in front of this host may forward connections only later
@@ -227,9 +219,9 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns `host` if it is localhost or a literal address of this host, else None (listen on all interfaces).
+    """Returns `host` if it is localhost or a literal address of this host, else None (all interfaces).
 
-    Other hosts may resolve a name to another address than this one does, and an address may be that of a proxy.
+    Other hosts may resolve a name to another address, and an address may be that of a proxy.
     """
     if host == "localhost":
         return host
@@ -242,10 +234,7 @@ def interface_of(host: str) -> str | None:
 
 
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
-    """Returns a socket that listens on `host` only (None: on all interfaces). Raises OSError.
-
-    TCPStore itself listens on all interfaces, unless it gets a socket.
-    """
+    """Listens on `host` only (None: all interfaces). Raises OSError."""
     if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     family, _, _, _, where = resolve(host or "0.0.0.0", port)[0]
@@ -277,17 +266,14 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
 
 
 def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.socket | None = None) -> dist.Store:
-    """Returns a TCPStore client; with a listening socket, also serves the store. Raises OSError or RuntimeError."""
+    """Returns a client; with a listening socket, also serves the store. Raises OSError or RuntimeError."""
     timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listener is not None
     make = partial(dist.TCPStore, *address, None, is_server, timeout, wait_for_workers=False)
     return within(deadline, partial(make, master_listen_fd=listener.detach() if listener else None), _GRACE_S)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Returns `make()`, run in a thread. Raises TimeoutError `grace_s` after the deadline.
-
-    For calls that don't keep a deadline: name resolution, and TCPStore with a silent server.
-    """
+    """Runs `make` in a thread, because it keeps no deadline. Raises TimeoutError `grace_s` after the deadline."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -296,7 +282,7 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """Returns the addresses of a name. Retries for up to 60 s: a pod's name exists only once the pod runs."""
+    """Retries for up to 60 s: a pod's name exists only once the pod runs."""
     give_up = min(deadline, time.monotonic() + _RESOLVE_S)
     is_logged = False
     for _ in looks(give_up):
@@ -326,23 +312,20 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
 _LINES = b"\r\n\r\n"
-"""Sent after `_QUIET_S` without an answer: a line-based service then answers. A TCPStore reads it as part of a PING."""
+"""Sent after `_QUIET_S`: a line-based service then answers. A TCPStore reads it as part of a PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.3
-"""Minimum time for an answer, also at the deadline: on two cores with eight busy processes one took over 0.1 s."""
+"""Also at the deadline: on two cores with eight busy processes an answer took over 0.1 s."""
 _SHOWN_BYTES = 48
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
-    """Returns once a TCPStore has answered at `address`, before torch's own client connects.
+    """Returns once a TCPStore has answered: otherwise torch's client blocks in C++ for its whole timeout.
 
-    If the service isn't a store, that client blocks in C++ for its whole timeout. The request starts like its own
-    (torch 2.3 to 2.15): VALIDATE and a magic number, then PING and a nonce, which a store returns.
-
-    Raises ForeignServiceError for another answer. Raises OSError without an answer: no server, a silent one
-    (TimeoutError, at the deadline), or one that closes the connection. A store that shuts down closes it, and so does a
-    proxy whose server hasn't started.
+    The request starts like that of torch 2.3 to 2.15: VALIDATE and a magic number, then PING and a nonce, which a store
+    returns. Raises ForeignServiceError for another answer, OSError (TimeoutError) without one. A store that shuts down
+    closes the connection, and so does a proxy whose server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)
@@ -362,10 +345,7 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
 
 
 def _receive(connection: socket.socket, count: int, until: float, closed: bytes | None = None) -> bytes:
-    """Receives at most `count` bytes.
-
-    Raises ConnectionResetError if the service closes the connection without an answer, unless `closed` is given.
-    """
+    """Raises ConnectionResetError if the service closes without an answer, unless `closed` is given."""
     received = b""
     while len(received) < count and (left_s := until - time.monotonic()) > 0:
         connection.settimeout(left_s)

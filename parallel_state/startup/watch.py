@@ -18,8 +18,7 @@ _POLL_S = 0.2
 _SLICE_S = 0.05
 
 
-class AbandonedError(RuntimeError):
-    """A call was abandoned: a rank that it waits for exited or failed, or the deadline passed."""
+class AbandonedError(RuntimeError): ...
 
 
 def run_watched(
@@ -29,11 +28,10 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Returns the result of `call(is_abandoned)`, which runs in a thread that this function may abandon.
+    """Runs `call(is_abandoned)` in a thread. An abandoned call goes on, and must undo its work if `is_abandoned()`.
 
     Raises AbandonedError if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns True, or the deadline
-    passes: torch's calls that connect ranks don't detect exits. The abandoned call goes on; when it returns, it must
-    check `is_abandoned()` and undo its work.
+    passes.
     """
     ranks = list(ranks)
     abandoned = threading.Event()
@@ -53,7 +51,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a HelperThread. The process can exit while it runs."""
+    """The process can exit while `call` runs."""
     future: Future[T] = Future()
 
     def run() -> None:
