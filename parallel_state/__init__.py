@@ -90,7 +90,7 @@ _NAMES = {
         "try_get_tp_group", "try_get_world_group",
     ],
 }  # fmt: skip
-"""Module -> public names. The first use of a name imports its module. Getters of the axis table are not listed."""
+"""Module -> public names. Getters of the axis table are not listed."""
 
 _names, _load = load_on_use(globals(), _NAMES)
 
@@ -116,7 +116,7 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Returns True in `parallel-state …` and `python -m parallel_state …`. Commands import what they need.
+    """Commands import what they need.
 
     Python sets `sys.argv[0]` to "-m" while it locates the module, whose name precedes the arguments in `orig_argv`.
     """

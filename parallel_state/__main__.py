@@ -1,7 +1,6 @@
-"""`python -m parallel_state <command>` or `parallel-state <command>`: runs a command's module, or lists the commands.
+"""`python -m parallel_state <command>` or `parallel-state <command>`: runs a command's module.
 
-A command is a row here and a module with `main(arguments) -> exit code`. Only the chosen module is imported: most
-commands don't need torch, whose import takes seconds.
+Only that module is imported: most commands don't need torch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ COMMANDS = {
     "build": ("parallel_state.tools.build", "compiles the native code for the installed torch, as the first use would"),
     "tune": ("parallel_state.tools.tune.command", "tests and measures the kernels on this machine's GPUs, for `auto`"),
 }
-"""Command -> module, help text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command named by `arguments` (default: `sys.argv`), and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
@@ -53,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Runs the command, and returns its exit code: 128 + signal for a closed pipe and for Ctrl-C."""
+    """Returns the command's exit code: 128 + signal for a closed pipe and for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")

@@ -4,7 +4,7 @@
     parallel_state.metrics.snapshot()           # {"rank": 0, "groups": [{"group": "tp:0", …}]}
     print(parallel_state.metrics.serve(9400))   # http://127.0.0.1:9400/metrics
 
-Times are measured only while enabled (default: off). Calls and bytes are always counted. All values are of this rank.
+Times are measured only while enabled. Calls and bytes are always counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["disable", "enable", "is_enabled", "prometheus_collector", "prometheu
 
 
 def enable() -> None:
-    """Starts to measure the operations of all groups of this rank, including groups created later."""
+    """Starts to measure the operations of all groups, including groups created later."""
     _switch(True)
 
 
@@ -34,7 +34,6 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Returns True while operations are measured."""
     return observers.METERS.is_on
 
 
@@ -53,7 +52,7 @@ def snapshot() -> dict[str, Any]:
     - `operations`: method -> `calls`, `bytes` of this rank's tensors, and measured times: total `seconds`, of which
       `waiting_s` for other ranks and `moving_s` the rest. Only shared memory measures the last two; None elsewhere;
     - `came_last`: global rank -> number of measured calls over shared memory for which it arrived last;
-    - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`; None without one.
+    - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`.
     """
     found = routes()
     rank = found[0].context.global_rank if found else -1
@@ -143,10 +142,7 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_collector() -> Any:
-    """Returns a collector for `prometheus_client.REGISTRY.register(…)`.
-
-    Raises UnsupportedError if prometheus_client isn't installed.
-    """
+    """Returns a collector for `prometheus_client.REGISTRY.register(…)`."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
@@ -165,7 +161,7 @@ class Endpoint:
     """An HTTP server for `/metrics`. Runs until `close`."""
 
     def __init__(self, address: str, port: int) -> None:
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # rarely needed
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10.0
@@ -181,8 +177,7 @@ class Endpoint:
                 self.end_headers()
                 self.wfile.write(content)
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Suppresses the log of requests."""
+            def log_message(self, format: str, *args: object) -> None: ...
 
         class Server(ThreadingHTTPServer):
             def process_request(self, request: Any, client_address: Any) -> None:
@@ -205,10 +200,10 @@ class Endpoint:
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
-    """Enables the metrics and serves this rank's `/metrics` at a port (0: any free one) until `close()`.
+    """Enables the metrics and serves them at a port (0: any free one) until `close()` of the returned server.
 
-    Returns the server; `print` shows the URL to scrape. Every process that reaches the address can read the metrics.
-    Raises OSError if the port is taken: each rank of a host needs its own.
+    Every process that reaches the address can read the metrics. Raises OSError if the port is taken: each rank of a
+    host needs its own.
     """
     endpoint = Endpoint(address, port)
     enable()

@@ -14,8 +14,8 @@
 Unlike with the plain ops, the ranks compute *one* loss together. So the gradient of a replicated tensor is already
 complete on every rank, and is not summed again. Higher-order gradients follow the same table, also under torch.func.
 
-Shapes: `[tokens, hidden]`, or any other with the dim named above. Every rank of the group calls them. `group` defaults
-to the tensor-parallel one. The result may be changed in place; the input is never changed.
+Every rank of `group` (default: the tensor-parallel one) calls them. The dim of a slice must be divisible by the group's
+size. The result may be changed in place; the input is never changed.
 
 After Shoeybi et al., arXiv:1909.08053, and Korthikanti et al., arXiv:2205.05198.
 """
@@ -40,7 +40,7 @@ _OPS = torch.ops.parallel_state
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """Copies `x`; its gradient is summed over the group. Use before a column-parallel layer.
 
-    The copy may be changed in place (`relu_`). Compiled code omits the copy if nothing changes it.
+    Compiled code omits the copy if nothing changes it.
     """
     return _run("copy_region", _copy, x, group)
 
@@ -51,7 +51,7 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator 
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of the last dim, which must be divisible by the group's size."""
+    """Returns this rank's slice of the last dim."""
     return _run("scatter_region", _scatter, x, group, -1)
 
 
@@ -61,7 +61,7 @@ def gather_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator 
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of dim 0, which must be divisible by the group's size."""
+    """Returns this rank's slice of dim 0."""
     return _run("scatter_region", _scatter, x, group, 0)
 
 
@@ -70,8 +70,8 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Concatenates the ranks' slices along dim 0.
 
-    `tensor_parallel_output_grad`: True if a sharded layer follows. Each rank then has a partial gradient, and they are
-    reduce-scattered. False if every rank has the complete gradient; each rank then takes its slice.
+    `tensor_parallel_output_grad`: True if a sharded layer follows: the ranks' partial gradients are reduce-scattered.
+    False if every rank has the complete gradient; each rank then takes its slice.
     """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
@@ -82,12 +82,12 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinato
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Concatenates the ranks' slices along the last dim; the gradient is reduce-scattered."""
+    """Concatenates the ranks' slices along the last dim."""
     return _run("gather_region", _gather, x, group, -1, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group, and returns this rank's slice of the last dim; the gradient is all-gathered."""
+    """Sums over the group, and returns this rank's slice of the last dim."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 
@@ -107,7 +107,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the op if gradients are enabled; otherwise the plain ops, which compiler passes recognise."""
+    """Without gradients calls the plain ops, which compiler passes recognise."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

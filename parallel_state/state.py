@@ -1,12 +1,11 @@
-"""The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP` and all others, made by one init, cleared by one destroy.
+"""The process-wide groups: made by one init, cleared by one destroy. Only this file uses `global`.
 
     init_distributed_environment()                      creates the world group
     initialize_model_parallel(tp, pp)                   divides it into tp, pp and dp groups
     get_tp_group() …                                    called by model layers
     destroy_model_parallel(); destroy_distributed_environment()
 
-Only this file uses `global`. The groups are held by a `ParallelGroups` object, which programs can also create and pass
-around without this module. `functions.getters` and `functions.aliases` have the other getters and the longer names.
+A `ParallelGroups` object holds the groups; programs can also create one without this module.
 """
 
 from __future__ import annotations
@@ -78,16 +77,12 @@ _NODES: list[list[int]] | None = None
 _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: Start | None = None
-"""The way in which this process joined the world that this library made. `reinitialize` uses it again."""
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
 """At destroy, undoes init's other changes to this process: exported variables, default group, ports, cores.
 
 None while an init runs, which has its own stack. A destroy during an init puts a new stack here; the init then fails
 and cleans up.
 """
-
-
-# The world.
 
 
 @host_call(OUTSIDE)
@@ -110,16 +105,16 @@ def init_distributed_environment(
     Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
     - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
-    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. Waiting
-      for the other ranks at start has its own, PARALLEL_STATE_START_TIMEOUT_S.
+    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start
+      has its own, PARALLEL_STATE_START_TIMEOUT_S.
     - `allow_pickle`: as in initialize_model_parallel, for the world group.
     - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
-    - `high_priority_stream`: runs the world's NCCL collectives on a high-priority stream; ignored by other backends.
+    - `high_priority_stream`: of the world's NCCL collectives.
 
     Exports ranks, sizes and address for torch's `env://`, except variables that are already set. With
     PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
-    files to the hard one, at most 65,536: each gloo group needs five or more. A world of one rank creates torch's
-    default group only when a process group is requested.
+    files to the hard one, at most 65,536. A world of one rank creates torch's default group only when a process group
+    is requested.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -240,7 +235,7 @@ def init_world_group(
     allow_pickle: bool = False,
     high_priority_stream: bool = False,
 ) -> GroupCoordinator:
-    """Creates the world group over an initialised torch.distributed default group, and returns it."""
+    """Creates and returns the world group over torch.distributed's default group."""
     global _WORLD
     from parallel_state.groups import world as world_module
 
@@ -288,9 +283,6 @@ def destroy_distributed_environment() -> None:
         destroy_model_parallel()
 
 
-# The groups of its axes.
-
-
 @host_call(OUTSIDE)
 @other_sizes_by_name
 @limits.naming_shortages("initialize_model_parallel()")
@@ -316,9 +308,9 @@ def initialize_model_parallel(
 ) -> None:
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups.
 
-    Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first.
-    Groups of tp, dp, pp and of each axis with a given size are created now. The others (model, dp_cp, embedding, …)
-    are created when the group's ranks first use them. Groups of equal ranks share one process group.
+    Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first. Groups
+    of tp, dp, pp and of each axis with a given size are created now. The others (model, dp_cp, embedding, …) are
+    created when the group's ranks first use them. Groups of equal ranks share one process group.
 
     - `sizes`: of the other axes: context_parallel_size (cp), expert_model_parallel_size (ep),
       expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size (dp_shard), data_parallel_replicate_size
@@ -327,18 +319,15 @@ def initialize_model_parallel(
       the remaining ranks. A size of -1 takes them instead.
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
-    - `backend`, `timeout`: of all groups that `axis_options` doesn't override.
-    - `axis_options`: options by group name.
-    - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends. Only for
-      processes that you trust.
+    - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
+    - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends.
     - `eager`: creates all groups now.
     - `warm_up`: runs a small all-reduce in each created group.
     - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
-    - `get_position_embedding_ranks`: picks from a pipeline's ranks; default: the first.
+    - `get_position_embedding_ranks`: default: the first.
     - `device_mesh`: a torch DeviceMesh whose dims are named after axes. Replaces sizes and order, and supplies groups.
-    - `failure_domain`: with `root` the death of any rank fails all groups on all ranks, so that no rank waits for one
-      that failed elsewhere. With `replica` it fails the world and each group with ranks of the dead rank's
-      data-parallel replica; other groups keep working.
+    - `failure_domain`: with `root` the death of any rank fails all groups on all ranks. With `replica` it fails the
+      world and each group with ranks of the dead rank's data-parallel replica; other groups keep working.
 
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
     ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
@@ -384,7 +373,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns the number of ranks on each host; None unless it is the same on all and their ranks are consecutive."""
+    """Returns None unless the number is the same on all hosts and their ranks are consecutive."""
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -415,7 +404,7 @@ def ensure_model_parallel_initialized(
     """Initialises the groups, or checks that the existing ones match these arguments.
 
     Compares only given arguments: the sizes, the backend of tp's device group and, for an order, the ranks of every
-    kind of group. Raises ConfigMismatchError if one differs, InvalidArgumentError for a backend unknown to torch.
+    kind of group. Raises ConfigMismatchError if one differs.
     """
     if backend is not None:
         check_backend(backend)
@@ -488,9 +477,9 @@ def init_model_parallel_group(
 
     Each rank of the world is in exactly one list, and calls it with the same arguments.
 
-    - `use_device_communicator`: False forbids this library's kernels, whatever `use_custom_allreduce` is.
+    - `use_device_communicator`: False forbids this library's kernels.
     - `use_custom_allreduce`: allows this library's kernels. None: the value of `set_custom_all_reduce`.
-    - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers. Objects always use a queue within a host.
+    - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers.
     """
     world = get_world_group()
     pool = world.pool
@@ -556,9 +545,6 @@ def set_custom_all_reduce(enable: bool) -> None:
     _CUSTOM_ALL_REDUCE = enable
 
 
-# Getters.
-
-
 def get_world_group() -> GroupCoordinator:
     """Returns the group of all ranks; GroupNotInitializedError before init_distributed_environment."""
     return _or_raise(try_get_world_group(), "world", "init_distributed_environment")
@@ -616,11 +602,11 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
-    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one. The mesh can be
-    sliced and flattened like any other.
+    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one.
 
     Expert groups order the ranks differently, so `ep`, `etp` and `efsdp` can't be in one mesh with tp. `experts=True`,
-    without names, returns their mesh. Raises LayoutError for names that overlap or order the ranks differently.
+    without names, returns their mesh. Raises LayoutError for names that overlap or order the ranks differently, and
+    GroupNotInitializedError in a simulated world.
     """
     return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 
@@ -645,7 +631,7 @@ def get_group_rank(name: str) -> int:
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """Returns the result of get_group; None before initialize_model_parallel, or if this rank is in no such group."""
+    """As get_group; None before initialize_model_parallel, or if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -674,9 +660,8 @@ def get_nodes() -> list[list[int]]:
 def get_process_environment() -> ProcessEnvironment:
     """Returns this process's rank, local rank, world size and, if known, local world size. Works before any init.
 
-    Uses the first of these that exists: the world, torch's default group, the launcher's variables (RANK, …,
-    SLURM_PROCID, …), rank 0 of 1. Doesn't communicate, and leaves out the address. Raises SettingError for
-    contradictory variables.
+    Uses the first of these that exists: the world, torch's default group, the launcher's variables, rank 0 of 1. Leaves
+    out the address. Raises SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

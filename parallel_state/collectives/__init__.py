@@ -1,4 +1,1 @@
-"""Calls on tensors: the registered ops with gradients, the checks of arguments, the coordinator's methods.
-
-May import the lower package only.
-"""
+"""Calls on tensors: the registered ops with gradients, the checks of arguments, the coordinator's methods."""

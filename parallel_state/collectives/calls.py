@@ -1,16 +1,15 @@
-"""The tensor calls of a group: each checks its arguments and calls a registered op; one rank needs no op.
+"""The tensor calls of a group.
 
 Contract of all collectives:
 
 - Every rank of the group must call them in the same order, with matching arguments. `src` and `dst` are ranks in the
   group.
 - Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
-  rank, the input itself. Lazily conjugated and negated views are supported as inputs and outputs.
+  rank, the input itself. Lazily conjugated and negated views are supported.
 - Wrong arguments raise InvalidArgumentError before anything is sent. A tensor that no communicator supports raises
   UnsupportedError. A failure during the call raises CommunicationError.
-- `out` must have the result's shape, dtype and device, and may have any strides. It receives the result and is
-  returned. If it is contiguous and no gradient is needed, the call writes to it directly. Otherwise the call copies the
-  result as by `copy_`, with its gradient.
+- `out` must have the result's shape, dtype and device, and may have any strides. It receives the result, as by `copy_`,
+  with its gradient, and is returned. A contiguous `out` without gradient saves the copy.
 - They work under torch.compile(fullgraph=True), except for calls that return handles. Sizes may come from a tensor's
   values (`.tolist()`); then wrong ones raise torch's RuntimeError when the compiled code runs.
 
@@ -64,16 +63,15 @@ class GroupFacts:
     device: torch.device
     _key: str
     _ranked_key: str
-    """The group's key in ops whose compiled code depends on the rank."""
+    """Replaces `_key` in ops whose compiled code depends on the rank."""
     _token: Tensor
     _destroyed: bool
     _messenger: Any
-    """A `Messenger`."""
     _alone: Any = None
     """A `NativeGroup` of a group of one rank, for its windows."""
 
     def _is_single_rank(self) -> bool:
-        """Returns True for a group of one rank, which sends nothing. Raises GroupDestroyedError if it was destroyed."""
+        """Raises GroupDestroyedError if the group of one rank was destroyed."""
         if self.world_size > 1:
             return False
         if self._destroyed:
@@ -81,10 +79,7 @@ class GroupFacts:
         return True
 
     def _is_single_rank_reducing(self, operation: str, x: Tensor, op: str = "sum") -> bool:
-        """Returns True for a group of one rank.
-
-        Raises UnsupportedError for a reduction that larger groups don't support.
-        """
+        """Also raises UnsupportedError for a reduction that larger groups don't support."""
         if not self._is_single_rank():
             return False
         if not is_dynamo_compiling():
@@ -98,15 +93,13 @@ def _is_straight(x: Tensor) -> bool:
 
 
 class TensorCalls(GroupFacts):
-    """The methods of `GroupCoordinator` on tensors."""
-
     def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum", *, async_op: checks.NotAsync = False) -> Tensor:
         """Reduces `x` over all ranks; returns the same values on every rank, as a new tensor.
 
         `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
-        min and product are AND. The average of integers is as in NCCL: the sum wraps in the tensor's dtype, and the
-        division rounds toward zero. In a tensor-parallel layer that is trained, use
-        `regions.reduce_from_tensor_model_parallel_region`, which has another gradient.
+        min and product are AND. The average of integers is as in NCCL: the sum wraps, and the division rounds toward
+        zero. Layers that are trained use `regions.reduce_from_tensor_model_parallel_region`, which has another
+        gradient.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")
@@ -143,7 +136,7 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
-        A 0-d tensor becomes `[world_size]`. Shapes must be equal on all ranks; all_gatherv supports other shapes.
+        A 0-d tensor becomes `[world_size]`. Shapes must be equal on all ranks.
         """
         if async_op:
             checks.refuse_async(self.context, "all_gather")
@@ -188,7 +181,7 @@ class TensorCalls(GroupFacts):
         return [n // self.world_size if at == dim else n for at, n in enumerate(x.shape)]
 
     def _goes_into(self, out: Tensor, x: Tensor) -> bool:
-        """Returns True if the op can write to `out` directly; otherwise the result is copied, with its gradient."""
+        """Otherwise the result is copied to `out`, with its gradient."""
         if self._is_single_rank() or not out.is_contiguous():
             return False
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
@@ -272,7 +265,7 @@ class TensorCalls(GroupFacts):
     ) -> TensorOrList:
         """Reduces and scatters as reduce_scatter does, but rank r gets a slice of length `sizes[r]`.
 
-        Every rank must pass the same `sizes`. A list of tensors, all split by these sizes, returns a list.
+        `sizes` and lists are as in all_gatherv.
         """
         if isinstance(x, list):
             if not all(isinstance(each, Tensor) for each in x):
@@ -349,7 +342,7 @@ class TensorCalls(GroupFacts):
 
     @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
     def _agree_on_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-        """Broadcasts a slice's size and dtype from `src`. Returns them; every rank raises if `x` is invalid."""
+        """Broadcasts a slice's size and dtype; every rank raises if `x` is invalid."""
         form: object = None
         wrong: InvalidArgumentError | None = None
         if self.rank_in_group == src:
@@ -383,11 +376,12 @@ class TensorCalls(GroupFacts):
         input_split_sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices.
+        """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along
+        `gather_dim`.
 
-        The result is concatenated along `gather_dim`. Split sizes are numbers of rows of dim 0 to and from each rank;
-        with them both dims must be 0. `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If
-        only one of the two is passed, the other one means equal slices.
+        Split sizes are numbers of rows of dim 0 to and from each rank; with them both dims must be 0.
+        `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of the two is passed,
+        the other one means equal slices.
         """
         is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
         if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
@@ -482,7 +476,7 @@ class TensorCalls(GroupFacts):
         checks.check_rank(self.context, "broadcast", "src", src)
         if self._is_single_rank():
             return x
-        # The gradient on `src` is computed differently from the gradients on other ranks.
+        # The gradient on `src` differs from that on other ranks.
         return _BROADCAST(x, self._token, src, self._ranked_key if torch.is_grad_enabled() else self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
@@ -511,10 +505,7 @@ class TensorCalls(GroupFacts):
             return bool(self.broadcast_(torch.tensor(value, dtype=torch.uint8, device="cpu"), src).item())
 
     def split(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Returns this rank's slice of `x`, which all ranks hold, as a view: `[…, world_size · d, …]` to `[…, d, …]`.
-
-        It sends nothing. The gradient is that of a slice.
-        """
+        """Returns this rank's slice of a replicated `x`, as a view: `[…, world_size · d, …]` to `[…, d, …]`."""
         checks.check_tensor(self.context, "split", x, needs_values=False)
         dim = checks.normal_dim(self.context, "split", x, dim)
         checks.check_divisible(self.context, "split", x, dim)
@@ -536,12 +527,11 @@ class TensorCalls(GroupFacts):
         A collective on it needs no copy of its input: compute directly into it (`torch.mm(x, w, out=buffer)`). The
         memory is reused after the last tensor that views it is deleted. Between hosts, or if
         PARALLEL_STATE_SYMMETRIC_BYTES is used up, the result is an ordinary tensor. On the CPU, ranks allocate
-        independently. Default dtype: torch's; default device: the group's.
+        independently.
 
-        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes. The memory
-        is registered with NCCL for its symmetric kernels, which assume equal offsets on all ranks: pass the same part
-        of the same tensor to a collective. During CUDA graph capture, in compiled code, and if `explain()` says so, the
-        result is an ordinary tensor. Raises the errors of a collective.
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes. NCCL's
+        symmetric kernels assume equal offsets on all ranks: pass the same part of the same tensor to a collective.
+        During CUDA graph capture, in compiled code, and if `explain()` says so, the result is an ordinary tensor.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -564,9 +554,8 @@ class TensorCalls(GroupFacts):
     def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
         """Makes a `Window`: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks write.
 
-        Every rank of the group must call it; sizes and dtypes may differ. Default dtype: torch's. Raises
-        UnsupportedError on all ranks without the compiled library, or if a rank's memory for symmetric tensors
-        (PARALLEL_STATE_SYMMETRIC_BYTES) is used up; otherwise the errors of a collective.
+        Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError on all ranks without
+        the compiled library, or if a rank's PARALLEL_STATE_SYMMETRIC_BYTES is used up.
         """
         from device_communicators.cpu.window import Window, group_of_one  # imports the compiled library
 
@@ -586,8 +575,6 @@ class TensorCalls(GroupFacts):
 
         return Window(collectives, size, dtype, exchange, self.barrier, self.route.failure_of)
 
-    # Point to point
-
     def send(self, x: Tensor, dst: int | None = None) -> None:
         """Sends `x` to rank `dst` (default: the next), which must call recv. Then `x` can be reused. No gradient."""
         if not is_dynamo_compiling() and DIRECT.send(x, self._token, dst, self._key) is None:
@@ -600,7 +587,7 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Returns the tensor that rank `src` (default: the previous) sends, of shape `size` and dtype `dtype`.
 
-        It is on `device` (default: the group's device). The sender's tensor must be on the same kind of device.
+        `device` (default: the group's) must be of the same kind as that of the sender's tensor.
         """
         if not is_dynamo_compiling():
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
@@ -640,7 +627,7 @@ class TensorCalls(GroupFacts):
         """Starts several transfers together; returns their handles in the order of `operations`.
 
         An operation is `("isend", x, dst)`, or `("irecv", out, src)` with an `out` of any strides, or torch's `P2POp`
-        with a peer in this group. Each rank may list its transfers in any order. But transfers from one rank to another
+        with a peer in this group. Each rank may list its transfers in any order, but transfers from one rank to another
         are matched by their order. Change or read the tensors only after `wait()`. No gradient; not for compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
@@ -661,13 +648,11 @@ class TensorCalls(GroupFacts):
                 handles[at] = TensorHandle(handle, x, None if is_dense(x) else functools.partial(copy_values, x, flat))
         return [handles[at] for at in range(len(found))]
 
-    # Started collectives: the handle's `wait()` returns the collective's result, detached. They overlap communication
-    # with computation in eager code. Change an input only after `wait()`. A communicator without progress of its own
-    # completes the work before the call returns.
+    # The handle's `wait()` returns the collective's result, detached. Change an input only after `wait()`. A
+    # communicator without progress of its own completes the work before the call returns.
 
     @host_call(_COLLECTIVE)
     def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `all_reduce(x, op)`."""
         checks.check_started(self.context, "all_reduce_async", x)
         op = checks.check_reduce_op(self.context, "all_reduce_async", op)
         if self._is_single_rank_reducing("all_reduce_async", x, op):
@@ -677,7 +662,6 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
-        """Starts `all_gather(x, dim)`."""
         checks.check_started(self.context, "all_gather_async", x)
         dim = checks.normal_dim(self.context, "all_gather_async", x, dim)
         x = x.detach()
@@ -690,7 +674,6 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `reduce_scatter(x, dim, op)`."""
         checks.check_started(self.context, "reduce_scatter_async", x)
         op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
@@ -704,7 +687,6 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
-        """Starts `broadcast(x, src)`."""
         checks.check_started(self.context, "broadcast_async", x)
         checks.check_rank(self.context, "broadcast_async", "src", src)
         if self._is_single_rank():
@@ -712,14 +694,11 @@ class TensorCalls(GroupFacts):
         out = x.detach().clone(memory_format=torch.contiguous_format)
         return TensorHandle(self.route.start("ibroadcast_", out, src), out)
 
-    # An all-reduce fused with a layer's next steps. The norm, including the weight, is computed in float32 (for float64
-    # in float64) from the rounded `y`. A communicator without a fused kernel runs the steps one by one, as does a group
-    # of one rank.
-    #
-    # Quantized output is float8_e4m3fn of the norm *after its rounding to the dtype*: the same as quantizing the result
-    # of `all_reduce_add_rms_norm`. It is computed in float32. Values beyond ±448, and infinities, become ±448; NaN
-    # stays NaN. vLLM's results differ in the last bits: its kernels round the norm once more before they multiply it by
-    # the weight, and those with a scale per token compute the norm of the unrounded sum.
+    # The norm, including the weight, is computed in float32 (for float64 in float64) from the rounded `y`. A
+    # communicator without a fused kernel runs the steps one by one, as does a group of one rank. Quantized output is
+    # float8_e4m3fn of the norm *after its rounding to the dtype*, as of the result of `all_reduce_add_rms_norm`. Values
+    # beyond ±448, and infinities, become ±448; NaN stays NaN. vLLM's results differ in the last bits: it rounds the
+    # norm once more before the weight, and with a scale per token it computes the norm of the unrounded sum.
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
@@ -727,8 +706,7 @@ class TensorCalls(GroupFacts):
         """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`, as needed after a row-parallel layer.
 
         `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
-        each rounded to it once; the norm is computed in float32. `residual` and `weight` must be equal on all ranks.
-        Differentiable.
+        each rounded to it once. `residual` and `weight` must be equal on all ranks. Differentiable.
         """
         checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm", x):
@@ -741,7 +719,7 @@ class TensorCalls(GroupFacts):
         """Returns `(norm / scale as float8_e4m3fn, y)`: all_reduce_add_rms_norm with a quantized norm.
 
         `scale`: one float32 element, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
-        by the reciprocal of `scale`, rounded to float32. Raises InvalidArgumentError if an input requires a gradient.
+        by its reciprocal, rounded to float32. Raises InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
@@ -757,9 +735,9 @@ class TensorCalls(GroupFacts):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantized by its own scale.
 
-        `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least 1 / (448 · 512), so that zeros stay
-        zeros. For a row with a NaN, the scale and all values are NaN. For a row with an infinity, the scale is
-        infinite, that value is NaN, and the others are 0. Raises InvalidArgumentError if an input requires a gradient.
+        `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least 1 / (448 · 512). A row with a NaN
+        becomes NaN. A row with an infinity has an infinite scale, NaN in that place, and else 0. Raises
+        InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
@@ -775,8 +753,8 @@ class TensorCalls(GroupFacts):
 def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
     """Returns the order in which rank `own` starts its transfers.
 
-    On the CPU receives start first, because a send may wait for its receiver. A device runs transfers one by one. So
-    all ranks order the pairs of ranks in the same way, and within a pair the lower rank sends first.
+    On the CPU receives start first, because a send may wait for its receiver. A device runs transfers one by one: all
+    ranks order the pairs of ranks alike, and within a pair the lower rank sends first.
     """
 
     def place(at: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Prepares a group, and the capture stream, for CUDA graphs. `functions.capture` prepares tp and pp together."""
+"""Prepares a group, and the capture stream, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Makes a new stream current in the block. It starts after the previous stream's work, which continues after it.
+    """Makes a new stream current. It starts after the previous stream's work, which continues after it.
 
     After an exception there is no wait: a broken capture makes waiting fail, which would hide the exception.
     """
@@ -40,7 +40,6 @@ def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
 def prepared(
     route: Route, context: GraphCaptureContext | None, device: torch.device, peers: Sequence[int] = ()
 ) -> Iterator[GraphCaptureContext]:
-    """Prepares a group, and transfers with `peers`, for CUDA graphs captured on `context`'s stream or a new one."""
     with ExitStack() as stack:
         if context is None:
             context = stack.enter_context(side_stream(device))

@@ -33,10 +33,9 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns the value of `condition`. If that is unknown during compilation, returns True: compiled code checks it.
+    """Returns True for a `condition` that is unknown during compilation; the compiled code checks it.
 
-    `condition` compares sizes. A size that comes from a tensor's values is symbolic while the code is compiled, and a
-    branch on it would be an error there. The compiled code raises torch's RuntimeError.
+    A branch on a symbolic size would be an error. Compiled code raises torch's RuntimeError.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -49,12 +48,12 @@ def must_hold(condition: Any) -> bool:
 
 
 def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns False if two shapes are known to differ. Like `must_hold`, leaves unknown ones to the compiled code."""
+    """Returns False if two shapes are known to differ, as `must_hold` does."""
     return len(one) == len(other) and all(must_hold(a == b) for a, b in zip(one, other, strict=True))
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Raises unless `x` is a dense tensor. A meta tensor is valid in a simulated group or without `needs_values`."""
+    """A meta tensor is valid in a simulated group or without `needs_values`."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "
@@ -80,7 +79,6 @@ def check_started(context: GroupContext, operation: str, x: object) -> None:
 
 
 def check_no_transform(context: GroupContext, operation: str) -> None:
-    """Raises inside torch.func transforms (grad, vmap, …), where tensors have no memory of their own."""
     if in_transform():
         raise InvalidArgumentError(
             f"{operation} on {context} can't be called inside a function that torch.func transforms (grad, vmap, …), "
@@ -89,7 +87,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Raises if elements of `x` share memory. Conjugated and negated views are valid: torch's `copy_` writes them."""
+    """Raises if elements share memory. Conjugated and negated views are valid: torch's `copy_` writes them."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -137,7 +135,6 @@ def has_tangent(*inputs: Tensor) -> bool:
 
 
 def check_no_gradient(context: GroupContext, operation: str, advice: str, *inputs: Tensor) -> None:
-    """Raises if an input requires a gradient or has a tangent, which the call would lose."""
     requires = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if requires or has_tangent(*inputs):
         found = "requires one" if requires else "has a tangent"
@@ -175,7 +172,7 @@ def refuse_async(context: GroupContext, operation: str) -> NoReturn:
 
 
 def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op: str) -> None:
-    """Raises UnsupportedError for an unsupported reduction, also in a group of one rank, which reduces nothing."""
+    """Serves a group of one rank, which reduces nothing."""
     refusal = reduction_refusal(x.dtype, reduce_op) if x.is_cpu else None
     if refusal is not None:
         raise UnsupportedError(f"{operation} on {context} isn't supported: {refusal}")
@@ -204,17 +201,15 @@ def _check_peer(context: GroupContext, operation: str, name: str, rank: int) -> 
 
 
 def destination(context: GroupContext, operation: str, dst: int | None) -> int:
-    """Returns the checked `dst`, another rank in the group; the next rank by default."""
     return _check_peer(context, operation, "dst", (context.rank + 1) % context.size if dst is None else dst)
 
 
 def source(context: GroupContext, operation: str, src: int | None) -> int:
-    """Returns the checked `src`, another rank in the group; the previous rank by default."""
     return _check_peer(context, operation, "src", (context.rank - 1) % context.size if src is None else src)
 
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
-    """Returns `dim` as a non-negative number; a 0-d tensor has dims 0 and -1, as in torch."""
+    """Returns a non-negative dim; a 0-d tensor has dims 0 and -1, as in torch."""
     return normal_dim_of(context, operation, x.dim(), dim)
 
 
@@ -310,7 +305,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Raises unless `scale` is a float32 tensor of one element. Doesn't read its value: that would block the host."""
+    """Doesn't read the value of `scale`: that would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(
@@ -319,7 +314,7 @@ def check_scale(context: GroupContext, operation: str, scale: object) -> None:
 
 
 def check_transfer(context: GroupContext, operation: Transfer | dist.P2POp) -> Transfer:
-    """Returns the checked transfer, with the peer's rank in the group; raises InvalidArgumentError if it is invalid."""
+    """Returns the transfer with the peer's rank in the group."""
     method = "batch_isend_irecv"
     if isinstance(operation, dist.P2POp):
         if operation.peer not in context.ranks:

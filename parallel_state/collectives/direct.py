@@ -1,7 +1,6 @@
 """The fast path of a group's methods, which bypasses torch's dispatcher: loads the functions of `csrc/direct.cpp`.
 
-Outside compiled code, a method first calls its function of `DIRECT`. If that returns NotImplemented, the method calls
-the registered op.
+If a function of `DIRECT` returns NotImplemented, the method calls the registered op. Not for compiled code.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Functions of the library, named after the ops and with their arguments; without it they return NotImplemented.
+    """Functions of the library, named after the ops and with their arguments.
 
-    They return the result of the group's method; functions that write to `out` or `x` return that tensor.
+    They return the method's result, or NotImplemented. Those that write to `out` or `x` return that tensor.
     """
 
     all_reduce: Callable[..., Any]

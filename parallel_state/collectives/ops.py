@@ -1,15 +1,12 @@
 """The registered ops, `torch.ops.parallel_state.*`: schemas, kernels, fake kernels and gradient formulas.
 
-Each op finds the group's route by name and passes its tensors to it. The coordinator has checked the arguments.
-
 **Why a token.** A compiler may drop an op whose result is unused, and may reorder ops that share no data. Ranks would
 then make different calls and hang. So each op declares that it writes to the token, a tensor that all ops of a device
-share; no kernel does. This keeps all ops and their order. torch's effect tokens don't: inductor before 2.15 reorders
-such ops. AOTAutograd's graphs have their own token: see `torch_internals.order_in_graph`.
+share; no kernel does. torch's effect tokens don't keep the order: inductor before 2.15 reorders such ops. AOTAutograd's
+graphs have their own token: see `torch_internals.order_in_graph`.
 
 **Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops.
-Calls that these don't support go to the op's twin in `parallel_state_python`, which has this module's kernels. Eager
-calls on plain tensors bypass both: see `direct`.
+Calls that these don't support go to the op's twin in `parallel_state_python`, which has this module's kernels.
 
 **Gradients** are those of the sum of all ranks' losses. Tensor-parallel layers need Megatron's: see `regions`. An op
 without a gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a
@@ -56,7 +53,7 @@ _TOKENS: dict[torch.device, Tensor] = {}
 OP_NAMES: list[str] = []
 
 Formula = Callable[..., Tensor]
-"""Computes the gradient of `x` from the gradient of the output and the op's arguments after `x`."""
+"""(gradient of the output, the op's arguments after `x`) -> gradient of `x`."""
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Splits: TypeAlias = "Sequence[int] | None"
 """Rows to or from each rank; None for equal numbers."""
@@ -72,14 +69,11 @@ def ordering_token(device: torch.device) -> Tensor:
     return token
 
 
-# Registration
-
-
 def define(
     name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any],
     autograd: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
-    """Registers an op and its twin, whose kernels are in Python. `autograd`: the kernel on the Autograd key, if any."""
+    """Registers an op and its twin. `autograd`: the kernel on the Autograd key, if any."""
     OP_NAMES.append(name)
     leave_to_interpreter(kernel)
     for library in (_LIBRARY, _TWINS):
@@ -105,9 +99,9 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns an op's kernel for tensors whose memory lacks their values; None for ops that write no argument.
+    """Returns a kernel for tensors with deferred values; None for ops that write no argument.
 
-    torch's own kernel computes the values of inputs, but can't copy outputs back for an op without a result.
+    torch's own kernel can't copy outputs back for an op without a result.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
@@ -146,8 +140,7 @@ def register(
 ) -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel as the op of its name.
 
-    `fake`: computes the results' shapes; the default suits ops without a result. `advice`: ends the error for inputs
-    whose gradient would be lost. `autograd`: replaces the derived kernel on the Autograd key.
+    `advice`: ends the error for inputs whose gradient would be lost. `autograd`: replaces the derived kernel.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -165,7 +158,7 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Calls an op in FakeTensorMode, with a fake token if the other tensors are fake."""
+    """Makes the token fake: the mode takes no real tensor."""
     tokens = {id(token) for token in _TOKENS.values()}
     fakes = (mode.from_tensor(arg, static_shapes=True) if id(arg) in tokens else arg for arg in args)
     return mode.__torch_dispatch__(op, types, tuple(fakes), kwargs or {})
@@ -180,7 +173,6 @@ class _Differentiable(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
-        """Calls the op without this level's gradient. torch has disabled gradients."""
         ctx.formula, ctx.args = formula, args
         with below_autograd():
             if in_transform():
@@ -195,7 +187,7 @@ class _Differentiable(SingleLevelFunction):
 
 
 def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
-    """Calls `kernel` so that `formula` computes its gradient. Kernels on the Autograd key use it."""
+    """Calls `kernel` so that `formula` computes its gradient. For kernels on the Autograd key."""
     return _Differentiable.apply(kernel, formula, x, *args)
 
 
@@ -208,7 +200,6 @@ def refuse_tangent(name: str, group: str, *inputs: Tensor) -> None:
 
 
 def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key. If a gradient is needed, it uses the formula, or raises without one."""
     in_place = name.endswith("_")
 
     def kernel(x: Tensor | None, *args: Any) -> Any:
@@ -233,7 +224,7 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
 
 
 def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key of an op without a gradient. The op may write to `x` or to `out`."""
+    """Serves an op without a gradient, which may write to `x` or to `out`."""
 
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
         inputs = [x, *(each for each in args if isinstance(each, Tensor))] if isinstance(x, Tensor) else x
@@ -250,11 +241,8 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
 
 
 def _apart(x: Tensor, out: Tensor) -> Tensor:
-    """Returns `x`, or a copy if `out` shares its memory: peers read `x` while this rank writes `out`."""
+    """Copies `x` if `out` shares its memory: peers read `x` while this rank writes `out`."""
     return x.clone() if x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() else x
-
-
-# Fake kernels, which compute shapes. They need the group's size, so tracing a model finds shape errors.
 
 
 def fake_same(x: Tensor, *_: Any) -> Tensor:
@@ -262,7 +250,7 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """Returns an empty tensor. The fake kernel of ops whose arguments are size, dtype and device."""
+    """Serves ops whose arguments are size, dtype and device."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 
@@ -337,7 +325,7 @@ def _autograd_add_rms_norm(
         return _OPS.all_reduce_add_rms_norm(x, token, residual, weight, eps, group)
 
 
-# The ops. `run` counts the bytes of its second argument and picks a communicator by it.
+# `run` counts the bytes of its second argument and picks a communicator by it.
 
 _SUM_OR_AVG = "only sum and avg are differentiable"
 _NO_OUT = "leave out= out"
@@ -407,11 +395,11 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Exchanges slices. Splits of None mean equal slices: two lists take torch 1.5 µs, empty ones 0.7 µs."""
+    """Splits of None mean equal slices: two lists take torch 1.5 µs, empty ones 0.7 µs."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 
-# Ops that write into `out`, a contiguous tensor with the result's shape and dtype
+# `out` is a contiguous tensor with the result's shape and dtype.
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()", advice=_NO_OUT)
@@ -495,10 +483,6 @@ def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: s
 @register("Tensor(a!) token, str group", "()")
 def barrier(token: Tensor, group: str) -> None:
     find_route(group).run("barrier", None)
-
-
-# Collectives fused with a layer's next steps. A communicator without a fused kernel runs the steps one by one.
-# Numerics: see `TensorCalls.all_reduce_add_rms_norm`.
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, float eps, str group", "(Tensor, Tensor)",

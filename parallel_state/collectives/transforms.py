@@ -1,8 +1,7 @@
-"""The ops under torch.func: `grad`, `vjp` and `jacrev` use their autograd kernels, `vmap` uses a rule for each op.
+"""The ops under `torch.vmap`; `grad`, `vjp` and `jacrev` use their autograd kernels.
 
-Under `vmap` a collective runs once, on the whole batch: all ranks must map over the same number of samples. The dims in
-a call are those of a sample. Ops without a rule, and forward mode (`jvp`, `jacfwd`), raise InvalidArgumentError on
-every rank before anything is sent.
+A collective runs once, on the whole batch: all ranks must map over the same number of samples. The dims in a call are
+those of a sample. Ops without a rule, and forward mode, raise InvalidArgumentError on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from device_communicators.calls.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 
 Rule = Callable[..., tuple[Any, Any]]
-"""Called with an op, the batch dim of each argument, and the arguments; returns `(result, batch dim of the result)`."""
+"""(op, batch dim of each argument, *arguments) -> (result, batch dim of the result)."""
 
 
 def _elementwise(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
@@ -73,7 +72,7 @@ def _name(op: Any) -> str:
 
 
 def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
-    """Returns the dispatch key of `torch.vmap` and an op's kernel for it; None if the op needs no such kernel."""
+    """Returns the dispatch key of `torch.vmap` and an op's kernel for it; None if it needs none."""
     name = _name(op)
     if name in _UNMAPPED:
         return None

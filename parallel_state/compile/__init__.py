@@ -1,4 +1,1 @@
-"""Passes over compiled graphs, which replace sequences of nodes by fused calls.
-
-May import `collectives`' ops only.
-"""
+"""Passes over compiled graphs, which replace sequences of nodes by fused calls."""

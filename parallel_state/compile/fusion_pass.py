@@ -8,15 +8,12 @@
 Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
 Fuses a sum by `group.all_reduce`, the addition, and `F.rms_norm` over the last dim or the norm that transformers writes
-out in float32; also a static float8 quantization after them. `compile.match` has the conditions. All other all-reduces
-stay unchanged, and the report gives the reasons. It doesn't count code from inductor's cache, for which no pass runs.
+out in float32; also a static float8 quantization after them. The report gives the reasons for all others, but not for
+code from inductor's cache. Training isn't fused, nor is `dynamic=True` without torch._dynamo.config.specialize_float.
 
 The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after a rounding. A
 float8 may then differ by one step. Residual and weight must be equal on all ranks, which the pass can't check. All
-ranks or none must compile with the pass.
-
-The fused op takes the position of the all-reduce, so no collective moves. Training isn't fused, because the backward
-uses values inside the norm; nor is `dynamic=True` without torch._dynamo.config.specialize_float.
+ranks or none must compile with the pass. No collective moves.
 """
 
 from __future__ import annotations
@@ -45,16 +42,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """Reports which all-reduces of one or more graphs were fused, and why the others were not."""
+    """The all-reduces of one or more graphs."""
 
     fused: list[str] = field(default_factory=list)
-    """The fused op and its shape, for each all-reduce that was fused."""
+    """The fused op and its shape, for each all-reduce."""
     kept: list[str] = field(default_factory=list)
-    """The all-reduces that were not fused, with reasons."""
+    """All-reduces that were not fused, with reasons."""
 
     @property
     def count(self) -> int:
-        """Returns the number of fused all-reduces."""
         return len(self.fused)
 
     def __str__(self) -> str:
@@ -64,7 +60,7 @@ class FusionReport:
 
 
 def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
-    """Fuses in place the all-reduces of `graph`, a functional graph of AOTAutograd. Repeated calls do nothing.
+    """Fuses in place the all-reduces of AOTAutograd's functional graph. Repeated calls do nothing.
 
     The caller must recompile the graph's module.
     """
@@ -100,7 +96,7 @@ class AllReduceFusionPass:
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles without inductor, as a torch.compile backend: torch runs the fused graph node by node."""
+        """Compiles without inductor, as a torch.compile backend."""
         return torch_internals.aot_eager(module, inputs, self)
 
 

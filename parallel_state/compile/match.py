@@ -1,7 +1,6 @@
 """Finds all-reduces in a compiled graph that one op can fuse with an add, an RMS norm and possibly a quantization.
 
-The graph is what AOTAutograd passes to a backend: functional aten or prims ops, in which an op that writes the ordering
-token appears as `auto_functionalized_v2`.
+The graph is what AOTAutograd passes to a backend; an op that writes the ordering token is an `auto_functionalized_v2`.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
@@ -39,7 +38,7 @@ class NoMatch(Exception):
 
 @dataclass
 class Found:
-    """The nodes that one fused op replaces. `inside` are the ones to remove."""
+    """The nodes that one fused op replaces, of which `inside` are removed."""
 
     all_reduce: Node
     reduced: Node
@@ -58,7 +57,6 @@ def all_reduces(graph: Graph) -> list[Node]:
 
 
 def find(all_reduce: Node) -> Found:
-    """Returns the nodes to fuse with `all_reduce`; raises NoMatch if there are none."""
     if set(all_reduce.kwargs) - _TOKEN != {"x", "reduce_op", "group"}:
         raise NoMatch(f"the all_reduce op has the unknown arguments {sorted(all_reduce.kwargs)}")
     if all_reduce.kwargs["reduce_op"] != "sum":
@@ -120,7 +118,6 @@ def _one_node(found: Found) -> Found:
 
 
 def _written_out(found: Found) -> Found:
-    """Finds a norm of the sum that is written out in float32: square, mean, rsqrt, products."""
     y = found.add
     dtype = _value(y).dtype
     wide_dtype = _WIDE[dtype]
@@ -205,11 +202,7 @@ def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
     return found
 
 
-# Quantization by one scale
-
-
 def _quantized(found: Found) -> Found:
-    """Adds the quantization that follows, if there is one that the fused op supports."""
     chain: list[Node] = [found.normed]
     try:
         node = _only_user(found.normed)
@@ -238,7 +231,6 @@ def _quantized(found: Found) -> Found:
 
 
 def _divided_by(node: Node, x: Node) -> Node | None:
-    """Returns the scale by which `node` divides `x`; None if it doesn't divide it."""
     if node.target is _ATEN.div.Tensor and node.args[0] is x and not node.kwargs:
         return node.args[1] if isinstance(node.args[1], Node) else None
     other = _other(node, x) if node.target is _ATEN.mul.Tensor else None
@@ -248,7 +240,7 @@ def _divided_by(node: Node, x: Node) -> Node | None:
 
 
 def _limits(node: Node, x: Node) -> set[str]:
-    """Returns the limits to which `node` clamps `x`: "low" for -448, "high" for 448; empty for other nodes."""
+    """Returns "low" for a clamp to -448, "high" for 448."""
     if node.target not in _CLAMPS or node.args[0] is not x or node.kwargs:
         return set()
     limits = (*node.args[1:], None)[:2]
@@ -257,9 +249,6 @@ def _limits(node: Node, x: Node) -> set[str]:
     if limits[0] not in (None, -FP8_MAX) or limits[1] not in (None, FP8_MAX):
         return set()
     return {name for name, limit in zip(("low", "high"), limits, strict=True) if limit is not None}
-
-
-# Nodes
 
 
 def _value(node: Node) -> Tensor:
@@ -286,7 +275,6 @@ def _other(node: Node, one: Node) -> Node | None:
 
 
 def _converted(node: Node, dtype: torch.dtype) -> Node | None:
-    """Returns the node that `node` converts to `dtype`; None if `node` does anything else."""
     if node.target is _PRIMS.convert_element_type.default and node.args[1] == dtype:
         return node.args[0] if isinstance(node.args[0], Node) else None
     if node.target is TO_COPY and node.kwargs.get("dtype") == dtype:

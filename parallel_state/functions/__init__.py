@@ -1,4 +1,1 @@
-"""Functions over the groups of `state`: getters, other projects' names, graph capture, traces, recovery, small helpers.
-
-May import `state` and what is below it.
-"""
+"""Functions over the groups of `state`: getters, other projects' names, graph capture, traces, recovery, helpers."""

@@ -1,7 +1,7 @@
 """Provides Megatron's and vLLM's long names for functions of `state` and methods of groups.
 
 Megatron's `get_…_group` returns a torch ProcessGroup. These functions return the GroupCoordinator, as vLLM's do; its
-`.device_group` is the ProcessGroup. `getters` has the names that follow from the axis table.
+`.device_group` is the ProcessGroup.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from parallel_state import state
 from parallel_state.groups.coordinator import GroupCoordinator
 
-# Data-parallel groups, with Megatron's flags
-
 
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
     """Returns `dp`, or `dp_cp` if `with_context_parallel`.
 
-    With both arguments returns `intra_dp_cp`: the part of `dp_cp` with one instance of the distributed optimizer.
+    With both: `intra_dp_cp`, the part of `dp_cp` with one instance of the distributed optimizer.
     """
     return state.get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
@@ -37,7 +35,7 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Returns the number of ranks in `get_data_parallel_group(…)`."""
+    """Returns the size of `get_data_parallel_group(…)`."""
     return len(state.get_group_ranks(_data_parallel(with_context_parallel, partial_data_parallel)))
 
 
@@ -47,7 +45,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the global rank of the first rank in `get_data_parallel_group(…)`."""
+    """Returns the first global rank of `get_data_parallel_group(…)`."""
     return state.get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
@@ -73,7 +71,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Returns the number of ranks in `get_expert_data_parallel_group(…)`."""
+    """Returns the size of `get_expert_data_parallel_group(…)`."""
     return len(state.get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
@@ -93,9 +91,6 @@ def _data_parallel(context: bool, partial: bool) -> str:
     if partial and not context:
         raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
     return "intra_dp_cp" if partial else "dp_cp" if context else "dp"
-
-
-# The pipeline, with virtual stages
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -125,13 +120,13 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the virtual stage that this pipeline rank runs now, as set; None without virtual stages."""
+    """Returns the virtual stage that was set; None without virtual stages."""
     virtual = state.get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
-    """Sets the virtual stage that this pipeline rank runs; raises InvalidArgumentError unless it has that stage."""
+    """Sets the virtual stage that this pipeline rank runs now."""
     virtual = state.get_parallel_groups().virtual_pipeline
     if virtual is None or not 0 <= rank < virtual.size:
         found = "there are no virtual stages" if virtual is None else f"there are {virtual.size}"
@@ -151,7 +146,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this pipeline rank is the last; `ignore_virtual` and `vp_stage` as in is_pipeline_first_stage."""
+    """As is_pipeline_first_stage, for the last stage."""
     virtual = state.get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return state.get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
@@ -189,9 +184,6 @@ def is_rank_in_position_embedding_group() -> bool:
 def get_all_ranks() -> str:
     """Returns the ranks in the tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`: Megatron's shard names."""
     return "_".join(str(state.get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
-
-
-# The world
 
 
 def get_world_size() -> int:

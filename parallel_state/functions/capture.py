@@ -19,9 +19,9 @@ __all__ = ["GraphCaptureContext", "graph_capture"]
 def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
     """Prepares the tp and pp groups for CUDA graphs that the body captures, on a side stream.
 
-    The side stream waits for the current stream. `device`: that of the graphs; default: that of the tp group. Every
-    rank of both groups must enter it, because it may create communicators and connect neighbours of the pipeline. For
-    one group or other peers, use the group's `graph_capture`. On the CPU it only runs the body.
+    The side stream waits for the current stream. `device`: default: the tp group's. Every rank of both groups must
+    enter it, because it may create communicators and connect neighbours of the pipeline. On the CPU it only runs the
+    body.
     """
     tp, pp = get_tp_group(), get_pp_group()
     where = tp.device if device is None else torch.device(device)

@@ -3,8 +3,7 @@
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
     get_expert_model_parallel_group()  …         if Megatron-core, vLLM or SGLang has the name
 
-They are generated from the table; `make stubs` writes `getters.pyi`. `state` has the getters of tp, pp, dp and world;
-`aliases` has Megatron's getters with flags.
+They are generated from the table; `make stubs` writes `getters.pyi`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
 
 _IN_STATE = {f"{prefix}get_{axis}_group" for prefix in ("", "try_") for axis in ("tp", "pp", "dp")}
-"""Getters that `state` defines."""
 _FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "world_size": ("int", lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
     "rank": ("int", get_group_rank, "Returns this rank's position in its"),
@@ -90,7 +88,7 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def raise_missing(name: str) -> NoReturn:
-    """Raises AttributeError for a name that the package lacks, RenamedError for a long name with a short replacement.
+    """Raises AttributeError, or RenamedError for a long name with a short replacement.
 
     For `from parallel_state import …` the latter is an ImportError, because Python drops the text of an AttributeError.
     """

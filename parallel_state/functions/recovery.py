@@ -1,8 +1,4 @@
-"""Restarts the surviving ranks as a smaller world in the same processes after a failure.
-
-This module orders the steps; `state` destroys and creates the worlds. Transfers of the old world may hang in gloo's
-threads: they are abandoned, not waited for.
-"""
+"""Restarts the surviving ranks as a smaller world in the same processes after a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ logger = logging.getLogger("parallel_state")
 
 
 def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int]:
-    """Returns the checked `ranks` of the old world, ascending; raises InvalidArgumentError if they are invalid."""
+    """Returns `ranks`, ascending global ranks of the old world."""
     wanted = sorted(set(ranks))
     if list(ranks) != wanted or not wanted or wanted[0] < 0 or wanted[-1] >= world_size:
         raise InvalidArgumentError(
@@ -64,9 +60,9 @@ def reinitialize(
     """Replaces the world by a new world of the surviving `ranks`, in the same processes.
 
     Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world: all but the
-    lost ranks, which are `error.suspect_ranks`. The survivors rendezvous through the control plane of the old world and
-    then abandon it. The new world numbers them from 0 in the order of `ranks`. Then initialize_model_parallel runs with
-    the sizes and `options`. `timeout` is the deadline of operations in the new world; default: that of the old world.
+    lost ranks, which are `error.suspect_ranks`. The new world numbers them from 0. Then initialize_model_parallel runs
+    with the sizes and `options`. `timeout` is the deadline of operations in the new world; default: that of the old
+    world.
 
     If it fails, for example because another rank exits meanwhile, there is no world. The surviving ranks can then call
     init_distributed_environment with a new address.

@@ -1,8 +1,4 @@
-"""Traces all ranks' operations on one clock, for chrome://tracing and ui.perfetto.dev.
-
-Each rank writes its own file at the end. `python -m parallel_state trace FOLDER` merges them, with arrows between
-ranks, and reports the ranks that others waited for. The clocks of hosts are compared once, at the start.
-"""
+"""Traces all ranks' operations on one clock, for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -24,18 +20,18 @@ from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import try_get_world_group
 
 _EXCHANGES = 8
-"""Number of exchanges that measure the difference of two clocks; the fastest one counts."""
+"""The fastest exchange measures the difference of two clocks."""
 
 
 @contextmanager
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Records each operation of each group in the body, and writes a Chrome trace to `folder/rank-R.json`.
 
-    Every rank of the world must enter it, with a shared folder or its own. At the start the hosts compare their clocks,
-    by transfers with rank 0; times are on rank 0's monotonic clock. A started call lasts until it was waited for.
+    Every rank of the world must enter it, with a shared folder or its own; `parallel-state trace FOLDER` merges the
+    files. Times are on rank 0's monotonic clock, with which the hosts compare theirs once, at the start. A started call
+    lasts until it was waited for.
 
-    In the body all operations go through Python, which adds some microseconds per call, and torch.profiler shows them
-    by name, with group and bytes. Raises the errors of writing to the folder and of the transfers.
+    In the body all operations go through Python, which adds some microseconds per call, and torch.profiler shows them.
     """
     world = try_get_world_group()
     target = Path(folder)
@@ -56,7 +52,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _offset(world: GroupCoordinator) -> float:
-    """Returns the offset of rank 0's monotonic clock relative to this host's, in seconds. Every rank must call it."""
+    """Returns rank 0's monotonic clock minus this host's, in seconds. Every rank must call it."""
     memory = world.context.host_memory
     hosts = [[rank] for rank in world.ranks] if memory is None else [list(host) for host in memory.hosts]
     if world.world_size == 1 or len(hosts) == 1 or world.context.fake or world.context.simulated:

@@ -1,7 +1,6 @@
-"""Helpers: files read by one rank, "this rank first", all-to-all over any group, seeds, unwrapping, splitting.
+"""Helpers, which also work without any init: over torch's default group, otherwise as in one process.
 
-Each also works without any init: over torch's default group if the program made one, otherwise as in one process. If
-one rank fails, the other ranks raise as well.
+If one rank fails, the other ranks raise as well.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
     """Yields the world's group and the ranks of each host; None for one process and for torch's fake backend.
 
-    Without a world it creates a group over torch's default group for the body: every rank of it must enter.
+    Without a world it creates a group over torch's default group: every rank of it must enter.
     """
-    from parallel_state.groups.world import hosts_of  # imported here: only these helpers need it
+    from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
     if world is not None:
@@ -59,7 +58,7 @@ def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     """Returns the file's content, which rank 0 reads and broadcasts. Every rank must call it.
 
-    Rank 0 raises the OSError, or another error of the path; the other ranks raise RemoteError.
+    If it can't be read, rank 0 raises its error and the other ranks RemoteError.
     """
     with _world_or_default_group() as found:
         return io.BytesIO(Path(path).read_bytes()) if found is None else _read_and_broadcast(path, found[0])
@@ -96,8 +95,8 @@ def unwrap_dist(model: nn.Module) -> nn.Module:
 def master_first() -> Iterator[None]:
     """Runs the body on rank 0 of the world, then on all other ranks. Every rank must enter it.
 
-    The body must not make calls that need other ranks, because they are not in it at the same time. All ranks leave
-    together. If the body raises on a rank, the exception is raised there and RemoteError on the other ranks.
+    The body must not make calls that need other ranks. All ranks leave together. If the body raises on a rank, the
+    exception is raised there and RemoteError on the other ranks.
     """
     with _world_or_default_group() as found:
         if found is None:
@@ -110,7 +109,7 @@ def master_first() -> Iterator[None]:
 @contextmanager
 @host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
-    """Runs the body on the first rank of each host, then on the host's other ranks; hosts don't wait for each other.
+    """Runs the body on the first rank of each host, then on the host's other ranks.
 
     Exceptions are raised as in master_first, on the ranks of one host.
     """
@@ -125,7 +124,6 @@ def local_master_first() -> Iterator[None]:
 
 @contextmanager
 def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[None]:
-    """Runs the body on `members[0]` first, then on the others. If it raises on one rank, all raise."""
     leader, others = members[0], members[1:]
     if world.rank_in_group != leader:
         _raise_if_failed(world, world.recv_object(leader))
@@ -201,13 +199,10 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along `gather_dim`.
+    """Works as `GroupCoordinator.all_to_all`, without an init, over any group of torch (None: the default group).
 
-    `group`: any torch ProcessGroup, a GroupCoordinator, or None for torch's default group. This library needn't be
-    initialized. `x` may have any strides. The result is new and contiguous; without a default group, or in a group of
-    one rank, it is `x`. The backward is also an all-to-all: either all ranks' `x` require a gradient, or none. Split
-    sizes: see `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent, and
-    CommunicationError if the transfer fails.
+    `x` may have any strides. The result is new and contiguous; without a default group, or in a group of one rank, it
+    is `x`. Either all ranks' `x` require a gradient, or none.
     """
     if isinstance(group, GroupCoordinator):
         return group.all_to_all(
@@ -247,7 +242,7 @@ def set_random_seed(seed: int) -> int:
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
     torch.manual_seed(seed)
     random.seed(seed)
-    with contextlib.suppress(ImportError):  # numpy is not required
+    with contextlib.suppress(ImportError):
         import numpy
 
         numpy.random.seed(seed % 2**32)

@@ -1,4 +1,1 @@
-"""torch's process groups: ranks agree before they create one; groups with equal ranks and options are shared.
-
-May import `startup`.
-"""
+"""torch's process groups: ranks agree before they create one; groups with equal ranks and options are shared."""

@@ -1,7 +1,7 @@
-"""Checks that all ranks request the same thing before any of them starts a step that waits for peers.
+"""Checks that all ranks request the same thing before any of them waits for peers.
 
-Every rank, also a late one, receives the requests of all ranks, or the same list of missing or exited ranks, and raises
-the same error. Without a control plane nothing is compared: different requests fail at the first call's deadline.
+Every rank, also a late one, raises the same error. Without a control plane nothing is compared: different requests fail
+at the first call's deadline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WRONG = "wrong"
 """Key of a request whose construction failed; the value is the error."""
 _MOST_FAILURES = 256
 _LONGEST = 400
-"""Errors show the first characters of longer parts of a request, and a digest."""
+"""Errors truncate longer parts of a request, and add a digest."""
 
 
 def digest(value: object) -> str:
@@ -42,10 +42,10 @@ def digest(value: object) -> str:
 
 
 class Agreement:
-    """Compares the requests of all ranks of a world, such as "create these groups", and names new groups."""
+    """Compares the requests of all ranks of a world, and names new groups."""
 
     def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: True if the other ranks are simulated. No request is then compared."""
+        """`alone`: the other ranks are simulated. No request is then compared."""
         self.alone = alone
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
@@ -67,12 +67,9 @@ class Agreement:
         """Returns the value of `resolve` once all of `ranks` have made the same request. Each of `ranks` calls it.
 
         `resolve` returns the value and the request. It should contain every step that can fail: if it raises, this rank
-        still takes part, so that peers receive the error. Raises:
-
-        - the error of `resolve`, if it fails on all ranks or is no UsageError;
-        - ConfigMismatchError with both requests, if two ranks differ;
-        - CollectiveTimeoutError with the ranks that didn't call or answer by the deadline;
-        - PeerDiedError with the ranks that exited.
+        still takes part, so that peers receive the error. Raises the error of `resolve`, if it fails on all ranks or is
+        no UsageError; ConfigMismatchError if two ranks differ; CollectiveTimeoutError with the ranks that didn't call
+        or answer; PeerDiedError.
         """
         try:
             value, request = resolve()
@@ -92,10 +89,10 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """Waits until all of `ranks` have made the same request. Raises as `resolve_and_agree` does.
+        """As `resolve_and_agree`, with a ready request.
 
-        `wrong`: an error that replaces the request and is raised after the agreement. `domain`: further ranks whose
-        death ends the wait, because it may be why a rank of `ranks` doesn't call.
+        `wrong`: replaces the request, and is raised after the agreement. `domain`: further ranks whose death ends the
+        wait, because a rank of `ranks` may not call after it.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
@@ -134,12 +131,10 @@ class Agreement:
     ) -> str:
         """Waits for all `ranks`, which make the same call. Returns a name for `what` that no earlier attempt had.
 
-        The name ends with the attempt's number. So groups of a later world get the same names as those of an earlier
-        one: DTensor's caches live as long as the process, and find groups by name. (For one rank, or with simulated
-        ranks, the name is random.)
-
-        A rank that is late for an attempt joins the next one. If a rank passes a `problem`, all ranks raise
-        CommunicationError. Raises like `agree` if a rank is missing, or if a rank of `watched` (default: `ranks`) died.
+        The name ends with the attempt's number, so groups of a later world get the names of an earlier one: DTensor's
+        caches live as long as the process, and find groups by name. A late rank joins the next attempt. If a rank
+        passes a `problem`, all ranks raise CommunicationError. Raises like `agree` if a rank of `watched` (default:
+        `ranks`) died.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
@@ -179,11 +174,11 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Reports to `ranks` that this rank failed to create their group `name`. Waits at most 0.5 s for replies."""
+        """Reports that this rank failed to create the group `name`. Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
-        """Returns the rank that failed to create the group `name`, and the reason; None if no failure is known."""
+        """Returns the rank that failed to create the group, and the reason, if known."""
         return self._failures.get(name)
 
     def _note_failure(self, rank: int, payload: bytes) -> bytes:
@@ -194,10 +189,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes the gloo address that this rank published for the previous attempt to create the group `name`.
-
-        Call it after `meet`: no rank uses that address any more.
-        """
+        """Deletes this rank's gloo address of the previous attempt; call it after `meet`, when no rank uses it."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

@@ -32,41 +32,36 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""Transfer tags are derived from the channel. A high number keeps them apart from the program's own small tags."""
+"""Transfer tags are derived from the channel: high ones differ from the program's own."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class GivenGroup(NamedTuple):
-    """A process group that the program made and passed to this library."""
-
     process_group: Any
     ranks: list[int]
     """Global, in the order of the group."""
     device: torch.device
     backend: str
-    """Backend for tensors of `device`."""
     cpu_group: Any
-    """The caller's gloo group of the same ranks, which may be `process_group`; None without one."""
+    """The caller's gloo group of the same ranks, which may be `process_group`."""
 
     @property
     def for_callers(self) -> Any:
-        """Returns the program's process group for CPU tensors, if it passed one."""
         return self.process_group if self.device.type == "cpu" else self.cpu_group
 
     @property
     def key(self) -> str:
-        """Returns a digest of the group's name: the same on all ranks, different for other groups of these ranks."""
+        """Same on all ranks, different for other groups of these ranks."""
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:
-        """Returns an unused channel number for a coordinator of this group. Every rank calls it in the same order."""
+        """Every rank calls it in the same order."""
         number = _CHANNELS.get(self.process_group, _FIRST_CHANNEL)
         _CHANNELS[self.process_group] = number + 1
         return number
 
 
 def examine(process_group: Any, cpu_group: Any = None, device: torch.device | str | None = None) -> GivenGroup:
-    """Checks and describes the program's process group. Raises GroupNotInitializedError or InvalidArgumentError."""
     if not dist.is_initialized():
         raise GroupNotInitializedError(
             "from_process_group needs torch.distributed: call torch.distributed.init_process_group() first"
@@ -125,7 +120,7 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 def prepare(world_size: int) -> None:
     """Compiles the native code before deadlines start (a minute on a busy machine). Removes leftovers in /dev/shm.
 
-    If the build fails, `explain()` shows why. GPU groups need it too: their messages use shared memory of the host.
+    GPU groups need it too: their messages use shared memory of the host.
     """
     from device_communicators.c10d import control_store, extension
     from device_communicators.cpu import native
@@ -150,10 +145,9 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Compares the settings that must be equal on `ranks` (global). Each of them must call this within `limit_s`.
+    """Compares the settings that must be equal on `ranks` (global), which all call it. Raises as `Agreement.agree`.
 
-    `backend` and `timeout_s` are the values in effect, which arguments may have overridden. Raises ConfigMismatchError
-    on all ranks if two differ, and the errors of `Agreement.agree`.
+    `backend` and `timeout_s` are the values in effect, which arguments may have overridden.
     """
 
     def own() -> tuple[None, Request]:
@@ -167,7 +161,7 @@ def agree_on_settings(
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
     """Returns a unique prefix for the names of one world on a shared store, chosen by the group's first rank.
 
-    Every rank of `group` (default: the default group) calls it. `caller` names the call in errors.
+    Every rank of `group` (default: the default group) calls it.
     """
     # Not from torch's generator: it would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Options of an axis's process groups: backend, timeout and NCCL's options; with their checks."""
+"""Options of an axis's process groups, with their checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GroupOptions:
 
     backend: str | None = None
     timeout: timedelta | float | None = None
-    """Deadline of an operation, in seconds or as a timedelta. Applies to the device group and its gloo group."""
+    """Of each operation, in seconds or as a timedelta, also on the axis's gloo group."""
     high_priority_stream: bool = False
     cga_cluster_size: int | None = None
     min_ctas: int | None = None
@@ -57,7 +57,7 @@ class GroupOptions:
 
     @property
     def for_cpu(self) -> GroupOptions:
-        """Returns the options of the gloo group for CPU tensors; with the backend `fake` (dry runs), these options."""
+        """Returns the options of the gloo group for CPU tensors."""
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
@@ -77,19 +77,16 @@ class GroupOptions:
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """Returns the NCCL options that were set, by their names in the C struct ncclConfig_t."""
+        """Names as in the C struct ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns options for creating a group: if that waits for other ranks, with a timeout of at least `limit_s`.
-
-        torch uses one timeout for connecting and for operations. The caller sets the group's own one afterwards.
-        """
+        """Creating a group uses this timeout, of at least `limit_s`; afterwards the caller sets the group's own."""
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
-        """Returns torch's ProcessGroupNCCL.Options; None for other backends, or if only backend and timeout are set."""
+        """Returns torch's ProcessGroupNCCL.Options; None if no option of NCCL is set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)

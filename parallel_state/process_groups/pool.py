@@ -41,7 +41,7 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32
-"""Descriptors that a gloo group needs in addition to its connections, with a reserve for the rest of the process."""
+"""In addition to a gloo group's connections, with a reserve for the rest of the process."""
 
 RankLists = Sequence[Sequence[int]]
 
@@ -59,7 +59,7 @@ class Acquired:
     """A group of the pool in use by one caller, who passes it to `release` once."""
 
     process_group: Any
-    """This rank's torch ProcessGroup; None for a group of one rank."""
+    """None for a group of one rank."""
     keys: tuple[_Key, ...]
 
 
@@ -81,8 +81,6 @@ class LazyProcessGroup:
 
 
 class ProcessGroupPool:
-    """All process groups of one initialised world. Groups with equal ranks and options are created once and shared."""
-
     def __init__(
         self,
         timeout_s: float,
@@ -94,8 +92,8 @@ class ProcessGroupPool:
     ) -> None:
         """`token`: separates this world's names from others on the same store.
 
-        `alone_over`: the backend of a world of one rank without a default group; `alone` creates one at its first use
-        unless the program has. `watcher`: the watcher of the rendezvous. `joined`: the program made the default group.
+        `alone_over`: the backend of a world of one rank without a default group. `joined`: the program made the default
+        group.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -128,7 +126,7 @@ class ProcessGroupPool:
 
     @property
     def groups_made(self) -> int:
-        """Returns how many process groups this rank has created as a member, including destroyed ones."""
+        """Counts groups that this rank created as a member, also destroyed ones."""
         return sum(self._created.values())
 
     @contextlib.contextmanager
@@ -157,9 +155,8 @@ class ProcessGroupPool:
         root: str = "",
         unshared: bool = False,
     ) -> Acquired:
-        """Returns the group of `ranks` (global, ascending, including this one), and creates it if needed.
-
-        Every member calls it in the same order.
+        """Returns the group of `ranks` (global, ascending, including this one). Every member calls it in the same
+        order.
 
         - `division`: returns all rank lists of this kind, which together are the world. Every rank of the world must
           then call, and strategies that need all ranks can be used.
@@ -167,8 +164,6 @@ class ProcessGroupPool:
         - `root`: of the failure domain.
         - `unshared`: always creates a new group. gloo matches operations of one group by their order, so threads that
           aren't synchronised need a group each.
-
-        Raises GroupDestroyedError, and the errors of the creation.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
@@ -206,16 +201,13 @@ class ProcessGroupPool:
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """Returns a new channel number for a user of a group of these ranks; transfer tags are derived from it.
-
-        Every member calls it in the same order.
-        """
+        """Returns a new channel number, from which transfer tags are derived. Members call it in the same order."""
         with self._lock:
             self._channels[tuple(ranks)] += 1
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Returns True if groups with these options are split off the world's communicator, by a call of all ranks."""
+        """Groups with these options are split off the world's communicator, by a call of all ranks."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -262,10 +254,7 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Creates a group under a new name: the store keeps the addresses of a failed attempt.
-
-        Waits for the members for at most an operation's timeout, then for the connections for at most the start's.
-        """
+        """Creates a group under a new name: the store keeps the addresses of a failed attempt."""
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
@@ -346,9 +335,9 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Makes a process group of the caller the pool's group of `ranks`, until its release. The caller still owns it.
+        """Makes the caller's process group the pool's group of `ranks`, if it has none. Every member calls it.
 
-        If the pool has such a group already, uses that one. Every member calls it, like `acquire`.
+        The caller still owns it.
         """
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
@@ -361,14 +350,14 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program made this group. `everyone`: True counts the default group, too."""
+        """Returns True if the program made this group. `everyone`: counts the default group, too."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
-        """Gives back a group; the last user's call destroys it. Ranks that acquired together must release together.
+        """The last user's call destroys the group. Ranks that acquired together must release together.
 
-        `failed`: True if the group may have operations that never complete.
+        `failed`: the group may have operations that never complete.
         """
         with self._lock:
             if failed:
@@ -394,10 +383,9 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Ends waits for other ranks in (failed) process groups, so that they can be destroyed after a failure.
+        """Ends waits for other ranks in (failed) process groups: destroying a gloo group would wait for them.
 
-        Destroying a gloo group waits for its started collectives. A wait also keeps the group's connections open, and
-        these keep other ranks waiting until their deadlines.
+        A wait also keeps connections open, and these keep other ranks waiting until their deadlines.
         """
         for key in list(self._failed if failed_only else self._groups):
             self._abandon(key, self._groups.get(key))
@@ -413,7 +401,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Closes the watcher, and the groups that `alone` made. Later `acquire` calls raise. May be called twice."""
+        """Later `acquire` calls raise. May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
