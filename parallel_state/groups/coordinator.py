@@ -1,4 +1,4 @@
-"""GroupCoordinator: pairs the process group of a device with a gloo group of the same ranks."""
+"""GroupCoordinator, and how it is created over process groups."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Traits(NamedTuple):
-    """The options of a group, apart from its ranks. Sub-groups inherit them."""
+    """A group's options, which sub-groups inherit."""
 
     device: torch.device
     local_rank: int = 0
@@ -56,15 +56,13 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """For our own NCCL communicators; the field of `options` is for the process group."""
+    """Of our own NCCL communicators; the field of `options` is for the process group."""
     lazy_cpu_group: bool = False
-    """The gloo group of a device group is created at its first use, by all its ranks together."""
+    """Creates a device group's gloo group at its first use, by all ranks together."""
 
 
 class _Renamed:
-    """An attribute that is a global rank in vLLM. Reading it raises: `send(x, group.next_rank)` would use the wrong
-    rank.
-    """
+    """A global rank in vLLM. Reading it raises, because `send(x, group.next_rank)` would use the wrong rank."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -105,7 +103,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         acquired: list[Acquired] | None = None,
         public_cpu_group: Any = None,
     ) -> None:
-        """`public_cpu_group`: returned by `cpu_group`; default: the CPU group of `context`."""
+        """`public_cpu_group`: default: the CPU group of `context`."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -131,7 +129,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Suggests the most similar name. Python also calls it after a `_Renamed` attribute raised."""
+            """Python also calls it after a `_Renamed` attribute raised."""
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
             known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
@@ -156,11 +154,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
         Exactly the ranks of the group call it; ranks of several process groups in the same order.
 
-        - `process_group`: `device_group` returns it. The caller destroys it, and `cpu_group`, after `destroy()`.
+        - `process_group`: the caller destroys it, and `cpu_group`, after `destroy()`.
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
-        - `device`: of its tensors. Default: CUDA if the process group has a backend for CUDA alone, else the CPU.
+        - `device`: default: CUDA if the process group has a backend for CUDA alone, else the CPU.
         - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
-        - `allow_pickle`: see initialize_model_parallel.
         - `within`: a coordinator that contains these ranks and outlives this one. A death that fails it also fails this
           one.
 
@@ -211,12 +208,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def ranks(self) -> list[int]:
-        """Returns a new list of the group's global ranks, in group order."""
         return list(self.context.ranks)
 
     @property
     def size(self) -> int:
-        """Returns `world_size`, under fairseq2's name."""
         return self.world_size
 
     @property
@@ -229,12 +224,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def next_rank_in_group(self) -> int:
-        """Wraps around."""
         return (self.rank_in_group + 1) % self.world_size
 
     @property
     def prev_rank_in_group(self) -> int:
-        """Wraps around."""
         return (self.rank_in_group - 1) % self.world_size
 
     @property
@@ -247,12 +240,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def next_global_rank(self) -> int:
-        """Wraps around."""
         return self.context.ranks[self.next_rank_in_group]
 
     @property
     def prev_global_rank(self) -> int:
-        """Wraps around."""
         return self.context.ranks[self.prev_rank_in_group]
 
     first_rank, last_rank, next_rank, prev_rank = _Renamed(), _Renamed(), _Renamed(), _Renamed()
@@ -279,11 +270,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """Returns the torch ProcessGroup for CPU tensors. Its first use may have to be a call by every rank of the
-        group.
+        """Returns the torch ProcessGroup for CPU tensors. Its first use may need a call by every rank of the group.
 
-        Its backend is gloo, or our own with PARALLEL_STATE_CPU_BACKEND=parallel_state. Groups that the program made
-        keep their backend.
+        Its backend is gloo, or PARALLEL_STATE_CPU_BACKEND's. Groups that the program made keep their backend.
         """
         found = self._public_cpu_group
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
@@ -294,8 +283,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         """The timeout of each call in seconds. Assign seconds, a timedelta, or None for PARALLEL_STATE_TIMEOUT_S.
 
         A new value applies to calls that begin later on this rank; for a started call its wait counts. If ranks have
-        different timeouts, the first deadline ends the call on all. A process group of the program's own keeps its
-        timeout.
+        different timeouts, the first deadline ends the call on all.
         """
         return self.context.timeout_s
 
@@ -310,12 +298,11 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def supports_process_group(self) -> bool:
-        """Returns False for a simulated group, whose process groups raise."""
+        """Returns False for a simulated group."""
         return not self.context.simulated
 
     @host_call(OUTSIDE)
     def as_process_group(self) -> Any:
-        """Returns `device_group`, under fairseq2's name."""
         return self.device_group
 
     def _process_group(self, find: Callable[[], Any], options: GroupOptions) -> Any:
@@ -323,7 +310,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             self.route.check_usable()  # raises
         if self.pool is None:
             raise GroupNotInitializedError(f"{self.context} is simulated and has no process group")
-        # Never None for one rank: torch.distributed takes group=None for the whole world.
+        # Never None: torch.distributed takes group=None for the whole world.
         return find() or self.pool.alone(options)
 
     @host_call(OUTSIDE)
@@ -385,9 +372,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     ) -> AbstractContextManager[GraphCaptureContext]:
         """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter it.
 
-        In the body the current stream is `capture.stream`: that of `context`, or a new stream, which waits for the
-        stream that was current before. `peers`: ranks in the group with which the graphs send or receive for the first
-        time. Each peer must name this rank as well.
+        The current stream is then that of `context`, or a new one, which waits for the previous. `peers`: ranks in the
+        group with which the graphs send or receive for the first time. Each peer must name this rank as well.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise InvalidArgumentError(
@@ -411,7 +397,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
-        """Returns the calls and bytes so far, by operation. Bytes count tensors that this rank passed or received."""
+        """Returns calls and bytes so far, by operation. Bytes count tensors that this rank passed or received."""
         return self.route.traffic()
 
     @host_call(OUTSIDE)
@@ -428,14 +414,13 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)
         self._public_cpu_group = None
-        self.acquired.clear()  # so that a reference to a destroyed group keeps no process group alive
+        self.acquired.clear()  # a reference to a destroyed group then keeps no process group alive
         all_sent = False
-        # Each step runs even if another one raises.
         try:
             all_sent = self._messenger.close()
         finally:
             failed = self.route.has_failed or not all_sent
-            with contextlib.ExitStack() as stack:  # runs in reverse order
+            with contextlib.ExitStack() as stack:  # runs in reverse order, even if one raises
                 if pool is not None:
                     if self._owns_pool:
                         stack.callback(pool.close)
@@ -454,7 +439,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def close(self) -> None:
-        """Calls `destroy`, under fairseq2's name."""
         self.destroy()
 
     def __repr__(self) -> str:
@@ -475,10 +459,10 @@ def create_group(
 ) -> GroupCoordinator:
     """Creates the group of `ranks` (global, ascending), which include this rank.
 
-    See ProcessGroupPool.acquire for who must call it, `division`, `near` and `unshared`. `domain`: the ranks whose
-    death fails the group; default: all. `given`: the caller's process group, which the caller destroys.
+    Callers and further arguments: see ProcessGroupPool.acquire. `domain`: the ranks whose death fails the group;
+    default: all. `given`: the caller's process group, which the caller destroys.
     """
-    # Imported here: simulated groups don't need it, and a compile must finish before peers start waiting.
+    # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
     from device_communicators.cpu.native_group import Members
 
@@ -548,7 +532,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Keeps gloo's timeout at least at that of creation: groups of the same ranks share it."""
+    """Never shortens gloo's timeout: groups of the same ranks share it."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -557,8 +541,8 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection. Each of `ranks`, which have a process group, must call it. Errors name `caller`."""
-    from device_communicators.c10d.world import World, address_of  # imported here as in create_group
+    """Starts failure detection. Each of `ranks`, which have a process group, must call it."""
+    from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 
     store = default_store()
@@ -573,7 +557,6 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
 
 
 def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    """Stores the cores and PIDs of this host's ranks."""
     from device_communicators.cpu.watching import know_neighbours
 
     memory = group.context.host_memory
@@ -584,7 +567,7 @@ def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
 
 
 def verify_group(group: GroupCoordinator) -> None:
-    """Runs a small all-reduce, so that a broken group fails now rather than in the middle of a model."""
+    """A broken group fails now rather than in the middle of a model."""
     if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:

@@ -1,11 +1,9 @@
-"""The groups that `ParallelGroups.use()` made current.
+"""The groups that `ParallelGroups.use()` made current: a context variable, and what Python and torch don't propagate.
 
-They are in a context variable. This module covers what Python and torch don't propagate by themselves:
-
-- threads: while any groups are in use, `threading.Thread.start` is wrapped, and a new thread inherits them.
-- backward: a function that autograd runs has the groups of its forward, in any thread. autograd numbers the nodes of a
-  thread in order, so the numbers at which `use()` was entered and left determine the groups of each node.
-- compiled code: dynamo can't trace a look-up of a context variable. See `_Current`.
+- threads: `threading.Thread.start` is wrapped while any groups are in use.
+- backward: autograd numbers the nodes of a thread in order, so the numbers at which `use()` was entered and left
+  determine the groups of each node.
+- compiled code: see `_Current`.
 """
 
 from __future__ import annotations
@@ -36,18 +34,17 @@ _MOST_MARKS = 4096
 _UNKNOWN, _FORGOTTEN, POOLED = object(), object(), object()
 
 _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_groups", default=None)
-"""The current groups, None, or `POOLED` in a thread-pool worker."""
+"""None, or `POOLED` in a thread-pool worker."""
 
 
 class _Forwards:
-    """Records which groups were current when one thread's autograd nodes were created.
+    """Which groups were current when one thread's autograd nodes were created.
 
-    Each change is stored with the number of the next node. In an event loop it is unknown which task creates a node, so
-    a backward there has the groups that are current when it runs.
+    In an event loop it is unknown which task creates a node: a backward there uses the groups that are current then.
     """
 
     exist: ClassVar[bool] = False
-    """False while no thread has a record: look-ups then skip the check for a backward."""
+    """While no thread has a record, look-ups skip the check for a backward."""
 
     def __init__(self, groups: Any) -> None:
         _Forwards.exist = True
@@ -103,7 +100,7 @@ def _find(_: _Current) -> Any:
         groups = forwards.at(node)
         if groups is not _UNKNOWN:
             if isinstance(forwards, _Forwards):
-                # Applies to everything this node calls; autograd restores the record after the node.
+                # For everything this node calls; autograd restores the record after the node.
                 stash_for_autograd(SimpleNamespace(at=lambda _: groups))
             return groups
     return _CONTEXT.get()
@@ -113,10 +110,7 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Compiled code guards on `groups`, so a graph compiled for other groups isn't used.
-
-    dynamo doesn't trace a property whose getter is an `instancemethod`, as in pybind: it assumes C code.
-    """
+    """Compiled code guards on `groups`. dynamo doesn't trace an `instancemethod` getter: it assumes C code."""
 
     _new = ctypes.pythonapi.PyInstanceMethod_New
     _new.restype, _new.argtypes = ctypes.py_object, [ctypes.py_object]
@@ -133,7 +127,7 @@ def using(groups: _Groups) -> Iterator[_Groups]:
     forwards: _Forwards | None = getattr(_OF_THREAD, "forwards", None)
     if forwards is None:
         forwards = _OF_THREAD.forwards = _Forwards(before)
-        stash_for_autograd(forwards)  # makes it available in autograd's own threads
+        stash_for_autograd(forwards)  # for autograd's own threads
     with _THREAD_STARTS.wrapped():
         _CONTEXT.set(groups)
         forwards.note(groups)
@@ -145,7 +139,7 @@ def using(groups: _Groups) -> Iterator[_Groups]:
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-"""Modules whose worker threads run work of any submitter."""
+"""Their worker threads run work of any submitter."""
 
 
 class _ThreadStarts:

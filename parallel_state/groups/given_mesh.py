@@ -1,4 +1,4 @@
-"""Derives a layout from a DeviceMesh that the caller made, and checks that its groups match the layout's."""
+"""Derives a layout from a DeviceMesh that the caller made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel_state.layout.ranks import Layout
 def read(
     mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
 ) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Returns sizes, order and process groups of the mesh; raises LayoutError if it isn't a layout."""
+    """Returns sizes, order and process groups; raises LayoutError if the mesh isn't a layout."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -55,7 +55,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the mesh's dims, fastest first, by the distance of neighbouring ranks, and `ep`."""
+    """Returns the dims, fastest first, by the distance of neighbouring ranks, and `ep`."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

@@ -18,11 +18,7 @@ logger = logging.getLogger("parallel_state")
 
 
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
-    """Returns this rank's mesh as get_device_mesh does; creates missing groups.
-
-    `dp_shard` is a default dim if tp or ep has more than one rank: FSDP needs a dim to shard. The result is a slice of
-    a root mesh, which also has the axes that aren't named.
-    """
+    """Creates missing groups. The result is a slice of a root mesh with all axes."""
     world, layout = groups.world, groups.layout
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups, and so no DeviceMesh")
@@ -71,10 +67,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns all axes for a root mesh, slowest first; another order of `wanted` is kept, after the other axes.
-
-    Slowest first gives all root meshes one order of ranks: torch refuses to combine meshes with different orders.
-    """
+    """Slowest first, so that all root meshes have one order of ranks: torch can't combine others."""
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

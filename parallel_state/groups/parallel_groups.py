@@ -59,14 +59,13 @@ class ParallelGroups:
     """Its ranks are positions in `world.ranks`."""
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
-    """The groups created so far."""
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
     """Creates a group at its first use; returns None if this rank is in no group of that kind."""
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
-    """Creates groups of the same world with the same arguments, except for the sizes passed."""
+    """Creates groups of the same world with other sizes."""
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    """Global ranks by kind, also of groups not yet created; compiled code can't compute them."""
+    """Also of groups not yet created; compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
     is_view: bool = False
     """Another object owns the groups; `close` then does nothing."""
@@ -82,7 +81,7 @@ class ParallelGroups:
             self._check(group)
 
     def _check(self, group: GroupCoordinator) -> None:
-        """fairseq2 requires that the world's rank 0 is rank 0 of each of its groups."""
+        """As fairseq2 requires."""
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(
                 f"rank 0 of the world must be rank 0 of every group that contains it, but isn't in {group!r}"
@@ -108,12 +107,12 @@ class ParallelGroups:
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns a new list of the group's global ranks, without creating it. Raises the usage errors of `get`."""
+        """Returns the group's global ranks without creating it. Raises the usage errors of `get`."""
         group = self.groups.get(name)
         if group is not None:
             return group.ranks
         if name not in self.ranks:
-            self.layout.axes_of(name)  # raises; the error lists the known names
+            self.layout.axes_of(name)  # raises
         if not self.ranks[name]:
             raise self._no_group_error(name)
         return list(self.ranks[name])
@@ -142,10 +141,7 @@ class ParallelGroups:
             return group
 
     def warm_up(self) -> None:
-        """Runs a small all-reduce on each group created so far. Every rank of the world must call it.
-
-        Raises CommunicationError with the name of a group on which a rank is missing.
-        """
+        """Runs a small all-reduce on each group created so far. Every rank of the world must call it."""
         for axis in AXES:
             if axis.name in self.groups:
                 verify_group(self.groups[axis.name])
@@ -164,12 +160,12 @@ class ParallelGroups:
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """fairseq2's replicated data-parallel group: `dp_replicate`, or `dp` if the layout isn't sharded."""
+        """fairseq2's replicated data-parallel group, which is `dp` if the layout isn't sharded."""
         return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """fairseq2's sharded data-parallel group: `dp_shard`, or one rank if the layout isn't sharded."""
+        """fairseq2's sharded data-parallel group, of one rank if the layout isn't sharded."""
         return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
@@ -187,12 +183,10 @@ class ParallelGroups:
         """Makes these the current groups: getters return them instead of the process-wide groups.
 
         They are current in the body, in asyncio tasks and threads started in it, and in the backward of what it
-        computes, also after the body. A forward in an event loop's task is the exception: its backward must run in the
-        body. Call backward in the thread of its forward.
+        computes. In an event loop, backward must run in the body. Call backward in the thread of its forward.
 
         Getters raise UsageError in a thread-pool worker that was started in the body: submit
-        `contextvars.copy_context().run, function`. Threads started earlier keep their groups. A thread started by
-        `_thread.start_new_thread` has the process-wide groups.
+        `contextvars.copy_context().run, function`. Threads started earlier keep their groups.
         """
         with using(self):
             yield self
@@ -212,7 +206,7 @@ class ParallelGroups:
 
 
 def try_get_current_groups() -> ParallelGroups | None:
-    """Returns the groups that `use()` made current here; None outside `use()`.
+    """Returns the groups that `use()` made current here, or None.
 
     Raises UsageError in a thread-pool worker that was started inside `use()`: its work may come from elsewhere.
     """
@@ -263,10 +257,8 @@ def create_parallel_groups(
     """Creates the groups of a layout over the ranks of `world`; leaves the process-wide groups unchanged.
 
     Every rank of `world` must call it with the same arguments: see initialize_model_parallel. Only deaths in `world`
-    fail these groups.
-
-    Raises LayoutError for sizes that don't fit, InvalidArgumentError for other invalid arguments, and
-    ConfigMismatchError on every rank if ranks differ, before any group is created.
+    fail these groups. Raises LayoutError for sizes that don't fit, InvalidArgumentError, and ConfigMismatchError on
+    every rank if ranks differ, before any group is created.
     """
     arguments: dict[str, Any] = {**locals()}
     world.route.check_usable()
@@ -337,9 +329,9 @@ def create_parallel_groups(
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
     """Creates groups like `groups` whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 
-    `sdp` is all of `dp`, and `rdp` is one rank. With `intra_node_size` (hybrid sharding), `sdp` has that many
-    neighbours of a `dp` group, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the
-    same arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
+    `sdp` is all of `dp`, or, with hybrid sharding, `intra_node_size` neighbours of it; `rdp` has the ranks with equal
+    shards. Every rank of the world must call it with the same arguments and close both objects. Raises LayoutError if
+    `intra_node_size` is below 2 or doesn't divide dp.
     """
     if groups.divide is None:
         raise GroupNotInitializedError(
@@ -433,16 +425,13 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns True if the gloo groups of device groups are created at their first use.
-
-        Not if GPUs rendezvous through the gloo group at start, nor with "global" creation, which needs all ranks.
-        """
+        """Not if GPUs rendezvous through the gloo group at start, nor with "global" creation, which needs all ranks."""
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Splits the world's own communicators as its process group. All ranks must call it."""
+        """All ranks must call it."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

@@ -20,8 +20,8 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     """Returns a list with, for each rank of `pg`, True if it shares memory with rank `source_rank`.
 
     `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors, each of whose ranks must call it. If the source can't
-    create a segment, the result is True for the source only. Raises InvalidArgumentError if `source_rank` isn't a rank
-    in the group, and for an NCCL ProcessGroup.
+    create a segment, the result is True for the source only. Raises InvalidArgumentError for a wrong `source_rank`, and
+    for an NCCL ProcessGroup.
     """
     group = pg.cpu_group if isinstance(pg, GroupCoordinator) else pg
     if "nccl" in (backend := str(dist.get_backend(group))):
@@ -70,10 +70,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank must call it.
-
-    `find`: works as in_the_same_node_as for this kind of group.
-    """
+    """Every rank must call it. `find`: as in_the_same_node_as, for this kind of group."""
     size = pg.size() if isinstance(pg, dist.ProcessGroup) else pg.world_size
     nodes: list[list[int]] = []
     waiting = list(range(size))

@@ -43,7 +43,7 @@ def simulate(
     ranks_per_node: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> ParallelGroups:
-    """Returns the simulated groups of `rank` in a layout of `world_size` ranks. Works before any init.
+    """Returns the simulated groups of `rank`. Works before any init.
 
     Sizes, order and errors are those of initialize_model_parallel.
     """

@@ -1,4 +1,4 @@
-"""The steps of start-up, which `state` calls in order: ranks, device, torch's default group, checks of the world."""
+"""The steps of start-up, which `state` calls in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from device_communicators.base.errors import (
     plain,
 )
 
-# Imported here, because an import needs a file descriptor, and none may be left when groups import them.
+# When groups import them, no file descriptor may be left, which an import needs.
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
@@ -48,31 +48,28 @@ logger = logging.getLogger("parallel_state")
 _GLOO_DESCRIPTORS = 8
 """In addition to one per rank."""
 _LAST_CALL_S = 1.0
-"""Time at the start's deadline in which ranks report whether they are connected."""
+"""Time at the deadline in which ranks report whether they are connected."""
 _TOGETHER_S = 0.5
-"""Deaths on another host are reported later: a failed start waits this long for them."""
+"""A failed start waits this long for deaths on other hosts."""
 _START_DESCRIPTORS = 20
 """In addition to one per rank of the world (on rank 0: four)."""
 
 
 @dataclass(frozen=True)
 class JoinedWorld:
-    """The facts of a world that this process has joined, before any group exists."""
-
     place: ProcessEnvironment
     device: torch.device
     is_ours: bool
     """False if the program created the default group."""
     token: str = ""
-    """Separates this world's keys from those of other worlds on the same store."""
+    """Separates worlds on the same store."""
     alone_over: str | None = None
-    """The backend of a world of one rank, which has no default group; otherwise None."""
+    """The backend of a world of one rank, which has no default group."""
     server: tuple[str, int] | None = None
-    """The address at which rank 0 serves the store."""
+    """Where rank 0 serves the store."""
     watcher: Watcher | None = None
     """None for a world of one rank."""
     met: Met | None = None
-    """None if there was no rendezvous."""
 
     @property
     def address(self) -> str:
@@ -85,7 +82,6 @@ class JoinedWorld:
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Arguments of -1 are replaced by the launcher's values."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
             raise InvalidArgumentError(
@@ -115,7 +111,7 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
 
 
 def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
-    """Joins an existing default group; every rank of it must call this.
+    """Every rank of the default group must call it.
 
     Raises ConfigMismatchError if it contradicts the arguments, RendezvousError if a rank doesn't call it in time.
     """
@@ -147,10 +143,7 @@ def join_world(
     *,
     undo: contextlib.ExitStack,
 ) -> JoinedWorld:
-    """Joins a new world. A world of one rank gets no default group, unless it binds a device.
-
-    Callbacks on `undo` revert the effects at the world's end, or if the start fails.
-    """
+    """A world of one rank gets no default group, unless it binds a device. Callbacks on `undo` revert the effects."""
     place = _with_free_port(place)
     undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
     undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
@@ -185,7 +178,7 @@ def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns the device of this process's tensors. If it is a GPU, makes it the current device."""
+    """Also makes a GPU the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -303,7 +296,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
     except RuntimeError as error:
         failure = error
     left_s, missing = met.deadline - time.monotonic(), []
-    if failure is None or left_s <= 0:  # which ranks have not connected by the deadline?
+    if failure is None or left_s <= 0:
         verdict = met.watcher.agree("connected", 1, everyone, b"", max(0.0, left_s) + _LAST_CALL_S, everyone)
         if failure is None and (verdict is None or verdict.kind == "agreed"):
             return None
@@ -323,7 +316,7 @@ def _not_connected(
     missing: Sequence[int],
 ) -> CommunicationError:
     late = time.monotonic() > met.deadline
-    # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
+    # torch's error can arrive before the control plane reports the exit.
     limit_s = 0.0 if late else None
     deaths = met.watcher.await_death_of(range(place.world_size), limit_s, together_s=_TOGETHER_S)
     who = f"rank {place.rank} of {place.world_size} found the other ranks, but "
@@ -362,10 +355,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Raises InvalidArgumentError on every rank if ranks share a GPU without permission; each rank must call it.
-
-    GPUs are compared by UUID, because ranks with one visible GPU may share it.
-    """
+    """Each rank must call it; all raise. Compares UUIDs, because ranks with one visible GPU may share it."""
     if world.device.type != "cuda" or world.world_size == 1:
         return
     uuid = uuid_of(world.device)
@@ -381,9 +371,9 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank must call it."""
+    """Every rank must call it."""
     memory = world.context.host_memory
-    if torch_internals.is_fake():  # the other ranks are simulated
+    if torch_internals.is_fake():
         return [world.ranks]
     return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
 

@@ -1,4 +1,4 @@
-"""The argument `out` of calls that receive a dict: the caller's tensors to receive into."""
+"""The argument `out` of calls that receive a dict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Buffers(NamedTuple):
 
 
 def checked_buffers(context: GroupContext, method: str, out: object, views: bool = False) -> Buffers | None:
-    """Raises InvalidArgumentError unless `out` maps str keys to dense, writable tensors and `views` is False."""
     if not isinstance(views, bool):
         raise InvalidArgumentError(f"views of {method} on {context} must be a bool, but is a {type(views).__name__}")
     if out is None:
@@ -50,7 +49,7 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
 
 
 def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
-    """Describes how a caller's tensor differs from the received one; None if it fits."""
+    """Returns None if the buffer fits."""
     if tuple(buffer.shape) == tuple(shape) and buffer.dtype == dtype and buffer.device.type == device_type:
         return None
     return (
@@ -67,7 +66,7 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Tells autograd that the tensors changed: it can't detect writes to their memory."""
+    """autograd can't detect these writes."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -80,10 +79,7 @@ def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Copies received tensors to the caller's and returns these; skips those received in place.
-
-    If one doesn't fit, raises InvalidArgumentError and changes no tensor of the caller.
-    """
+    """Skips tensors that were received in place. Changes no buffer unless all fit."""
     buffers, tensors = out.tensors, {}
     problem = None
     if isinstance(received, dict):

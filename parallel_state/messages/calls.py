@@ -47,7 +47,7 @@ class MessageCalls(GroupFacts):
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list` with rank `src`'s objects; returns it. All lists must have the same length."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
-        # A mistake of `src` is raised below: the other ranks wait for it and must receive it.
+        # A mistake of `src` is raised below: the other ranks wait for it.
         if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
             raise InvalidArgumentError(
                 f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
@@ -85,7 +85,7 @@ class MessageCalls(GroupFacts):
     @host_call(_OBJECTS)
     @transfer("send_object")
     def send_object(self, obj: Any, dst: int | None = None) -> None:
-        """Sends an object to rank `dst` (default: the next), which calls recv_object."""
+        """Sends an object to rank `dst` (default: the next)."""
         dst = self._destination("send_object", dst)
         self._messenger.send(self._messenger.post(obj, dst, waits=True), dst)
 
@@ -105,7 +105,7 @@ class MessageCalls(GroupFacts):
     @host_call(_OBJECTS)
     @transfer("irecv_object")
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
-        """Starts to receive an object, which `wait()` returns. Handles receive objects in the order of their starts."""
+        """Starts recv_object, whose result `wait()` returns. Handles receive objects in the order of their starts."""
         return self._messenger.irecv(self._source("irecv_object", src))
 
     def broadcast_tensor_dict(
@@ -119,13 +119,8 @@ class MessageCalls(GroupFacts):
     ) -> dict[Any, Any]:
         """Returns rank `src`'s dict on every rank; on `src` the dict itself.
 
-        CPU tensors are received on the CPU, others on the group's device.
-
-        - `spec`: describes the dict in advance. All ranks must pass it. The call then compiles.
-        - `out`: as in recv_tensor_dict; not on `src`.
-        - `views`: as in recv_tensor_dict, on all receivers. With two or more receivers, only read the tensors.
-
-        Raises as recv_tensor_dict.
+        Arguments and errors are as in recv_tensor_dict. `src` passes no `out`. With `views` on two or more receivers,
+        only read the tensors.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         self._check_options("broadcast_tensor_dict", spec=spec)
@@ -163,7 +158,7 @@ class MessageCalls(GroupFacts):
         - `all_gather_group`: a group whose ranks all hold the same tensors. Each sends one slice of each tensor that
           divides evenly. The receivers gather the slices over their own `all_gather_group`.
         - `all_gather_tensors`: `{"residual": False}` excludes a tensor that differs between these ranks.
-        - `spec`: describes the dict in advance. Both sides must pass it. The call then compiles.
+        - `spec`: describes the dict in advance, on both sides. The call then compiles.
         """
         self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -197,19 +192,19 @@ class MessageCalls(GroupFacts):
         spec: TensorDictSpec | None = None,
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
-    ) -> dict[Any, Any] | Any:  # `| Any`, not `| None`: only a group of one rank has nothing to receive
+    ) -> dict[Any, Any] | Any:  # only a group of one rank has nothing to receive
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as in vLLM.
 
-        - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
-        - `out`: tensors to receive into: one for each that is sent, with its shape, dtype and device type. The returned
-          dict contains them. After an error their content is undefined.
-        - `views`: allows views of shared memory into which a sender on this host has copied its tensors. They stay
-          valid after the group or the sender has ended. Small tensors, other hosts, compiled code, and a sender of
-          whose views this rank keeps more than 256 MiB give copies.
+        CPU tensors are received on the CPU, others on the group's device.
 
-        Raises CollectiveMismatchError if the sender of CPU tensors passed another spec, or only one side has one.
-        Raises InvalidArgumentError for `out` with `views`, and for an `out` that doesn't fit: with `spec` before
-        anything is received; without it the dict is lost.
+        - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
+        - `out`: a tensor for each that is sent, with its shape, dtype and device type. The returned dict contains them.
+          After an error their content is undefined.
+        - `views`: allows views of shared memory of this host, which stay valid after the group or the sender has ended.
+          Small tensors, and a sender of whose views this rank keeps more than 256 MiB, give copies.
+
+        Raises CollectiveMismatchError if the sender of CPU tensors passed another spec, InvalidArgumentError for `out`
+        with `views`, and for an `out` that doesn't fit: without `spec` the dict is then lost.
         """
         self._check_options("recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
         buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
@@ -261,8 +256,8 @@ class MessageCalls(GroupFacts):
     ) -> ReceiveHandle:
         """Starts to receive a dict, which `wait()` returns. Every rank of an all-gather group must call `wait()`.
 
-        `wait()` raises if `out` doesn't fit; the dict is lost then. `all_gather_tensors` has no effect. In a group of
-        one rank `wait()` returns None, and unpacking the handle as in vLLM gives None and two empty lists.
+        `all_gather_tensors` has no effect. In a group of one rank `wait()` returns None, and unpacking the handle as in
+        vLLM gives None and two empty lists.
         """
         self._check_options("irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
@@ -293,7 +288,7 @@ class MessageCalls(GroupFacts):
             )
 
     def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
-        """Serves groups of one rank. Raises if a larger group couldn't send `obj`."""
+        """Raises if a larger group couldn't send `obj`."""
         if must_be is not None and not isinstance(obj, must_be):
             what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
             raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")

@@ -13,7 +13,7 @@ from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
 from parallel_state.messages.reader import Reader
 
-if TYPE_CHECKING:  # loaded when a group is made
+if TYPE_CHECKING:
     from parallel_state.messages.media import Medium
 
 
@@ -53,7 +53,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True once the tensors are no longer read, also after a failure."""
+        """True once the tensors are no longer read, also after a failure."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -63,13 +63,13 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Completes the send, in a thread, and releases each tensor as it is sent."""
+        """Releases each tensor as it is sent; for a background thread."""
         for part in list(self._parts):
             part.run_to_end()
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[SendHandle]:
-        """Yields this handle, for callers that expect vLLM's list of handles."""
+        """vLLM's callers expect a list of handles."""
         return iter((self,))
 
 
@@ -91,7 +91,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Returns True once the whole message has arrived. The first call starts a thread that receives it."""
+        """True once the whole message has arrived. The first call starts a thread that receives it."""
         if self._waiter is None and not self._arrived:
             self._waiter = HelperThread("receive", self.take_in)
             self._waiter.start()
@@ -118,13 +118,13 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """Yields `tensors, handles, postprocess`, as in vLLM. Waiting for a handle fills the dict."""
+        """Yields vLLM's `tensors, handles, postprocess`. Waiting for a handle fills the dict."""
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 
     @host_call(WAITED_FOR)
     def take_in(self) -> None:
-        """Receives this handle's message, after those of all earlier handles for the same sender."""
+        """Receives this message after those of all earlier handles for the same sender."""
         for handle in self._messenger.pending_up_to(self):
             if handle._lock._is_owned():  # type: ignore[attr-defined]
                 raise handler_error("wait", str(self._messenger.route.context), "recv")
@@ -139,7 +139,7 @@ class ReceiveHandle:
 
 
 class NoSend(SendHandle):
-    """An empty list of handles, in a group of one rank, as in vLLM."""
+    """An empty list of handles, as in vLLM."""
 
     def __init__(self, messenger: HandleOwner) -> None:
         super().__init__(messenger, ())
@@ -149,8 +149,6 @@ class NoSend(SendHandle):
 
 
 class NoReceive(ReceiveHandle):
-    """Stands for a receive in a group of one rank: `wait()` returns None."""
-
     def __init__(self) -> None: ...
 
     def is_completed(self) -> bool:

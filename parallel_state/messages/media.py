@@ -1,7 +1,4 @@
-"""Carries messages to other ranks: by the compiled library, or as transfers of the group's route.
-
-Each medium delivers the same messages, in order, and counts them alike. Device tensors are always transfers.
-"""
+"""Carries messages by the compiled library, or as transfers. Device tensors are always transfers."""
 
 from __future__ import annotations
 
@@ -43,54 +40,52 @@ from parallel_state.messages.wire import (
     split_by_device,
 )
 
-# Frames have their own tag: the next frame's receive may be posted before this message's body arrives.
+# The next frame's receive may be posted before this message's body arrives.
 _FRAME, _BODY = 1, 2
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
-"""Names under which messages are counted: one call per message."""
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
 _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
-    """Carries one group's messages, to one rank or, in a broadcast (`call`), to all ranks."""
+    """Carries messages to one rank or, in a broadcast (`call`), to all ranks."""
 
     takes_many: bool
-    """True if many small CPU tensors cost no more than one of their total size."""
+    """Many small CPU tensors cost no more than one of their total size."""
     past_python: PastPython | None = None
-    """Sends, receives, records and counts messages in C++; None if unavailable."""
 
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Sends an object and returns True, if that needs no wait or if `waits` allows one.
+        """Returns True if the object was sent without a wait (or with one, if `waits`).
 
-        Otherwise returns the message or the started send's handle. False: the caller must encode the object.
+        Otherwise returns its message or the started send's handle. False: the caller must encode the object.
         """
         return False
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]: ...
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
-        """Waits until the tensors may be changed."""
+        """Returns once the tensors may be changed."""
         for part in self.isend(outgoing, dst):
             part.wait()
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        """Sends to all other ranks, and waits until the tensors may be changed."""
+        """Returns once the tensors may be changed."""
 
     def start_receive(self, reader: Reader) -> None:
         """Prepares a receive that a later call of `receive` completes."""
 
     def end_receive(self, reader: Reader) -> None:
-        """Undoes `start_receive`, once the message was received or is given up."""
+        """Call it once the message was received or is given up."""
         return
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
-        """Receives the next message. Returns handles of device tensors that are still in transfer."""
+        """Returns handles of device tensors that are still in transfer."""
 
 
 def medium_of(route: Route) -> Medium:
-    """The choice is equal on all ranks: they agreed on it when the group was made."""
+    """Equal on all ranks: they agreed on it when the group was made."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -106,14 +101,12 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the receiving method's number. A message whose receive was started earlier has no spec."""
+    """A message whose receive was started earlier has no spec."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
 
 class FakeMedium(Medium):
-    """Serves torch's `fake` backend: sends are only counted, receives raise."""
-
     takes_many = True
 
     def __init__(self, route: Route) -> None:
@@ -206,7 +199,7 @@ _Receiver = Receiver | StreamReceiver | ToAllReceiver
 
 
 class LibraryMedium(RouteMedium):
-    """Carries head and CPU tensors as one message, through shared memory or connections between hosts."""
+    """Carries head and CPU tensors as one message."""
 
     takes_many = True
 
@@ -219,8 +212,8 @@ class LibraryMedium(RouteMedium):
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
         self._hosts = None if isinstance(channels, Channels) else collectives
-        """The compiled group that broadcasts messages over several hosts."""
-        self._objects = codec_values.use_library()  # it is loaded, because the queues need it
+        """Broadcasts messages over several hosts."""
+        self._objects = codec_values.use_library()  # loaded already, because the queues need it
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
 
@@ -246,7 +239,6 @@ class LibraryMedium(RouteMedium):
         return ToAllReceiver(self._hosts, src, call)
 
     def _started(self, number: int, dst: int) -> Handle:
-        """Records a send that the library has started and counted."""
         work = self._streams.message_sender(dst).started(number)
         return Handle(self.route, self.route.note(SENT, None, None, peer=dst), work, wire.NO_BYTES)
 
@@ -263,7 +255,6 @@ class LibraryMedium(RouteMedium):
         except Exception as error:
             self._note_sent(outgoing, name, dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
-        # Recorded after the send, which waits for no rank.
         record = self._note_sent(outgoing, name, dst, started)
         parts: list[Handle] = []
         if work.is_completed():
@@ -315,10 +306,7 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Orders a broadcast among the group's collectives, so that ranks detect mismatched calls.
-
-        The queue can't detect them: a rank that is in a collective doesn't read it.
-        """
+        """Orders a broadcast among the group's collectives. In a collective a rank doesn't read the queue."""
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)
 
@@ -413,7 +401,6 @@ class LibraryMedium(RouteMedium):
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
     def _check(self, receiver: _Receiver, call: UserCall | None, operation: str) -> None:
-        """Raises the failure of an earlier receive, if any."""
         try:
             receiver.check(operation)
         except CollectiveMismatchError as error:  # another rank's report, which contains that rank's call only

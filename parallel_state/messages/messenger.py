@@ -41,9 +41,8 @@ _GATHERED = "all_gather_message"
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
-"""Names under which lists are counted: one call per list."""
 _PACKED_BYTES = 64 << 10
-"""Smaller lists are packed into one tensor if each tensor would be a transfer."""
+"""Up to this size tensors that are transfers are packed into one."""
 
 _UNWAITED_S = 0.02
 """A background thread completes a send that isn't waited for within this time."""
@@ -64,8 +63,6 @@ def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
 
 
 class Messenger:
-    """Sends and receives objects, and lists of tensors with shapes that both sides know."""
-
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
         from parallel_state.messages.media import medium_of
 
@@ -79,7 +76,7 @@ class Messenger:
         """Source rank -> started receives whose messages have not arrived, in order."""
         self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
-        """Started sends: keeps their buffers alive, even if the caller has dropped the handles."""
+        """Keeps the buffers of sends alive whose handles the caller has dropped."""
         self._unwaited_lock = threading.RLock()
         self._releaser: threading.Thread | None = None
         route.attach_messenger(self)
@@ -97,10 +94,9 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends an object at once, if that needs no wait, and returns None.
+        """Sends at once, if that needs no wait (or if `waits`), and returns None.
 
-        Otherwise returns its message, or the handle of a started send, for `isend` or `send`. `waits`: the caller will
-        call `send`.
+        Otherwise returns the message or the started send's handle, for `isend` or `send`.
         """
         if self._unwaited:
             self._forget_sent()
@@ -114,7 +110,7 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Sends `post`'s result. An unencodable object raises MessageEncodeError here, RemoteError at `dst`."""
+        """Raises MessageEncodeError for an unencodable object, of which the receiver gets a RemoteError."""
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -128,7 +124,7 @@ class Messenger:
         return handle
 
     def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
-        """Waits until the tensors may be changed. Arguments and errors are as in `isend`."""
+        """Returns once the tensors may be changed. Raises as `isend`."""
         if outgoing is None:
             return
         if self._pending:
@@ -179,7 +175,6 @@ class Messenger:
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
 
     def forget(self, handle: ReceiveHandle) -> None:
-        """Drops a handle whose message has arrived, so that its memory can be freed."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was faster
             self._pending.get(handle.reader.src, []).remove(handle)
             self.medium.end_receive(handle.reader)
@@ -187,8 +182,8 @@ class Messenger:
     def receive_meanwhile(self) -> None:
         """Completes started receives in threads, before this rank waits for a peer to receive.
 
-        Otherwise two ranks that each call irecv, then send, would wait for each other. In a device's group sends don't
-        block the host, and a thread would start transfers between the caller's.
+        Otherwise two ranks that each call irecv, then send, would wait for each other. A device's sends don't block the
+        host.
         """
         if self.route.context.device.type != "cpu":
             return
@@ -198,7 +193,7 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Keeps the tensors of a started send alive. Beyond a limit, waits for the oldest send."""
+        """Beyond a limit, waits for the oldest send."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -217,7 +212,7 @@ class Messenger:
 
     def _release_sent(self) -> None:
         """Completes started sends over gloo that no caller waits for."""
-        time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
+        time.sleep(_UNWAITED_S)
         while True:
             self._forget_sent()
             with self._unwaited_lock:
@@ -259,7 +254,7 @@ class Messenger:
 
     @timed
     def all_gather(self, obj: Any, method: str) -> list[Any]:
-        """Returns every rank's object, in rank order. Tensors are sent as CPU bytes, and returned on their device."""
+        """Tensors are sent as CPU bytes, and returned on their device."""
         checks.check_no_transform(self.route.context, method)
         with self.route.alone(UserCall(method)):
             return self._all_gather(obj, method)
@@ -287,7 +282,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Decodes one rank's object. `received`: its bytes after `frame`, then its tensors."""
+        """`received`: the bytes after `frame`, then those of the tensors."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -300,12 +295,11 @@ class Messenger:
             offset += tensor.nbytes
         return wire.build(message, tensors, context, src)
 
-    # CPU tensors of a list are one message, whose head has the digest of `form`: equal on ranks that fit together. Each
-    # other tensor is a transfer on the device.
+    # CPU tensors of a list are one message, whose head has the digest of `form`, equal on all ranks. Others are
+    # transfers.
 
     @transfer("send_tensor_dict with a spec")
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
-        """Rank `dst` must call recv_list with the same `form` and shapes."""
         on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
         if on_cpu:
             self.send(self._list_of(on_cpu, form, _SENT_LIST), dst)
@@ -313,7 +307,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
+        """Raises CollectiveMismatchError for other tensors than the sender's."""
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
@@ -324,10 +318,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Receives CPU tensors, as views if the sender lends its memory. Raises as recv_list.
-
-        `head`: of the expected message. `form`: the address of the tensors' `Form` in C++.
-        """
+        """Returns views if the sender lends its memory. `form`: the address of a C++ `Form`."""
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
         return made
@@ -363,7 +354,7 @@ class Messenger:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        """Returns one tensor of all bytes if that saves transfers. All ranks decide alike."""
+        """Packs tensors if that saves transfers. All ranks decide alike."""
         if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -395,7 +386,7 @@ class Messenger:
                 as_bytes(tensor).copy_(piece)
 
     def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the tensors of the message, and those transferred one by one (all in a simulated group)."""
+        """Returns the tensors of the message, and those transferred one by one."""
         context = self.route.context
         if context.device.type == "cpu" and not context.simulated:
             return tensors, ()
@@ -406,17 +397,17 @@ class Messenger:
         return on_cpu, on_device
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised CPU tensor; a large one in reused memory of the group."""
+        """Large tensors use memory of the group."""
         if self._has_pool and prod(shape) * dtype.itemsize >= wire.POOLED_BYTES:
             return torch.ops.parallel_state.empty(self._token, shape, dtype, wire.CPU, self.route.context.key)
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """Returns the error to raise. A communication error makes the group unusable."""
+        """A communication error makes the group unusable."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:
-        """Waits a few seconds for sends that no caller waited for. Returns True if all are complete."""
+        """Returns True once all sends that no caller waited for are complete; False after a few seconds."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:

@@ -1,7 +1,4 @@
-"""Builds the object of a received message.
-
-A medium passes the head to `take_head`, fills the tensors that it returns, and calls `build`.
-"""
+"""Builds a received object: a medium passes the head to `take_head`, fills its tensors, calls `build`."""
 
 from __future__ import annotations
 
@@ -61,15 +58,15 @@ class Reader:
         if out is not None and type(out.tensors) is dict:
             given = out.tensors
         self.wanted: tuple[Any, ...] = (settings.MAX_METADATA_BYTES.get(), slices, gather, given, views, None, 0)
-        """Arguments for the library: see `Received` in csrc/messages_api.cpp."""
+        """See `Received` in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
-        """Decodes a head, of which only the beginning of a longer one may be given. Otherwise as `take_head`."""
+        """`head` may be the beginning of a head of `head_bytes`."""
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
-        """Returns the tensors to fill. Raises RemoteError if the sender could not encode its value.
+        """Returns the tensors to fill. Raises the sender's RemoteError.
 
         `tensor_bytes`: the bytes of CPU tensors that have arrived, if known.
         """
@@ -115,8 +112,6 @@ class Reader:
 
 
 class ListReader(Reader):
-    """Receives a list of CPU tensors with a known head, as views if possible."""
-
     is_list = True
 
     def __init__(
@@ -128,7 +123,7 @@ class ListReader(Reader):
         made: Sequence[TensorMetadata] = (),
         form: int = 0,
     ) -> None:
-        """`form`: the address of the C++ `Form` that describes the tensors to allocate."""
+        """`form`: the address of the C++ `Form` of the tensors to allocate."""
         super().__init__(owner, src)
         self._head = head
         self._given = tensors
@@ -149,7 +144,6 @@ class ListReader(Reader):
 
 
 def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) -> Tensor:
-    """Allocates a received tensor, or one flat slice of it."""
     context = owner.route.context
     shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
     device = wire.CPU

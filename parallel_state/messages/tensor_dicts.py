@@ -1,8 +1,10 @@
-"""Sends tensor dicts that a spec describes on both sides: only its digest is sent, and the calls compile.
+"""Sends tensor dicts that a spec describes on both sides: only its digest is sent.
 
-first = group.recv_tensor_dict()             # eager, with metadata
-spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
-then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
+    first = group.recv_tensor_dict()             # eager, with metadata
+    spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
+    then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
+
+Tensors without elements are not sent.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from parallel_state.messages.wire import (
     head_of_sizes,
 )
 
-if TYPE_CHECKING:  # loaded when a group is made
+if TYPE_CHECKING:
     from device_communicators.cpu.plain_tree import Form, PastPython
 
 _SENT, _RECEIVED = map(TRANSFERS.index, ("send_tensor_dict with a spec", "recv_tensor_dict with a spec"))
@@ -62,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ConstantEntry:
-    """A value that isn't a tensor. It is the same in every exchange, and isn't sent."""
+    """Equal in every exchange, and not sent."""
 
     key: str
     value: Any
@@ -78,7 +80,6 @@ class TensorDictSpec:
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
     carried: tuple[TensorEntry, ...] = field(init=False, repr=False, compare=False, default=())
-    """The tensors to send, in order: those with elements."""
 
     def __post_init__(self) -> None:
         carried = tuple([each for each in self.entries if isinstance(each, TensorEntry) and prod(each.shape) > 0])
@@ -87,10 +88,7 @@ class TensorDictSpec:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
-        """Returns the spec of a dict with str keys.
-
-        Values are tensors or constants: None, bool, number, str, bytes, tuple.
-        """
+        """Returns the spec of a dict of tensors and constants: None, bool, number, str, bytes, tuple."""
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
             if isinstance(key, str) and isinstance(value, Tensor) and dtype_refusal(value.dtype) is None:
@@ -145,7 +143,7 @@ class _KnownForm(NamedTuple):
     can_be_lent: bool
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Compares the constants only; C++ checks the tensors when it sends them."""
+        """Compares constants only; C++ checks the tensors."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False
@@ -158,7 +156,6 @@ class _KnownForm(NamedTuple):
         return made
 
     def with_views(self, receive: Callable[..., list[Tensor]], src: int) -> dict[str, Any]:
-        """`receive`: a method of the messenger that returns the tensors."""
         made = self.values.copy()
         forms = [TensorMetadata(dtype, shape, "cpu") for _, shape, dtype, _ in self.tensors]
         received = receive(self.head, self.form.address, forms, src)
@@ -177,7 +174,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
     try:
         return _forms[spec.digest]
     except KeyError:
-        from device_communicators.cpu.plain_tree import Form  # it imports the library's loader
+        from device_communicators.cpu.plain_tree import Form
 
         known = None
     tensors = [each for each in spec.entries if isinstance(each, TensorEntry)]
@@ -323,7 +320,7 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls the messenger's method directly if the registered op would add nothing.
+    """Bypasses the registered op if it would add nothing.
 
     `began`: start of a call that C++ attempted before; 0.0 if it didn't.
     """
@@ -335,7 +332,7 @@ def _run(
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
-    """Returns True if the op would add nothing: no tracing, CPU tensors only."""
+    """True if nothing traces the call, and the tensors are on the CPU."""
     if not _is_eager():
         return False
     for x in tensors:  # noqa: SIM110  (half the time of a generator)

@@ -1,10 +1,9 @@
-"""The format of a message: a head, which is a header and a body, and the message's tensors.
+"""The format of a message: a head (header and body), and the tensors.
 
-The body is the codec's metadata and one byte per tensor: 1 if only a slice is sent, because the receiver gathers the
-others. If a value can't be encoded, the body is the error's text. A transfer's size must be known on both sides, so
-there the head is split:
+The body is the codec's metadata and one byte per tensor: 1 if only a slice is sent. If a value can't be encoded, the
+body is the error's text. Transfers split the head, because both sides must know a transfer's size:
 
-    frame     [4096]   the head or its beginning, which can be received before anything about the message is known
+    frame     [4096]   the head or its beginning
     rest      [n]      the remaining bytes of the head, if any
     tensors            one transfer each
 """
@@ -46,7 +45,7 @@ FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
 HEADER_BYTES = _HEADER.size
 _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
-_LONG_BYTES = 64 << 10  # longer bodies are not copied behind their header
+_LONG_BYTES = 64 << 10  # not copied behind their header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
 _DIGEST_BYTES = 16
@@ -55,17 +54,17 @@ CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
 """Larger received tensors use the group's memory: page faults of new memory cost more than the message."""
 LENT_BYTES = 128 << 10
-"""Smaller messages are not lent: `Lender::kLeastBytes` in csrc/loans.h."""
+"""`Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
 """`Outcome` in csrc/messages.h."""
 STARTED = 4
-"""`kStarted` in csrc/messages_api.cpp. STARTED + n: a message was started as transfer number n."""
+"""`kStarted` in csrc/messages_api.cpp; STARTED + n: transfer number n was started."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
 
 
 class AllGatherGroup(Protocol):
-    """A group whose ranks hold equal tensors: each receives one slice and gathers the others."""
+    """Its ranks hold equal tensors: each receives one slice and gathers the others."""
 
     world_size: int
     rank_in_group: int
@@ -76,7 +75,7 @@ class AllGatherGroup(Protocol):
 class Header(NamedTuple):
     kind: int
     slices: int
-    """Number of slices of each marked tensor; 0 if none is marked."""
+    """Of each marked tensor; 0 if none is marked."""
     tensors: int
     body_bytes: int
     tensor_bytes: int
@@ -92,7 +91,7 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The slice that this rank sends of each tensor: `Cut` of csrc/pack.h."""
+    """`Cut` of csrc/pack.h."""
 
     slices: int = 0
     mine: int = 0
@@ -105,13 +104,13 @@ WHOLE = Cut()
 
 @dataclass(slots=True)
 class Outgoing:
-    """An encoded message. With `error` set, `head` contains its text."""
+    """With `error` set, `head` contains its text."""
 
     head: bytes
     tensors: list[Tensor]
     error: Exception | None = None
     counted: str = ""
-    """Name of the operation to count; "" for a message."""
+    """Operation to count; "" for a message."""
     more: Pinned | None = None
     """The end of a long head, to avoid a copy."""
 
@@ -121,7 +120,7 @@ class Outgoing:
 
     @property
     def counted_bytes(self) -> int:
-        """Returns the bytes to count if one message carries head and CPU tensors."""
+        """Counts head and CPU tensors as one message."""
         more_bytes = 0 if self.more is None else self.more.nbytes
         return max(FRAME_BYTES, len(self.head) + more_bytes) + self.cpu_bytes
 
@@ -135,7 +134,7 @@ class Outgoing:
 
     @property
     def rest(self) -> Tensor | None:
-        """Returns the bytes after the frame, as a read-only view."""
+        """A read-only view."""
         head = self.whole_head
         return None if len(head) <= FRAME_BYTES else _view_of(head, FRAME_BYTES)
 
@@ -148,7 +147,7 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Never raises: if `obj` can't be encoded, returns the message of that error."""
+    """Never raises: returns the message of an error."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
         packed = None if part is None else codec_values.pack(obj, part)
@@ -197,7 +196,7 @@ def of_packed(packed: Packed, cut: Cut) -> Outgoing:
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
-    """Returns a view, which must not be written to."""
+    """The view must not be written to."""
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
     array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
     array.data = data
@@ -205,7 +204,6 @@ def _view_of(data: bytes, start: int) -> Tensor:
 
 
 def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
-    """Replaces tensors that are sent in slices by slice `mine`."""
     return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
 
 
@@ -224,7 +222,7 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Returns the checked header. Raises MessageDecodeError, and RemoteError with the sender's error."""
+    """Raises MessageDecodeError, and RemoteError with the sender's error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -235,10 +233,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Returns the checked header at the start of `data`. Raises MessageDecodeError.
-
-    `head_bytes`: bytes of header and body together, if known.
-    """
+    """Raises MessageDecodeError. `head_bytes`: of header and body, if known."""
     if len(data) < _HEADER.size:
         raise not_a_message(f"it has {len(data)} bytes", context, src)
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
@@ -264,10 +259,7 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """`form`: a text that is equal on both sides.
-
-    A digest is used unchanged, so `write_list_head` of csrc/messages.h makes the same head.
-    """
+    """`form`: equal on both sides. A digest is used unchanged, as in `write_list_head` of csrc/messages.h."""
     return head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
 
 
@@ -279,7 +271,7 @@ def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
 
 
 def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
-    """Raises CollectiveMismatchError unless `src` sent the `expected` head of a list."""
+    """Raises CollectiveMismatchError unless the head is `expected`."""
     body = bytes(body)
     if head_of(header, body) == expected:
         return
@@ -325,7 +317,7 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Returns the message, without its tensors, and which of them are sent in slices."""
+    """Returns the message, without its tensors, and which of them are slices."""
     if header.kind == _LIST:
         raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
@@ -371,7 +363,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy, and the ids of the tensors that are excluded from slicing.
+    """Returns a copy, and the ids of the tensors to send whole.
 
     Makes them dense, because the codec would replace others by tensors with new ids.
     """

@@ -1,4 +1,4 @@
-"""Binds this process to CPU cores: its share of the host's, or a given list."""
+"""Binds this process to CPU cores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def bind_to_cores(
     which must be the same on all of them: each rank gets whole, adjacent physical cores of one NUMA node. `local_rank`
     and `local_world_size` default to the launcher's.
 
-    Raises InvalidArgumentError with fewer cores than ranks, SettingError if the local rank or the number of ranks on
-    this host is unknown, or if `lists` is too short.
+    Raises InvalidArgumentError with fewer cores than ranks, SettingError if a number is unknown or `lists` is too
+    short.
     """
     if local_rank < 0:
         place = environment.detect(rendezvous=False)
@@ -31,7 +31,7 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds to the cores of PARALLEL_STATE_CORES. Returns the previous cores; None if it's unset."""
+    """Returns the previous cores; None if PARALLEL_STATE_CORES is unset."""
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
         return None
@@ -53,10 +53,7 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Finds a host whose ranks divide its cores, but may use different ones.
-
-    Returns the host and two lists of cores with their ranks, or []. Each rank computes its own share.
-    """
+    """Finds ranks of a host that would divide different cores. Returns host, cores, ranks, cores, ranks, or []."""
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
         if place.cores and place.network:

@@ -1,7 +1,4 @@
-"""Reads rank, sizes and rank 0's address from a launcher's variables: torchrun, SLURM, Open MPI, PMI.
-
-`environ` is by default `os.environ`, read at the call. Only `export` changes it.
-"""
+"""Reads rank, sizes and rank 0's address from a launcher's variables: torchrun, SLURM, Open MPI, PMI."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
 LOOPBACK = "127.0.0.1"
 
-# Below Linux's ephemeral ports (32768-60999), above those of cluster services (SLURM's 6817-6819, 8080, 9100, …). Jobs
-# whose ids differ by less than 10,000 never share a port.
+# Below Linux's ephemeral ports, above those of cluster services (SLURM's 6817-6819, 8080, 9100, …). Jobs whose ids
+# differ by less than 10,000 never share a port.
 DERIVED_PORTS = range(20_000, 30_000)
 _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of the next jobs
 
@@ -41,7 +38,6 @@ class ProcessEnvironment:
 
     @property
     def master(self) -> tuple[str, int] | None:
-        """Returns host and port of the rendezvous store; None if unset."""
         return (self.master_addr, self.master_port) if self.master_addr and self.master_port else None
 
 
@@ -75,13 +71,10 @@ _PMI = _Family(
 
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
-    """Returns rank, sizes and rank 0's address from the environment; without a launcher, rank 0 of 1.
+    """Without a launcher, returns rank 0 of 1. Without `rendezvous`, leaves out the address.
 
-    MPICH and Intel MPI precede SLURM, because `mpirun` can run inside a SLURM job. A batch script or `salloc` shell is
-    one process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no SLURM_STEP_ID.
-
-    `rendezvous=False` leaves `master_addr` and `master_port` None. Raises SettingError for incomplete or invalid
-    variables, and for several ranks without a common address or port.
+    A batch script or `salloc` shell is one process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no
+    SLURM_STEP_ID. Raises SettingError for incomplete or invalid variables, and for ranks without a common address.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -97,10 +90,7 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """The launcher's variables supply the rest, as in `detect`.
-
-    A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host).
-    """
+    """A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host)."""
     env = os.environ if environ is None else environ
     if local_rank < 0:
         family = _started_by(env)
@@ -138,7 +128,6 @@ def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | 
 
 
 def with_address_of(init_method: str, environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns a copy with the address of a `tcp://host:port` init method."""
     if not init_method.startswith("tcp://"):
         return environment
     with contextlib.suppress(ValueError):  # `find_store` raises it
@@ -158,10 +147,7 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun or `launch` hosts the store. Rank 0 must not host one then.
-
-    `launch` sets no variable, as torchrun does: programs that a rank starts would inherit it.
-    """
+    """`launch` sets no variable, as torchrun does: programs that a rank starts would inherit it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
     client = sys.modules.get("parallel_state.startup.job_store")  # workers of `launch` import it
@@ -187,7 +173,7 @@ _HOSTLIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 
 def expand_counts(text: str) -> Iterator[int]:
-    """Yields the tasks of each node from SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
+    """SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
     return (int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeat or 1)))
 
 
@@ -201,7 +187,7 @@ def _expand(item: str) -> Iterator[str]:
         low, _, high = part.partition("-")
         for number in range(int(low), int(high or low) + 1):
             for end in _expand(tail):
-                yield f"{head}{number:0{len(low)}}{end}"  # padded to the width of the range's first number
+                yield f"{head}{number:0{len(low)}}{end}"
 
 
 def _started_by(env: Mapping[str, str]) -> _Family | None:
@@ -209,8 +195,8 @@ def _started_by(env: Mapping[str, str]) -> _Family | None:
         return _TORCHRUN
     if _first(env, _OPEN_MPI.rank + _OPEN_MPI.world_size):
         return _OPEN_MPI
-    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun. The ranks inherit the proxy's SLURM_PROCID
-    # and have MPI_LOCALRANKID, which `srun --mpi=pmi2` does not set.
+    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun, whose SLURM_PROCID the ranks inherit. `srun
+    # --mpi=pmi2` sets no MPI_LOCALRANKID.
     if _get(env, "MPI_LOCALRANKID"):
         return _PMI
     if _first(env, ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")):

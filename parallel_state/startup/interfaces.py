@@ -1,7 +1,6 @@
 """Network interfaces: the address at which other hosts reach this process, and the variables of NCCL and gloo.
 
-gloo announces the address of GLOO_SOCKET_IFNAME. If it's unset, gloo resolves this host's name, which /etc/hosts often
-maps to 127.0.1.1. This module finds that address first, so that start-up can check it.
+Without GLOO_SOCKET_IFNAME gloo resolves this host's name, which /etc/hosts often maps to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """The host, address, interface and process of one rank. As text, its fields are words without spaces."""
+    """One rank's host, address and process: as text, words without spaces."""
 
     network: str = ""
-    """Network namespace: equal for processes that can reach each other over loopback; empty if unknown."""
+    """Equal for processes that can reach each other over loopback; empty if unknown."""
     address: str = ""
     """The address that gloo announces; empty if unknown."""
     name: str = "?"
     interface: str = "?"
     processes: str = ""
-    """PID namespace: equal for processes that can watch each other by PID; empty if unknown."""
+    """Equal for processes that can watch each other by PID; empty if unknown."""
     pid: str = ""
     born: str = ""
     """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: str = ""
-    """Endpoint of its control plane; empty without one."""
+    """Of its control plane; empty without one."""
     cores: str = ""
-    """The cores to divide among the host's ranks, as `0-3,8`; empty if they don't share cores."""
+    """The cores to divide among the host's ranks, as `0-3,8`."""
     obstacle: str = ""
     """The reason that this process can't listen for the other ranks."""
 
@@ -107,10 +106,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Finds a rank whose control plane other ranks can't reach. Returns the rank, its Address and the reason, or [].
-
-    Without the compiled library on rank 0 the world has no control plane.
-    """
+    """Finds a control plane that other ranks can't reach. Returns the rank, its Address and the reason, or []."""
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]

@@ -1,4 +1,4 @@
-"""Keeps the store that `launch` gave to this process, and describes the store of the default group."""
+"""Keeps the store that `launch` gave to this process alive, which torch's C++ code doesn't do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from device_communicators.control.store import ControlStore
 
 
 class JobStore:
-    """Keeps the store of `launch` alive, which torch's C++ code doesn't do."""
-
     def __init__(self) -> None:
         self._store: ControlStore | None = None
         self._all: list[ControlStore] = []

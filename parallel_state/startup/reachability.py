@@ -24,7 +24,7 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""For the whole check, but at most half of the time that the start has left."""
+"""At most, and half of the time that the start has left."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
@@ -32,11 +32,7 @@ _Pair = tuple[int, int, str]
 
 
 def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Returns once all hosts are known to reach each other. Every rank calls it.
-
-    `where`: the store of the rendezvous. Raises RendezvousError if a host doesn't reach another one, PeerDiedError if a
-    rank exits.
-    """
+    """Every rank calls it. Raises RendezvousError, or PeerDiedError if a rank exits. `where`: the rendezvous."""
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
         return
@@ -70,7 +66,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
 
 
 def leads_of(places: Mapping[int, Address]) -> list[int]:
-    """Returns the lowest rank of each network and known address, ascending; [] if there is only one network."""
+    """Returns the lowest rank of each network and known address; [] if there is only one network."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]

@@ -1,16 +1,13 @@
 """Rendezvous: the ranks of a new world find each other through one key of a launcher's store.
 
-Unlike torch's, it names the missing ranks at the deadline, separates worlds that use one store in succession, and
-reports every failure on every rank.
-
 Rank 0 publishes the address of its control plane under the key; its control plane serves the world's store. Every other
 rank reads the address and holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all
-entries, publishes its verdict and clears the key. If rank 0 exits, the connections to its store break.
+entries, publishes its verdict and clears the key.
 
 A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0, which may have been stopped,
 deletes the first one; if the rank complains again, all ranks raise the same error.
 
-Without the compiled library on rank 0, the same steps use the launcher's store; exits are detected at the deadline.
+Without the compiled library on rank 0, the launcher's store serves the world; exits are detected at the deadline.
 """
 
 from __future__ import annotations
@@ -61,12 +58,12 @@ E = TypeVar("E", bound=CommunicationError)
 logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0
-_FAREWELL_S = 1.0  # a rank 0 that gives up serves for this long, so that peers can read the verdict
+_FAREWELL_S = 1.0  # rank 0 serves its verdict for this long
 _READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
-_LINGER_S = 3.0  # after rank 0 raised, late ranks can read its verdict for this long; below stores._PORT_RETRY_S
+_LINGER_S = 3.0  # late ranks can read rank 0's verdict for this long; below stores._PORT_RETRY_S
 _SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
-_LOOK_S = 1.0  # poll interval of other ranks for a later round's world
+_LOOK_S = 1.0  # poll interval for a later round's world
 _CONNECT_S = 2.0
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
@@ -76,10 +73,10 @@ _DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time af
 _WORLD, _COMPLAINT = "world", "complaint"
 """Keys of the launcher's store, as are `_VERDICT` and `_HEARD` with the world's name appended."""
 _LATE = "late"
-"""Key of a store that rank 0 serves: the missing ranks of a failed start, and the verdict."""
+"""Key of the missing ranks of a failed start, and the verdict."""
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""`_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
+"""`_GONE` prefixes an entry's key after its rank exited."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -90,9 +87,8 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_DEAF, interfaces.without_control_plane),
 )  # fmt: skip
 _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, ForeignServiceError, ConfigMismatchError)
-"""Causes of a failed request to the store of an exited process. Another process may have taken its port."""
+"""Causes of a failed request to an exited process, whose port another may have taken."""
 _LONGEST = 400
-"""Longer obstacles are truncated to this many characters."""
 _WARN_S = 10.0  # a waiting rank warns at this interval
 _SURVEY_S = 0.2  # minimum poll interval for entries of ranks beyond the first missing one
 _LOOKED_AT_PER_S = 1024
@@ -110,10 +106,7 @@ class Met(NamedTuple):
     """On rank 0: the store of the rendezvous. If rank 0 serves it, it listens at MASTER_PORT until `served.clear()`."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns the address at which other hosts reach this process.
-
-        `towards_store`: the local address on the route to the store. On the store's own host that may be loopback.
-        """
+        """`towards_store`: the local address on the route to the store; perhaps loopback on its own host."""
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
         return own.address if several and is_loopback(towards_store) and own.address else towards_store
@@ -147,7 +140,7 @@ _LINGERING: dict[int, contextlib.ExitStack] = {}
 
 
 def end_linger() -> None:
-    """Closes the stores of a failed start, so that this process can listen at MASTER_PORT again. Thread-safe."""
+    """Frees MASTER_PORT after a failed start. Thread-safe."""
     _LINGERING.pop(os.getpid(), contextlib.ExitStack()).close()
 
 
@@ -163,10 +156,8 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank calls it.
 
-    `over_gloo`: each rank needs an address for gloo that other hosts can reach.
-
-    Raises RendezvousError, PeerDiedError if a rank exits meanwhile, ConfigMismatchError if ranks have different world
-    sizes, InvalidArgumentError for an unknown method.
+    `over_gloo`: each rank needs an address for gloo that other hosts can reach. Raises RendezvousError, PeerDiedError
+    if a rank exits meanwhile, ConfigMismatchError if world sizes differ, InvalidArgumentError for an unknown method.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -209,11 +200,10 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 
 
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
-    """Runs the rendezvous of the next world over the control plane of the `old` one.
+    """Runs the rendezvous of the next world over the control plane of the `old` one, or returns None without one.
 
-    Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are this process's in the old world. Returns
-    None without a control plane. Raises PeerDiedError if one of them exits, RendezvousError if one doesn't call it or
-    can't listen on a second port.
+    Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are this process's in the old world. Raises
+    PeerDiedError if one of them exits, RendezvousError if one doesn't call it or can't listen on a second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -287,14 +277,14 @@ class _Meeting:
         self.served: list[Any] = []
         self._sizes: dict[int, int] = {}
         self._doubted_at = float("-inf")
-        """Time at which rank 0 last deleted a first complaint."""
+        """When rank 0 last deleted a first complaint."""
         self._near = Neighbours(self.own_place.processes)
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
         """What this rank waits for, in the log and `debug --live`."""
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
-        """Logs every 10 s, once per host, what this rank waits for, where and how long."""
+        """Logs every 10 s, once per host."""
         now, endpoint = time.monotonic(), self.own_place.endpoint
         if now < self._warned_at + _WARN_S:
             return
@@ -314,7 +304,6 @@ class _Meeting:
             )  # fmt: skip
 
     def _launcher(self) -> BoundedStore:
-        """Opens this job's part of the launcher's store, until the start's deadline."""
         return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
 
     def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
@@ -434,7 +423,7 @@ class _Meeting:
         return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        """Reads a rank's entry, even if the rank has exited."""
+        """Also reads the entry of a rank that has exited."""
         if entry := _try_get(world, _key(rank)) or _try_get(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
@@ -544,7 +533,7 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later round opened a world: this one's rank 0 is about to exit."""
+        """A later round opened a world: this one's rank 0 is about to exit."""
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
@@ -591,7 +580,6 @@ class _Meeting:
         return json.loads(found) if found else None
 
     def _deadline_error(self, world: BoundedStore) -> RendezvousError:
-        """Publishes that this rank gave up."""
         with contextlib.suppress(dist.DistError):
             world = world.within(LAST_WORD_S)
             world.set(_GAVE_UP, "1")
@@ -600,9 +588,8 @@ class _Meeting:
         return self.not_met()
 
     def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
-        """Tells rank 0, by the launcher's store, that this rank can't use the world's store.
-
-        Waits for 1 s of refused connections, or 7 s of unanswered ones: rank 0 may have exited.
+        """Tells rank 0 that this rank can't use the world's store, after 1 s of refused or 7 s of unanswered
+        connections.
         """
         endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
         if isinstance(error, native.NativeUnavailableError):
@@ -703,7 +690,7 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
 
 
 def _try_get(store: BoundedStore, key: str) -> str:
-    """Returns "" for a missing key. `get` would block if the key vanished after a check."""
+    """`get` would block if the key vanished after a check."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
 

@@ -34,19 +34,19 @@ logger = logging.getLogger("parallel_state")
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
 _RESOLVE_S = 60.0  # name servers cache a missing name for up to 30 s
-_STRANGER_S = 0.2  # timeout for the service on rank 0's port to identify itself
-_ARRIVAL_S = 1.0  # timeout for a connection that a proxy accepted to arrive here
-_PAUSES_S = (0.002, 0.5)  # first and longest pause between two polls
+_STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
+_ARRIVAL_S = 1.0  # for a connection that a proxy accepted to arrive here
+_PAUSES_S = (0.002, 0.5)  # first and longest
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at first, and later
 
 
 class StoreWay(NamedTuple):
     where: str
     connect: Callable[[], dist.Store]
-    """Opens a new connection. The caller may retry after OSError or DistNetworkError."""
+    """The caller may retry after OSError or DistNetworkError."""
     prefix: str = "parallel_state"
     server: tuple[str, int] | None = None
-    """The address at which rank 0 serves it; None if a launcher or torch does."""
+    """None if a launcher or torch serves it."""
 
 
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
@@ -95,10 +95,7 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields before each poll of a server, after growing pauses: at least once, and a last time at the deadline.
-
-    `ranks`: how many ranks poll the same server. More ranks make longer pauses.
-    """
+    """Yields before each poll of a server by `ranks`, after growing pauses: at least once, and at the deadline."""
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
     while True:
@@ -181,7 +178,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
-    """Describes the service at an address in use; "" if it is a store, or doesn't answer."""
+    """Returns "" for a store, and without an answer."""
     try:
         ask_for_store(address, time.monotonic() + _STRANGER_S)
     except ForeignServiceError as error:
@@ -192,7 +189,7 @@ def _stranger_at(address: tuple[str, int]) -> str:
 
 
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Raises RendezvousError unless a connection to `address` arrives at this process's `listener`.
+    """Raises RendezvousError unless a connection to `address` arrives at `listener`.
 
     Must precede TCPStore, which retries until the deadline in a thread that can't be interrupted. That thread ends the
     process by SIGABRT if it returns while the interpreter exits.
@@ -219,7 +216,7 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns `host` if it is localhost or a literal address of this host, else None (all interfaces).
+    """Returns localhost or a literal address of this host, else None (all interfaces).
 
     Other hosts may resolve a name to another address, and an address may be that of a proxy.
     """
@@ -234,7 +231,6 @@ def interface_of(host: str) -> str | None:
 
 
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
-    """Listens on `host` only (None: all interfaces). Raises OSError."""
     if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     family, _, _, _, where = resolve(host or "0.0.0.0", port)[0]
@@ -266,14 +262,14 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
 
 
 def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.socket | None = None) -> dist.Store:
-    """Returns a client; with a listening socket, also serves the store. Raises OSError or RuntimeError."""
+    """With a listening socket, also serves the store. Raises OSError or RuntimeError."""
     timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listener is not None
     make = partial(dist.TCPStore, *address, None, is_server, timeout, wait_for_workers=False)
     return within(deadline, partial(make, master_listen_fd=listener.detach() if listener else None), _GRACE_S)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make` in a thread, because it keeps no deadline. Raises TimeoutError `grace_s` after the deadline."""
+    """Runs `make` in a thread, because it keeps no deadline. Raises TimeoutError."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -324,8 +320,8 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered: otherwise torch's client blocks in C++ for its whole timeout.
 
     The request starts like that of torch 2.3 to 2.15: VALIDATE and a magic number, then PING and a nonce, which a store
-    returns. Raises ForeignServiceError for another answer, OSError (TimeoutError) without one. A store that shuts down
-    closes the connection, and so does a proxy whose server hasn't started.
+    returns. Raises ForeignServiceError for another answer, OSError without one. A store that shuts down closes the
+    connection, and so does a proxy whose server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)

@@ -28,10 +28,9 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Runs `call(is_abandoned)` in a thread. An abandoned call goes on, and must undo its work if `is_abandoned()`.
+    """Runs `call(is_abandoned)` in a thread. An abandoned call goes on, and must undo its work.
 
-    Raises AbandonedError if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns True, or the deadline
-    passes.
+    Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes.
     """
     ranks = list(ranks)
     abandoned = threading.Event()

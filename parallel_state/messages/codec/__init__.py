@@ -1,1 +1,1 @@
-"""Encodes values of known and registered types, and limits what a peer's bytes may decode to."""
+"""Encodes values of known types; limits what a peer's bytes may decode to."""

@@ -1,8 +1,10 @@
-"""Encodes objects to bytes and back, without pickle. Tensors are sent beside the metadata.
+"""Encodes objects without pickle, in this format.
 
-metadata = version: u8 | length of table: u32, little-endian | table | body
-table    = nothing, or msgpack: one [dtype, shape, device type] per tensor
-body     = msgpack: the object
+    metadata = version: u8 | length of table: u32, little-endian | table | body
+    table    = nothing, or msgpack: one [dtype, shape, device type] per tensor
+    body     = msgpack: the object
+
+Tensors are sent beside the metadata.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["MAX_DEPTH", "Encoded", "Message", "TensorMetadata", "encode", "is_re
 FORMAT_VERSION = 1
 
 _HEADER = struct.Struct("<BI")
-_PICKLE_MARK = 0x80  # the first byte of pickle protocols 2 to 5
+_PICKLE_MARK = 0x80  # of pickle protocols 2 to 5
 _PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
 
 
@@ -35,16 +37,15 @@ class Encoded(NamedTuple):
 
 
 def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
-    """Encodes an object. Raises MessageEncodeError with the path of keys to a value that can't be sent.
+    """Raises MessageEncodeError with the path of keys to a value that can't be sent.
 
-    Tensors are not copied, may be non-contiguous, and are detached. A tensor that occurs twice is sent once. Values of
-    unknown types and subclasses are pickled with `allow_pickle`, else refused.
+    Tensors are detached, not copied. With `allow_pickle`, values of unknown types and subclasses are pickled.
     """
     try:
         try:
             encoded = _encode(obj, allow_pickle, careful=False)
         except (OverflowError, UnicodeEncodeError):
-            # An int of more than 64 bits or a lone surrogate, which msgspec rejects: check each value.
+            # An int of more than 64 bits or a lone surrogate, which msgspec rejects.
             encoded = _encode(obj, allow_pickle, careful=True)
     except codec_values.RefusedError as refused:
         raise MessageEncodeError(refused.text()) from refused.__cause__
@@ -69,7 +70,7 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
 
 
 class Message:
-    """Checked metadata. `tensors` describes the tensors to receive, in order, before `build`."""
+    """Checked metadata; `tensors` are to be received, in order, before `build`."""
 
     __slots__ = ("_allow_pickle", "_body", "_value", "tensors")
 
@@ -78,15 +79,11 @@ class Message:
     def __init__(self, tensors: list[TensorMetadata], body: memoryview, allow_pickle: bool) -> None:
         self.tensors = tensors
         self._allow_pickle = allow_pickle
-        # With tensors, the body must outlive the caller's buffer.
         self._body = bytes(body) if tensors else b""
         self._value = None if tensors else _decode(body, (), allow_pickle)
 
     def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """Returns the object, which shares these tensors. Call it once.
-
-        Raises InvalidArgumentError if `tensors` don't match `self.tensors`, MessageDecodeError for malformed metadata.
-        """
+        """Call it once. Raises InvalidArgumentError unless `tensors` match `self.tensors`."""
         if len(tensors) != len(self.tensors):
             raise InvalidArgumentError(f"`tensors` must be {len(self.tensors)} tensors, but are {len(tensors)} instead")
         for index, (tensor, wanted) in enumerate(zip(tensors, self.tensors, strict=True)):
@@ -99,7 +96,7 @@ class Message:
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:
-    """Decodes metadata of a perhaps hostile peer; raises only MessageDecodeError. `data` may be reused afterwards."""
+    """Raises only MessageDecodeError, also for bytes of a hostile peer. `data` may be reused afterwards."""
     view = memoryview(data).cast("B")
     limit = settings.MAX_METADATA_BYTES.get()
     if len(view) > limit:

@@ -1,7 +1,4 @@
-"""Encodes values of registered classes, dtypes, dense tensors and numpy arrays as plain parts.
-
-A decoding function may raise any exception; `coding` turns it into MessageDecodeError.
-"""
+"""Encodes single values as plain parts. `coding` turns any error of decoding into MessageDecodeError."""
 
 from __future__ import annotations
 
@@ -26,11 +23,10 @@ T = TypeVar("T")
 MAX_DIMS = 64
 
 MAX_TENSOR_BYTES = 1 << 48
-"""More than any machine has, and far from an overflow."""
 
 
 class UnfitError(Exception):
-    """Refuses a value of a supported type. The text completes "value at … is …"."""
+    """Completes "value at … is …"."""
 
 
 class RegisteredType(NamedTuple):
@@ -53,10 +49,8 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
     """Allows values of a class in messages. A function or a decorator; call it on every rank.
 
     `cls` is a dataclass, an enum, a `msgspec.Struct` or a named tuple. Subclasses must be registered separately. `name`
-    is the name in messages, by default `module.qualname`. The fields must be the same on every rank.
-
-    A receiver sets the fields without calling `__new__`, `__init__` or `__post_init__`, and without checking their
-    types. Only a Struct is built by its constructor.
+    is by default `module.qualname`. A receiver sets the fields without calling `__new__`, `__init__` or
+    `__post_init__`, and without checking their types. Only a Struct is built by its constructor.
 
     Raises InvalidArgumentError for another kind of class and for a name that another class has.
     """
@@ -157,7 +151,7 @@ class TensorMetadata(NamedTuple):
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values without gradient history, as a view if possible. Raises UnfitError."""
+    """Returns a view if possible, without gradient history. Raises UnfitError."""
     if tensor.layout is not torch.strided:
         raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:
@@ -195,7 +189,7 @@ def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
         if name not in _TENSOR_DTYPES:
             raise MessageDecodeError(f"a message claims a tensor of dtype {name[:40]!r}, which no dense tensor has")
         dtype, itemsize = _TENSOR_DTYPES[name]
-        # Ignores empty dims, as torch does: the product of the others could overflow without any element.
+        # Ignores empty dims: the product of the others could overflow without any element.
         claimed += itemsize * math.prod(filter(None, shape))
         tensors.append(TensorMetadata(dtype, shape, _device_type(device)))
     if claimed >= MAX_TENSOR_BYTES:
@@ -211,7 +205,7 @@ def _device_type(name: str) -> str:
 
 
 def read_device(text: str) -> torch.device:
-    """Parses a device such as `cuda:1`; torch alone would truncate a large index."""
+    """torch alone would truncate a large index."""
     device = torch.device(text)
     if str(device) != text:
         raise MessageDecodeError(f"{text[:40]!r} is not a device")
@@ -222,7 +216,7 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20
 
 
 def is_numpy(cls: type) -> bool:
-    """Returns True for numpy arrays and numpy's own scalars, but no subclass."""
+    """True for numpy arrays and numpy's own scalars, but no subclass."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
@@ -230,12 +224,12 @@ def is_numpy(cls: type) -> bool:
 
 
 def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
-    """Encodes an array or a scalar as dtype, shape, order (`C` or `F`) and bytes. Raises UnfitError."""
+    """Returns dtype, shape, order (`C` or `F`) and bytes. Raises UnfitError."""
     import numpy
 
     array = numpy.asarray(value)
     spec = array.dtype.str
-    # The names of ml_dtypes' bfloat16 (<V2) and of structured dtypes (|V12) don't identify the dtype.
+    # The names of ml_dtypes' bfloat16 (<V2) and of structured dtypes (|V12) are ambiguous.
     if not _NUMPY_DTYPE.fullmatch(spec) or numpy.dtype(spec) != array.dtype:
         raise UnfitError(
             f"a numpy value of dtype {array.dtype}, but only numbers, bools, times and fixed-size strings can be sent"

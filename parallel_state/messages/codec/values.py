@@ -1,6 +1,6 @@
-"""Encodes nested values: msgspec's C code encodes what msgpack has; all else is wrapped in an Ext.
+"""Encodes nested values by msgspec, and what msgpack lacks as an Ext.
 
-Only exact types are encoded as they are: msgspec would decode a tuple or a subclass to another type.
+Subclasses and tuples are Exts, too: msgspec would decode them to another type.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ if TYPE_CHECKING:
     from device_communicators.cpu.plain_tree import Packed, PlainObjects
 
 MAX_DEPTH = 100
-"""Each level takes some of the interpreter's 1000 frames."""
 
 MOST_NUMBERS = 256
-"""A dict with more keys other than str and bytes is an Ext, decoded with a time limit."""
+"""Dicts with more keys other than str and bytes are decoded with a time limit, as an Ext."""
 _UNCHECKED_BYTES = 16 << 10
 """Colliding keys in smaller bodies cost some milliseconds at most."""
 _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
 _S_PER_BYTE = 2e-7
-"""CPU time limit for building sets and dicts. Regular ones take a tenth."""
+"""CPU time limit; regular sets and dicts take a tenth."""
 
 Ext = msgspec.msgpack.Ext
 to_msgpack = msgspec.msgpack.Encoder().encode
 _from_msgpack = msgspec.msgpack.decode
 
-# The Ext codes are part of the format: changing the meaning of one needs a new format version.
+# Changing the meaning of a code needs a new format version.
 _TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _INT, _COMPLEX, _BYTEARRAY = range(1, 9)
 _TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED, _PICKLED = range(9, 17)
 
@@ -63,7 +62,6 @@ _library = _Library()
 
 
 def use_library() -> PlainObjects:
-    """Makes `pack` use the compiled library from now on."""
     if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
@@ -74,10 +72,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a check that all dicts of encoded bytes have keys of an encoder's types.
-
-    Other keys could be chosen to collide, and msgspec can't be stopped while it builds a dict.
-    """
+    """The check accepts keys of an encoder's types. Others could be chosen to collide, and msgspec can't be stopped."""
     from device_communicators.cpu import native
 
     try:
@@ -89,12 +84,12 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Encodes plain types in C++. Returns None for other types or without the library."""
+    """Returns None for other than plain types, or without the library."""
     return None if _library.objects is None else _library.objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class RefusedError(Exception):
-    """Refuses a value. Each container around it appends its key to `path`, innermost first."""
+    """Containers append their keys to `path`, innermost first."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
@@ -109,10 +104,7 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """Encodes one object and collects its `tensors`.
-
-    `careful` inspects each int and str, which is slower, for values that msgpack can't represent.
-    """
+    """`careful` inspects each int and str, which is slower, for values that msgpack can't represent."""
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
@@ -126,7 +118,7 @@ class Encoder:
         return _PACKERS[type(value)](self, value, depth)
 
     def sequence(self, values: Sequence[object], depth: int) -> Sequence[object]:
-        """Returns `values` itself if all items are plain and of one type, such as token ids."""
+        """Returns `values` itself if all items are plain and of one type."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -145,7 +137,7 @@ class Encoder:
         return packed
 
     def mapping(self, values: dict[Any, object], depth: int) -> object:
-        """Copies the dict only to replace a value. Keys that aren't plain make the result an Ext."""
+        """Copies the dict only to replace a value."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -283,7 +275,7 @@ class _Packers(dict[type, _Packer]):
         elif codec_types.is_numpy(cls):
             packer = Encoder.numpy
         else:
-            return Encoder.unknown  # not kept: the class may be registered later
+            return Encoder.unknown  # the class may be registered later
         self[cls] = packer
         return packer
 
@@ -314,7 +306,7 @@ _PACKERS = _Packers(
 
 
 class Decoder:
-    """Decodes one body. Its methods may raise any exception; the caller turns it into MessageDecodeError."""
+    """Its methods may raise any exception, which the caller turns into MessageDecodeError."""
 
     __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
@@ -325,7 +317,7 @@ class Decoder:
         self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
-        """MAX_DEPTH applies only within an Ext. Deeper plain lists raise the interpreter's RecursionError."""
+        """MAX_DEPTH applies only within an Ext. Deeper plain lists raise RecursionError."""
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
@@ -350,7 +342,7 @@ class Decoder:
         return made
 
     def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
-        """Adds in portions, with a time limit: colliding items take quadratic time."""
+        """Limits the time: colliding items take quadratic time."""
         batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
         started = time.thread_time()
         left_s = self._left_s
