@@ -8,8 +8,7 @@
     destroy_distributed_environment()
 
 `GroupCoordinator` has all operations of a group. `launch` starts local processes. `simulate` imitates any rank of any
-layout in one process. Importing starts nothing and changes no environment variable. The first use of a name imports its
-module.
+layout in one process. Importing starts nothing and changes no environment variable.
 """
 
 import os
@@ -98,7 +97,7 @@ _names, _load = load_on_use(globals(), _NAMES)
 def __getattr__(name: str) -> Any:
     if name in _names:
         return _load(name)
-    if name.startswith("__") and name != "__all__":  # Python probes for such names; none of ours is one
+    if name.startswith("__") and name != "__all__":  # Python probes for such names
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from parallel_state.functions import getters
 
@@ -116,10 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Commands import what they need.
-
-    Python sets `sys.argv[0]` to "-m" while it locates the module, whose name precedes the arguments in `orig_argv`.
-    """
+    """`sys.argv[0]` is "-m" while Python locates the module, whose name precedes the arguments in `orig_argv`."""
     if sys.argv[:1] == ["-m"]:
         return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "parallel-state"

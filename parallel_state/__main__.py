@@ -1,7 +1,4 @@
-"""`python -m parallel_state <command>` or `parallel-state <command>`: runs a command's module.
-
-Only that module is imported: most commands don't need torch, whose import takes seconds.
-"""
+"""Runs a command's module: most commands don't need torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Returns the command's exit code: 128 + signal for a closed pipe and for Ctrl-C."""
+    """Returns 128 + signal for a closed pipe and for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")

@@ -24,7 +24,7 @@ __all__ = ["disable", "enable", "is_enabled", "prometheus_collector", "prometheu
 
 
 def enable() -> None:
-    """Starts to measure the operations of all groups, including groups created later."""
+    """Starts to measure the operations of all groups, also of later ones."""
     _switch(True)
 
 
@@ -50,7 +50,7 @@ def snapshot() -> dict[str, Any]:
 
     - `group`, `ranks` (global), `failures` (0, or 1 once the group failed);
     - `operations`: method -> `calls`, `bytes` of this rank's tensors, and measured times: total `seconds`, of which
-      `waiting_s` for other ranks and `moving_s` the rest. Only shared memory measures the last two; None elsewhere;
+      `waiting_s` for other ranks and `moving_s` the rest (None except in shared memory);
     - `came_last`: global rank -> number of measured calls over shared memory for which it arrived last;
     - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`.
     """
@@ -158,8 +158,6 @@ def prometheus_collector() -> Any:
 
 
 class Endpoint:
-    """An HTTP server for `/metrics`. Runs until `close`."""
-
     def __init__(self, address: str, port: int) -> None:
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -202,8 +200,7 @@ class Endpoint:
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
     """Enables the metrics and serves them at a port (0: any free one) until `close()` of the returned server.
 
-    Every process that reaches the address can read the metrics. Raises OSError if the port is taken: each rank of a
-    host needs its own.
+    Every process that reaches the address can read them. Raises OSError if the port is taken.
     """
     endpoint = Endpoint(address, port)
     enable()

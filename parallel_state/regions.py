@@ -11,7 +11,7 @@
     all_gather_last_dim_from_tensor_parallel_region    all-gather, last dim      reduce-scatter, last dim
     reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
 
-Unlike with the plain ops, the ranks compute *one* loss together. So the gradient of a replicated tensor is already
+Unlike with the plain ops, the ranks compute *one* loss together: the gradient of a replicated tensor is already
 complete on every rank, and is not summed again. Higher-order gradients follow the same table, also under torch.func.
 
 Every rank of `group` (default: the tensor-parallel one) calls them. The dim of a slice must be divisible by the group's
@@ -38,10 +38,7 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Copies `x`; its gradient is summed over the group. Use before a column-parallel layer.
-
-    Compiled code omits the copy if nothing changes it.
-    """
+    """Copies `x`; its gradient is summed over the group. Use before a column-parallel layer."""
     return _run("copy_region", _copy, x, group)
 
 
@@ -70,8 +67,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Concatenates the ranks' slices along dim 0.
 
-    `tensor_parallel_output_grad`: True if a sharded layer follows: the ranks' partial gradients are reduce-scattered.
-    False if every rank has the complete gradient; each rank then takes its slice.
+    `tensor_parallel_output_grad`: False if every rank has the complete gradient, as no sharded layer follows.
     """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
@@ -157,7 +153,6 @@ def _define(
     ops.define(name, f"Tensor x, Tensor(a!) token, {arguments}str group", "Tensor", kernel, fake, autograd)
 
 
-# The gradient of each region is the opposite region.
 _define("copy_region", "", _copy, ops.fake_same,
         lambda grad, *args: _with_gradient("reduce_region", _reduce, grad, *args))  # fmt: skip
 _define("reduce_region", "", _reduce, ops.fake_same,

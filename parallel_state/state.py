@@ -1,12 +1,4 @@
-"""The process-wide groups: made by one init, cleared by one destroy. Only this file uses `global`.
-
-    init_distributed_environment()                      creates the world group
-    initialize_model_parallel(tp, pp)                   divides it into tp, pp and dp groups
-    get_tp_group() …                                    called by model layers
-    destroy_model_parallel(); destroy_distributed_environment()
-
-A `ParallelGroups` object holds the groups; programs can also create one without this module.
-"""
+"""The process-wide groups: made by one init, cleared by one destroy. Only this file uses `global`."""
 
 from __future__ import annotations
 
@@ -80,8 +72,7 @@ _START: Start | None = None
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
 """At destroy, undoes init's other changes to this process: exported variables, default group, ports, cores.
 
-None while an init runs, which has its own stack. A destroy during an init puts a new stack here; the init then fails
-and cleans up.
+None while an init runs. A destroy during an init puts a new stack here; the init then fails and cleans up.
 """
 
 
@@ -105,16 +96,15 @@ def init_distributed_environment(
     Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
     - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
-    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start
-      has its own, PARALLEL_STATE_START_TIMEOUT_S.
+    - `timeout`: of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start has its
+      own, PARALLEL_STATE_START_TIMEOUT_S.
     - `allow_pickle`: as in initialize_model_parallel, for the world group.
     - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
     - `high_priority_stream`: of the world's NCCL collectives.
 
     Exports ranks, sizes and address for torch's `env://`, except variables that are already set. With
     PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
-    files to the hard one, at most 65,536. A world of one rank creates torch's default group only when a process group
-    is requested.
+    files. A world of one rank creates torch's default group only when a process group is requested.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -137,7 +127,7 @@ def init_distributed_environment(
     watcher: Watcher | None = None
     undo, _UNDO = contextlib.ExitStack(), None
     try:
-        # Imported here: only a program that starts a world needs them, and the import must precede the first deadline.
+        # The import must precede the first deadline.
         from parallel_state.groups import world as world_module
         from parallel_state.startup.rendezvous import Start
 
@@ -309,14 +299,14 @@ def initialize_model_parallel(
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups.
 
     Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first. Groups
-    of tp, dp, pp and of each axis with a given size are created now. The others (model, dp_cp, embedding, …) are
-    created when the group's ranks first use them. Groups of equal ranks share one process group.
+    of tp, dp, pp and of each axis with a given size are created now; the others (model, dp_cp, embedding, …) when the
+    group's ranks first use them. Groups of equal ranks share one process group.
 
     - `sizes`: of the other axes: context_parallel_size (cp), expert_model_parallel_size (ep),
       expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size (dp_shard), data_parallel_replicate_size
       (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp), external_data_parallel_size
-      (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that isn't passed is 1, but dp takes
-      the remaining ranks. A size of -1 takes them instead.
+      (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that isn't passed is 1, but dp, or a
+      size of -1, takes the remaining ranks.
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
     - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
@@ -327,7 +317,7 @@ def initialize_model_parallel(
     - `get_position_embedding_ranks`: default: the first.
     - `device_mesh`: a torch DeviceMesh whose dims are named after axes. Replaces sizes and order, and supplies groups.
     - `failure_domain`: with `root` the death of any rank fails all groups on all ranks. With `replica` it fails the
-      world and each group with ranks of the dead rank's data-parallel replica; other groups keep working.
+      world and each group with ranks of the dead rank's data-parallel replica.
 
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
     ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
@@ -373,7 +363,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns None unless the number is the same on all hosts and their ranks are consecutive."""
+    """Returns None unless the number is equal on all hosts and their ranks are consecutive."""
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -437,7 +427,7 @@ def ensure_model_parallel_initialized(
 
 
 def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | None) -> str:
-    """Returns the first size or kind of group in which `layout` differs from the request, or ""."""
+    """Returns the first size or kind of group that differs, or ""."""
     for axis, size in asked.items():
         if axis in layout.missing or size not in (-1, layout.size(axis)):
             return f"{axis}={size}"
@@ -505,7 +495,7 @@ def init_model_parallel_group(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns True if tp and pp groups exist, process-wide or through `ParallelGroups.use()`."""
+    """Returns True if tp and pp groups exist, also through `ParallelGroups.use()`."""
     return try_get_current_groups() is not None or _GROUPS is not None
 
 
@@ -540,7 +530,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
 
 @host_call(OUTSIDE)
 def set_custom_all_reduce(enable: bool) -> None:
-    """Allows or forbids this library's kernels in tensor-parallel groups created later (default: allowed)."""
+    """Allows or forbids this library's kernels in tensor-parallel groups created later."""
     global _CUSTOM_ALL_REDUCE
     _CUSTOM_ALL_REDUCE = enable
 
@@ -590,7 +580,7 @@ def try_get_dp_group() -> GroupCoordinator | None:
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns all current groups as one object; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns all current groups; GroupNotInitializedError before initialize_model_parallel."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
@@ -602,11 +592,11 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
-    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one.
+    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one; in a world of
+    one rank, `world`. `experts=True` returns the mesh of `ep`, `etp` and `efsdp`, which order the ranks differently.
 
-    Expert groups order the ranks differently, so `ep`, `etp` and `efsdp` can't be in one mesh with tp. `experts=True`,
-    without names, returns their mesh. Raises LayoutError for names that overlap or order the ranks differently, and
-    GroupNotInitializedError in a simulated world.
+    Raises LayoutError for names that overlap or order the ranks differently, and GroupNotInitializedError in a
+    simulated world.
     """
     return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 
@@ -617,7 +607,7 @@ def get_group(name: str) -> GroupCoordinator:
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """Returns the global ranks of this rank's group with this name, as a new list. Doesn't create the group.
+    """Returns the global ranks of this rank's group as a new list, without creating the group.
 
     Raises GroupNotInitializedError before initialize_model_parallel, or if this rank is in no such group.
     """
@@ -625,7 +615,7 @@ def get_group_ranks(name: str) -> list[int]:
 
 
 def get_group_rank(name: str) -> int:
-    """Returns this rank's position in its group with this name. Doesn't create the group."""
+    """Returns this rank's position in its group, without creating the group."""
     groups = get_parallel_groups()
     return groups.ranks_of(name).index(groups.world.rank)
 
@@ -651,7 +641,7 @@ def get_node_count() -> int:
 
 
 def get_nodes() -> list[list[int]]:
-    """Returns the global ranks of each host as new lists, each ascending, ordered by first rank."""
+    """Returns the global ranks of each host, ascending, ordered by first rank."""
     if _NODES is None:
         raise GroupNotInitializedError("the ranks of each host are unknown; call init_distributed_environment() first")
     return [list(node) for node in _NODES]
@@ -672,12 +662,12 @@ def get_process_environment() -> ProcessEnvironment:
 
 
 def is_global_first_rank() -> bool:
-    """Returns True on global rank 0. Before init, the rank is that of get_process_environment."""
+    """Returns True on global rank 0. Works before any init."""
     world = try_get_world_group()
     return get_process_environment().rank == 0 if world is None else world.is_first_rank
 
 
 def is_local_first_rank() -> bool:
-    """Returns True on local rank 0. Before init, the local rank is that of get_process_environment."""
+    """Returns True on local rank 0. Works before any init."""
     world = try_get_world_group()
     return (get_process_environment().local_rank if world is None else world.local_rank) == 0

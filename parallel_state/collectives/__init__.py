@@ -1,1 +1,1 @@
-"""Calls on tensors: the registered ops with gradients, the checks of arguments, the coordinator's methods."""
+"""Calls on tensors: methods, argument checks, registered ops with gradients."""

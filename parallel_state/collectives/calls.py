@@ -5,13 +5,13 @@ Contract of all collectives:
 - Every rank of the group must call them in the same order, with matching arguments. `src` and `dst` are ranks in the
   group.
 - Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
-  rank, the input itself. Lazily conjugated and negated views are supported.
+  rank, the input itself.
 - Wrong arguments raise InvalidArgumentError before anything is sent. A tensor that no communicator supports raises
   UnsupportedError. A failure during the call raises CommunicationError.
-- `out` must have the result's shape, dtype and device, and may have any strides. It receives the result, as by `copy_`,
-  with its gradient, and is returned. A contiguous `out` without gradient saves the copy.
-- They work under torch.compile(fullgraph=True), except for calls that return handles. Sizes may come from a tensor's
-  values (`.tolist()`); then wrong ones raise torch's RuntimeError when the compiled code runs.
+- `out` must have the result's shape, dtype and device, and may have any strides. It receives the result with its
+  gradient, as by `copy_`, and is returned. A contiguous `out` without gradient saves the copy.
+- They work under torch.compile(fullgraph=True), except for calls that return handles. If sizes come from a tensor's
+  values (`.tolist()`), wrong ones raise torch's RuntimeError when the compiled code runs.
 
 For gradients see `ops`.
 """
@@ -49,7 +49,7 @@ _ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.de
 _BROADCAST, _BROADCAST_IN_PLACE = _OPS.broadcast.default, _OPS.broadcast_.default
 _ALL_GATHER, _REDUCE_SCATTER = _OPS.all_gather.default, _OPS.reduce_scatter.default
 _ALL_TO_ALL = _OPS.all_to_all.default
-# Bound once: `_OPS.all_reduce(…)` would look up the overload in each call, 0.3 of 3 to 4 µs.
+# `_OPS.all_reduce(…)` would look up the overload in each call, 0.3 of 3 to 4 µs.
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 _COLLECTIVE = "compiled code waits for its collectives; use the collective without _async there"
 _TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
@@ -68,10 +68,9 @@ class GroupFacts:
     _destroyed: bool
     _messenger: Any
     _alone: Any = None
-    """A `NativeGroup` of a group of one rank, for its windows."""
+    """A `NativeGroup` of one rank, for its windows."""
 
     def _is_single_rank(self) -> bool:
-        """Raises GroupDestroyedError if the group of one rank was destroyed."""
         if self.world_size > 1:
             return False
         if self._destroyed:
@@ -79,7 +78,7 @@ class GroupFacts:
         return True
 
     def _is_single_rank_reducing(self, operation: str, x: Tensor, op: str = "sum") -> bool:
-        """Also raises UnsupportedError for a reduction that larger groups don't support."""
+        """Raises UnsupportedError for a reduction that larger groups don't support."""
         if not self._is_single_rank():
             return False
         if not is_dynamo_compiling():
@@ -88,7 +87,7 @@ class GroupFacts:
 
 
 def _is_straight(x: Tensor) -> bool:
-    """Returns True if `x` needs nothing of torch's dispatcher (no gradient, no mode), which takes 3 to 10 µs."""
+    """True if `x` needs nothing of torch's dispatcher, which takes 3 to 10 µs."""
     return not is_dynamo_compiling() and DIRECT.straight(x) is x
 
 
@@ -98,8 +97,7 @@ class TensorCalls(GroupFacts):
 
         `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
         min and product are AND. The average of integers is as in NCCL: the sum wraps, and the division rounds toward
-        zero. Layers that are trained use `regions.reduce_from_tensor_model_parallel_region`, which has another
-        gradient.
+        zero. For tensor-parallel layers' gradients see `regions`.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")
@@ -181,7 +179,6 @@ class TensorCalls(GroupFacts):
         return [n // self.world_size if at == dim else n for at, n in enumerate(x.shape)]
 
     def _goes_into(self, out: Tensor, x: Tensor) -> bool:
-        """Otherwise the result is copied to `out`, with its gradient."""
         if self._is_single_rank() or not out.is_contiguous():
             return False
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
@@ -307,8 +304,8 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Returns on rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
 
-        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; `src` then
-        broadcasts them first, which can't be compiled. The result is on the group's device. No gradient.
+        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does, which can't be
+        compiled. The result is on the group's device. No gradient.
         """
         if size is not None and not is_dynamo_compiling():
             given = x if type(src) is int and self.rank_in_group == src else None
@@ -342,7 +339,7 @@ class TensorCalls(GroupFacts):
 
     @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
     def _agree_on_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-        """Broadcasts a slice's size and dtype; every rank raises if `x` is invalid."""
+        """Every rank raises if `x` is invalid."""
         form: object = None
         wrong: InvalidArgumentError | None = None
         if self.rank_in_group == src:
@@ -379,9 +376,8 @@ class TensorCalls(GroupFacts):
         """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along
         `gather_dim`.
 
-        Split sizes are numbers of rows of dim 0 to and from each rank; with them both dims must be 0.
-        `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of the two is passed,
-        the other one means equal slices.
+        Split sizes are rows of dim 0 to and from each rank; both dims must be 0 then. `input_split_sizes[b]` of rank a
+        must equal `output_split_sizes[a]` of rank b. If one of the two is missing, it means equal slices.
         """
         is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
         if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
@@ -525,13 +521,11 @@ class TensorCalls(GroupFacts):
         """Allocates an uninitialized tensor, if possible in memory that all ranks of the group have mapped.
 
         A collective on it needs no copy of its input: compute directly into it (`torch.mm(x, w, out=buffer)`). The
-        memory is reused after the last tensor that views it is deleted. Between hosts, or if
-        PARALLEL_STATE_SYMMETRIC_BYTES is used up, the result is an ordinary tensor. On the CPU, ranks allocate
-        independently.
+        memory is reused after the last tensor that views it is deleted. Otherwise (between hosts, if
+        PARALLEL_STATE_SYMMETRIC_BYTES is used up, on GPUs also in compiled code) the result is an ordinary tensor.
 
-        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes. NCCL's
-        symmetric kernels assume equal offsets on all ranks: pass the same part of the same tensor to a collective.
-        During CUDA graph capture, in compiled code, and if `explain()` says so, the result is an ordinary tensor.
+        On the CPU, ranks allocate independently. On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it
+        with the same number of bytes, and pass the same part of the same tensor to a collective.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -557,7 +551,7 @@ class TensorCalls(GroupFacts):
         Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError on all ranks without
         the compiled library, or if a rank's PARALLEL_STATE_SYMMETRIC_BYTES is used up.
         """
-        from device_communicators.cpu.window import Window, group_of_one  # imports the compiled library
+        from device_communicators.cpu.window import Window, group_of_one
 
         checks.check_shape(self.context, "window", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -587,7 +581,7 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Returns the tensor that rank `src` (default: the previous) sends, of shape `size` and dtype `dtype`.
 
-        `device` (default: the group's) must be of the same kind as that of the sender's tensor.
+        `device` (default: the group's) must be of the same kind as the sender's.
         """
         if not is_dynamo_compiling():
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
@@ -604,7 +598,7 @@ class TensorCalls(GroupFacts):
     @host_call(_TRANSFER)
     @transfer("isend")
     def isend(self, x: Tensor, dst: int | None = None) -> Handle:
-        """Starts `send`. The handle keeps `x` alive; change `x` only after `wait()`. Not for compiled code."""
+        """Starts `send`. Change `x` only after `wait()`. Not for compiled code."""
         checks.check_no_transform(self.context, "isend")
         checks.check_tensor(self.context, "isend", x)
         dst = checks.destination(self.context, "isend", dst)
@@ -627,8 +621,8 @@ class TensorCalls(GroupFacts):
         """Starts several transfers together; returns their handles in the order of `operations`.
 
         An operation is `("isend", x, dst)`, or `("irecv", out, src)` with an `out` of any strides, or torch's `P2POp`
-        with a peer in this group. Each rank may list its transfers in any order, but transfers from one rank to another
-        are matched by their order. Change or read the tensors only after `wait()`. No gradient; not for compiled code.
+        with a peer in this group. Transfers from one rank to another are matched by their order. Change or read the
+        tensors only after `wait()`. No gradient; not for compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
         if not isinstance(operations, (list, tuple)):
@@ -648,8 +642,8 @@ class TensorCalls(GroupFacts):
                 handles[at] = TensorHandle(handle, x, None if is_dense(x) else functools.partial(copy_values, x, flat))
         return [handles[at] for at in range(len(found))]
 
-    # The handle's `wait()` returns the collective's result, detached. Change an input only after `wait()`. A
-    # communicator without progress of its own completes the work before the call returns.
+    # `wait()` returns the collective's result, detached. Change an input only after it. A communicator without progress
+    # of its own completes the work before the call returns.
 
     @host_call(_COLLECTIVE)
     def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
@@ -694,19 +688,18 @@ class TensorCalls(GroupFacts):
         out = x.detach().clone(memory_format=torch.contiguous_format)
         return TensorHandle(self.route.start("ibroadcast_", out, src), out)
 
-    # The norm, including the weight, is computed in float32 (for float64 in float64) from the rounded `y`. A
-    # communicator without a fused kernel runs the steps one by one, as does a group of one rank. Quantized output is
-    # float8_e4m3fn of the norm *after its rounding to the dtype*, as of the result of `all_reduce_add_rms_norm`. Values
-    # beyond ±448, and infinities, become ±448; NaN stays NaN. vLLM's results differ in the last bits: it rounds the
-    # norm once more before the weight, and with a scale per token it computes the norm of the unrounded sum.
+    # The norm, including the weight, is computed in float32 (for float64 in float64) from the rounded `y`. Quantized
+    # output is float8_e4m3fn of the norm *after its rounding to the dtype*. Values beyond ±448, and infinities, become
+    # ±448; NaN stays NaN. vLLM's results differ in the last bits: it rounds the norm once more before the weight, and
+    # with a scale per token it computes the norm of the unrounded sum.
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor]:
-        """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`, as needed after a row-parallel layer.
+        """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`. Differentiable.
 
         `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
-        each rounded to it once. `residual` and `weight` must be equal on all ranks. Differentiable.
+        each rounded to it once. `residual` and `weight` must be equal on all ranks.
         """
         checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm", x):
@@ -736,7 +729,7 @@ class TensorCalls(GroupFacts):
         """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantized by its own scale.
 
         `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least 1 / (448 · 512). A row with a NaN
-        becomes NaN. A row with an infinity has an infinite scale, NaN in that place, and else 0. Raises
+        becomes NaN. An infinity makes the scale infinite, itself NaN, and the rest of its row 0. Raises
         InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"

@@ -21,7 +21,7 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Makes a new stream current. It starts after the previous stream's work, which continues after it.
+    """The new stream starts after the previous one's work, which continues after it.
 
     After an exception there is no wait: a broken capture makes waiting fail, which would hide the exception.
     """

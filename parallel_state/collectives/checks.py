@@ -1,6 +1,6 @@
-"""Checks a call's arguments against its group. They raise `InvalidArgumentError` before anything is sent.
+"""Checks a call's arguments against its group; raises `InvalidArgumentError` before anything is sent.
 
-torch.compile must be able to trace them: they compare, and build text only for a `raise`.
+torch.compile traces them: they compare, and build text only for a `raise`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from device_communicators.calls.reductions import reduction_refusal
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 _MOST_ELEMENTS = 1 << 58
-"""Exceeds every address space; torch counts bytes in 64 bits."""
+"""torch counts bytes in 64 bits."""
 Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns True for a `condition` that is unknown during compilation; the compiled code checks it.
+    """True if unknown during compilation, when a branch on a symbolic size would be an error.
 
-    A branch on a symbolic size would be an error. Compiled code raises torch's RuntimeError.
+    The compiled code then checks it, and raises torch's RuntimeError.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -48,7 +48,6 @@ def must_hold(condition: Any) -> bool:
 
 
 def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns False if two shapes are known to differ, as `must_hold` does."""
     return len(one) == len(other) and all(must_hold(a == b) for a, b in zip(one, other, strict=True))
 
 
@@ -87,7 +86,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Raises if elements share memory. Conjugated and negated views are valid: torch's `copy_` writes them."""
+    """Conjugated and negated views are valid: torch's `copy_` writes them."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -172,7 +171,6 @@ def refuse_async(context: GroupContext, operation: str) -> NoReturn:
 
 
 def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op: str) -> None:
-    """Serves a group of one rank, which reduces nothing."""
     refusal = reduction_refusal(x.dtype, reduce_op) if x.is_cpu else None
     if refusal is not None:
         raise UnsupportedError(f"{operation} on {context} isn't supported: {refusal}")
@@ -209,7 +207,7 @@ def source(context: GroupContext, operation: str, src: int | None) -> int:
 
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
-    """Returns a non-negative dim; a 0-d tensor has dims 0 and -1, as in torch."""
+    """A 0-d tensor has dims 0 and -1, as in torch."""
     return normal_dim_of(context, operation, x.dim(), dim)
 
 
@@ -305,7 +303,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Doesn't read the value of `scale`: that would block the host."""
+    """Reading the value would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(

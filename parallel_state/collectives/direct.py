@@ -1,7 +1,4 @@
-"""The fast path of a group's methods, which bypasses torch's dispatcher: loads the functions of `csrc/direct.cpp`.
-
-If a function of `DIRECT` returns NotImplemented, the method calls the registered op. Not for compiled code.
-"""
+"""The fast path of a group's methods, which bypasses torch's dispatcher: the functions of `csrc/direct.cpp`."""
 
 from __future__ import annotations
 
@@ -54,9 +51,10 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Functions of the library, named after the ops and with their arguments.
+    """Functions of the library, named after the ops and with their arguments. Not for compiled code.
 
-    They return the method's result, or NotImplemented. Those that write to `out` or `x` return that tensor.
+    They return the method's result, or NotImplemented: then call the registered op. Those that write to `out` or `x`
+    return that tensor.
     """
 
     all_reduce: Callable[..., Any]
@@ -78,7 +76,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self._facts: _Facts | None = None
         self.straight: Callable[[Any], Any] = _not_here
-        """Returns its argument, a tensor on any device, if an op's dispatch on it would have no effect."""
+        """Returns its argument if an op's dispatch on it would have no effect."""
         for name in self.__class__.__annotations__:
             setattr(self, name, _not_here)
 
@@ -98,7 +96,7 @@ class DirectCalls:
         facts.dtype_count = len(dtypes)
         for dtype, number in DTYPE_NUMBERS.items():
             dtypes[number] = id(dtype)
-        self._facts = facts  # kept alive until the process exits: the library uses it
+        self._facts = facts  # the library uses it until the process exits
         library.ps_set_direct(ctypes.byref(facts))
         for name in self.__class__.__annotations__:
             twin = getattr(torch.ops.parallel_state_python, name).default

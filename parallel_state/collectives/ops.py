@@ -2,15 +2,14 @@
 
 **Why a token.** A compiler may drop an op whose result is unused, and may reorder ops that share no data. Ranks would
 then make different calls and hang. So each op declares that it writes to the token, a tensor that all ops of a device
-share; no kernel does. torch's effect tokens don't keep the order: inductor before 2.15 reorders such ops. AOTAutograd's
-graphs have their own token: see `torch_internals.order_in_graph`.
+share. torch's effect tokens don't keep the order: inductor before 2.15 reorders such ops.
 
 **Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops.
 Calls that these don't support go to the op's twin in `parallel_state_python`, which has this module's kernels.
 
-**Gradients** are those of the sum of all ranks' losses. Tensor-parallel layers need Megatron's: see `regions`. An op
-without a gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a
-gradient, the inputs of all ranks must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
+**Gradients** are those of the sum of all ranks' losses; `regions` has Megatron's. An op without a gradient raises if an
+input requires one. A backward is a collective: if one rank's input requires a gradient, the inputs of all ranks must (a
+receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ Splits: TypeAlias = "Sequence[int] | None"
 
 
 def ordering_token(device: torch.device) -> Tensor:
-    """Returns the one-byte tensor that orders all ops on `device` for the compiler."""
     token = _TOKENS.get(device)
     if token is None:
         with torch.inference_mode(False), disable_current_modes():  # the token outlives the caller's FakeTensorMode
@@ -73,7 +71,7 @@ def define(
     name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any],
     autograd: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
-    """Registers an op and its twin. `autograd`: the kernel on the Autograd key, if any."""
+    """`autograd`: the kernel on the Autograd key."""
     OP_NAMES.append(name)
     leave_to_interpreter(kernel)
     for library in (_LIBRARY, _TWINS):
@@ -99,10 +97,7 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns a kernel for tensors with deferred values; None for ops that write no argument.
-
-    torch's own kernel can't copy outputs back for an op without a result.
-    """
+    """For tensors with deferred values: torch's own kernel can't copy outputs back for an op without a result."""
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
 
@@ -138,10 +133,7 @@ def register(
     advice: str = "",
     autograd: Callable[..., Any] | None = None,
 ) -> Callable[[Kernel], Kernel]:
-    """Registers the decorated kernel as the op of its name.
-
-    `advice`: ends the error for inputs whose gradient would be lost. `autograd`: replaces the derived kernel.
-    """
+    """`advice`: ends the error for inputs whose gradient would be lost. `autograd`: replaces the derived kernel."""
 
     def decorate(kernel: Kernel) -> Kernel:
         name, on_autograd = kernel.__name__, autograd
@@ -165,7 +157,7 @@ def _in_fake_mode(
 
 
 class _Differentiable(SingleLevelFunction):
-    """The ops' autograd function. torch.func calls it once per nested transform."""
+    """torch.func calls it once per nested transform."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -187,7 +179,7 @@ class _Differentiable(SingleLevelFunction):
 
 
 def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
-    """Calls `kernel` so that `formula` computes its gradient. For kernels on the Autograd key."""
+    """For kernels on the Autograd key."""
     return _Differentiable.apply(kernel, formula, x, *args)
 
 
@@ -224,7 +216,7 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
 
 
 def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
-    """Serves an op without a gradient, which may write to `x` or to `out`."""
+    """The op has no gradient, and may write to `x` or to `out`."""
 
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
         inputs = [x, *(each for each in args if isinstance(each, Tensor))] if isinstance(x, Tensor) else x
@@ -241,7 +233,7 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
 
 
 def _apart(x: Tensor, out: Tensor) -> Tensor:
-    """Copies `x` if `out` shares its memory: peers read `x` while this rank writes `out`."""
+    """Peers read `x` while this rank writes `out`."""
     return x.clone() if x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() else x
 
 
@@ -250,7 +242,7 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """Serves ops whose arguments are size, dtype and device."""
+    """For ops with the arguments size, dtype, device."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 
@@ -399,7 +391,7 @@ def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Sp
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 
-# `out` is a contiguous tensor with the result's shape and dtype.
+# `out` is contiguous, with the result's shape and dtype.
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()", advice=_NO_OUT)
@@ -449,7 +441,7 @@ def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.d
 
 @register("Tensor token, SymInt[] size, ScalarType dtype, Device device, str group", fake=_fake_given)
 def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
-    find_route(group)  # raises for a destroyed group
+    find_route(group)  # raises
     return torch.empty(size, dtype=dtype, device=device)
 
 

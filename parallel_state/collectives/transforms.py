@@ -1,7 +1,7 @@
-"""The ops under `torch.vmap`; `grad`, `vjp` and `jacrev` use their autograd kernels.
+"""The ops under `torch.vmap`: a collective runs once, on the whole batch.
 
-A collective runs once, on the whole batch: all ranks must map over the same number of samples. The dims in a call are
-those of a sample. Ops without a rule, and forward mode, raise InvalidArgumentError on every rank.
+All ranks must map over the same number of samples. The dims in a call are those of a sample. Ops without a rule raise
+InvalidArgumentError on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from device_communicators.calls.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 
 Rule = Callable[..., tuple[Any, Any]]
-"""(op, batch dim of each argument, *arguments) -> (result, batch dim of the result)."""
+"""(op, batch dim of each argument, *arguments) -> (result, its batch dim)."""
 
 
 def _elementwise(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ _NAMES_BY_RULE: dict[Rule, tuple[str, ...]] = {
 }  # fmt: skip
 _RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names}
 _UNMAPPED = ("barrier", "empty")
-"""Ops without an input tensor."""
+"""Have no input tensor."""
 
 
 def _name(op: Any) -> str:
@@ -72,7 +72,7 @@ def _name(op: Any) -> str:
 
 
 def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
-    """Returns the dispatch key of `torch.vmap` and an op's kernel for it; None if it needs none."""
+    """Returns a dispatch key and a kernel."""
     name = _name(op)
     if name in _UNMAPPED:
         return None
@@ -87,4 +87,4 @@ def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
             "all_gather, broadcast or all_to_all inside"
         )
 
-    return "FuncTorchVmapMode", refuse  # this key covers all calls inside vmap, also those without a mapped tensor
+    return "FuncTorchVmapMode", refuse  # for all calls inside vmap, also those without a mapped tensor

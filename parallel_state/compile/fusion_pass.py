@@ -7,13 +7,13 @@
 
 Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
-Fuses a sum by `group.all_reduce`, the addition, and `F.rms_norm` over the last dim or the norm that transformers writes
-out in float32; also a static float8 quantization after them. The report gives the reasons for all others, but not for
-code from inductor's cache. Training isn't fused, nor is `dynamic=True` without torch._dynamo.config.specialize_float.
+The norm is `F.rms_norm` over the last dim or the one that transformers writes out in float32; a static float8
+quantization may follow. The report has no code from inductor's cache. Training isn't fused, nor is `dynamic=True`
+without torch._dynamo.config.specialize_float.
 
-The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after a rounding. A
-float8 may then differ by one step. Residual and weight must be equal on all ranks, which the pass can't check. All
-ranks or none must compile with the pass. No collective moves.
+The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after a rounding; a
+float8 by one step. Residual and weight must be equal on all ranks, which the pass can't check. All ranks or none must
+compile with the pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class FusionReport:
     """The all-reduces of one or more graphs."""
 
     fused: list[str] = field(default_factory=list)
-    """The fused op and its shape, for each all-reduce."""
     kept: list[str] = field(default_factory=list)
     """All-reduces that were not fused, with reasons."""
 
@@ -91,7 +90,7 @@ class AllReduceFusionPass:
         self.report.kept += report.kept
 
     def uuid(self) -> str:
-        """Returns the digest that identifies this code in inductor's cache."""
+        """Identifies this code in inductor's cache."""
         sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
@@ -101,7 +100,7 @@ class AllReduceFusionPass:
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Moves the nodes that the fused op needs before the all-reduce; raises NoMatch, without a move, if it can't."""
+    """Moves what the fused op needs before the all-reduce; raises NoMatch, without a move, if it can't."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))

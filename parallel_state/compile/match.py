@@ -1,6 +1,6 @@
 """Finds all-reduces in a compiled graph that one op can fuse with an add, an RMS norm and possibly a quantization.
 
-The graph is what AOTAutograd passes to a backend; an op that writes the ordering token is an `auto_functionalized_v2`.
+An op that writes the ordering token is an `auto_functionalized_v2`.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
@@ -33,7 +33,7 @@ _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.floa
 
 
 class NoMatch(Exception):
-    """An all-reduce can't be fused; the text is the reason."""
+    """The text is the reason."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Found:
     weight: Node
     eps: float
     normed: Node
-    """The norm in the tensor's dtype, or its quantization."""
+    """Or its quantization."""
     scale: Node | None = None
     inside: list[Node] = field(default_factory=list)
 
@@ -306,7 +306,7 @@ def _same(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
-    """Returns the nodes that the fused op needs before the all-reduce. Raises NoMatch if they depend on it."""
+    """Raises NoMatch if these nodes depend on the all-reduce."""
     start = order[found.all_reduce]
     needed: set[Node] = set()
     waiting = [each for each in (found.residual, found.weight, found.scale) if each is not None]

@@ -1,7 +1,6 @@
-"""Provides Megatron's and vLLM's long names for functions of `state` and methods of groups.
+"""Megatron's and vLLM's long names for functions of `state` and methods of groups.
 
-Megatron's `get_…_group` returns a torch ProcessGroup. These functions return the GroupCoordinator, as vLLM's do; its
-`.device_group` is the ProcessGroup.
+Where Megatron returns a torch ProcessGroup, these return the GroupCoordinator, as vLLM does.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True if this pipeline rank is the first.
 
-    With `ignore_virtual=False`, `vp_stage` must also be the model's first stage. It defaults to the stage set by
-    set_virtual_pipeline_model_parallel_rank.
+    With `ignore_virtual=False`, `vp_stage` (default: the stage that was set) must also be the model's first stage.
     """
     return state.get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
@@ -187,7 +185,7 @@ def get_all_ranks() -> str:
 
 
 def get_world_size() -> int:
-    """Returns `get_world_group().world_size`."""
+    """Returns the size of the world."""
     return state.get_world_group().world_size
 
 
@@ -197,12 +195,12 @@ def get_rank() -> int:
 
 
 def is_unitialized() -> bool:
-    """Returns True before initialize_model_parallel; the name is Megatron's, with its spelling."""
+    """Returns True before initialize_model_parallel; the spelling is Megatron's."""
     return not state.model_parallel_is_initialized()
 
 
 def is_initialized() -> bool:
-    """Returns `model_parallel_is_initialized()`, under Megatron's name."""
+    """Returns `model_parallel_is_initialized()`."""
     return state.model_parallel_is_initialized()
 
 
@@ -235,7 +233,7 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
 
 @host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroys all groups and frees unused memory, for vLLM's tests; `shutdown_ray` also shuts down a loaded Ray."""
+    """Destroys all groups and frees unused memory; `shutdown_ray` also shuts down a loaded Ray."""
     state.destroy_model_parallel()
     state.destroy_distributed_environment()
     ray = sys.modules.get("ray")

@@ -20,8 +20,7 @@ def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCap
     """Prepares the tp and pp groups for CUDA graphs that the body captures, on a side stream.
 
     The side stream waits for the current stream. `device`: default: the tp group's. Every rank of both groups must
-    enter it, because it may create communicators and connect neighbours of the pipeline. On the CPU it only runs the
-    body.
+    enter it. On the CPU it only runs the body.
     """
     tp, pp = get_tp_group(), get_pp_group()
     where = tp.device if device is None else torch.device(device)

@@ -3,7 +3,7 @@
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
     get_expert_model_parallel_group()  …         if Megatron-core, vLLM or SGLang has the name
 
-They are generated from the table; `make stubs` writes `getters.pyi`.
+`make stubs` writes `getters.pyi`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     ),
     "global_ranks": ("list[int]", get_group_ranks, "Returns a new list of the global ranks of this rank's"),
 }
-"""Fact -> (type, getter, text). These getters don't create the group and involve no other rank."""
+"""Fact -> (type, getter, text)."""
 _LONG = {
     "tp": ("group", "world_size", "rank", "src_rank"),
     "pp": ("group", "world_size", "rank"),
@@ -42,7 +42,7 @@ _LONG = {
     "intra_dist_opt": ("group",),
     "inter_dist_opt": ("group",),
 }
-"""Facts that also have a getter by the axis's long name: those of Megatron-core, vLLM or SGLang."""
+"""Facts that also have a getter by the axis's long name."""
 
 
 def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
@@ -88,10 +88,7 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def raise_missing(name: str) -> NoReturn:
-    """Raises AttributeError, or RenamedError for a long name with a short replacement.
-
-    For `from parallel_state import …` the latter is an ImportError, because Python drops the text of an AttributeError.
-    """
+    """`from parallel_state import …` drops the text of an AttributeError; an ImportError keeps it."""
     for axis in AXES:
         old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}
         if name in old:

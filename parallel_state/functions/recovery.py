@@ -31,7 +31,6 @@ logger = logging.getLogger("parallel_state")
 
 
 def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int]:
-    """Returns `ranks`, ascending global ranks of the old world."""
     wanted = sorted(set(ranks))
     if list(ranks) != wanted or not wanted or wanted[0] < 0 or wanted[-1] >= world_size:
         raise InvalidArgumentError(
@@ -61,14 +60,12 @@ def reinitialize(
 
     Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world: all but the
     lost ranks, which are `error.suspect_ranks`. The new world numbers them from 0. Then initialize_model_parallel runs
-    with the sizes and `options`. `timeout` is the deadline of operations in the new world; default: that of the old
-    world.
+    with the sizes and `options`. `timeout` (default: the old world's) is that of operations in the new world.
 
-    If it fails, for example because another rank exits meanwhile, there is no world. The surviving ranks can then call
-    init_distributed_environment with a new address.
+    If it fails, there is no world. The surviving ranks can then call init_distributed_environment with a new address.
 
     Raises GroupNotInitializedError without a world; InvalidArgumentError for invalid `ranks`; RendezvousError if a
-    survivor doesn't call it within PARALLEL_STATE_START_TIMEOUT_S; and the errors of initialize_model_parallel.
+    survivor doesn't call it in time; and the errors of initialize_model_parallel.
     """
     from device_communicators.control.plane import Endpoint
     from parallel_state.startup.rendezvous import meet_again, met_before
@@ -83,7 +80,7 @@ def reinitialize(
     logger.warning("rank %d restarts without ranks %s", world.rank, format_ranks(lost))
     place = survivors.index(world.rank)
     met = None
-    with ExitStack() as stack:  # after a failure it closes the watcher: other survivors then detect that this rank left
+    with ExitStack() as stack:  # after a failure other survivors then detect that this rank left
         try:
             if world.pool is not None and len(survivors) > 1:
                 limit_s = settings.START_TIMEOUT_S.get()

@@ -20,18 +20,16 @@ from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import try_get_world_group
 
 _EXCHANGES = 8
-"""The fastest exchange measures the difference of two clocks."""
+"""The fastest one measures the difference of two clocks."""
 
 
 @contextmanager
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Records each operation of each group in the body, and writes a Chrome trace to `folder/rank-R.json`.
 
-    Every rank of the world must enter it, with a shared folder or its own; `parallel-state trace FOLDER` merges the
-    files. Times are on rank 0's monotonic clock, with which the hosts compare theirs once, at the start. A started call
-    lasts until it was waited for.
-
-    In the body all operations go through Python, which adds some microseconds per call, and torch.profiler shows them.
+    Every rank of the world must enter it, with a shared folder or its own. Times are on rank 0's monotonic clock, with
+    which the hosts compare theirs at the start. A started call lasts until it was waited for. In the body all
+    operations go through Python, which adds some microseconds per call, and torch.profiler shows them.
     """
     world = try_get_world_group()
     target = Path(folder)
@@ -52,7 +50,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _offset(world: GroupCoordinator) -> float:
-    """Returns rank 0's monotonic clock minus this host's, in seconds. Every rank must call it."""
+    """Returns rank 0's monotonic clock minus this host's. Every rank must call it."""
     memory = world.context.host_memory
     hosts = [[rank] for rank in world.ranks] if memory is None else [list(host) for host in memory.hosts]
     if world.world_size == 1 or len(hosts) == 1 or world.context.fake or world.context.simulated:

@@ -1,7 +1,4 @@
-"""Helpers, which also work without any init: over torch's default group, otherwise as in one process.
-
-If one rank fails, the other ranks raise as well.
-"""
+"""Helpers, which also work without any init: over torch's default group, otherwise as in one process."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> i
             content = (
                 torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
-        except Exception as error:  # also for an invalid path: the other ranks wait
+        except Exception as error:  # the other ranks wait
             failure, content = error, f"{type(error).__name__}: {error}"
     content = world.broadcast_object(content, 0)
     if failure is not None:
@@ -84,7 +81,7 @@ def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> i
 
 
 def unwrap_dist(model: nn.Module) -> nn.Module:
-    """Returns the module inside DistributedDataParallel, also if wrapped repeatedly; other modules unchanged."""
+    """Returns the module inside DistributedDataParallel, also if wrapped repeatedly."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model
@@ -96,7 +93,7 @@ def master_first() -> Iterator[None]:
     """Runs the body on rank 0 of the world, then on all other ranks. Every rank must enter it.
 
     The body must not make calls that need other ranks. All ranks leave together. If the body raises on a rank, the
-    exception is raised there and RemoteError on the other ranks.
+    other ranks raise RemoteError.
     """
     with _world_or_default_group() as found:
         if found is None:
@@ -109,10 +106,7 @@ def master_first() -> Iterator[None]:
 @contextmanager
 @host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
-    """Runs the body on the first rank of each host, then on the host's other ranks.
-
-    Exceptions are raised as in master_first, on the ranks of one host.
-    """
+    """Runs the body on the first rank of each host, then on the host's other ranks. See master_first."""
     with _world_or_default_group() as found:
         if found is None:
             yield
@@ -201,8 +195,7 @@ def all_to_all(
 ) -> Tensor:
     """Works as `GroupCoordinator.all_to_all`, without an init, over any group of torch (None: the default group).
 
-    `x` may have any strides. The result is new and contiguous; without a default group, or in a group of one rank, it
-    is `x`. Either all ranks' `x` require a gradient, or none.
+    Without a default group, or in a group of one rank, returns `x`. Either all ranks' `x` require a gradient, or none.
     """
     if isinstance(group, GroupCoordinator):
         return group.all_to_all(
@@ -234,7 +227,7 @@ def _all_to_all_over(
 
 @host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random, and numpy if installed; returns the seed used.
+    """Seeds torch (all devices), random, and numpy; returns the seed used.
 
     The seed is equal on tensor- and data-parallel ranks, and differs between pipeline stages (by 1000 per stage).
     """
@@ -269,7 +262,7 @@ def split_tensor_along_last_dim(
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
     """Returns the layers of stage `pp_rank` as (first, last + 1).
 
-    As in vLLM, remaining layers go to the stages before the last one, because the last stage has the output head.
+    As in vLLM, remaining layers go to the stages before the last one, which has the output head.
     """
     if not 0 <= pp_rank < pp_size <= num_hidden_layers:
         raise InvalidArgumentError(

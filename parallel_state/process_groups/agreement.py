@@ -1,7 +1,6 @@
-"""Checks that all ranks request the same thing before any of them waits for peers.
+"""Checks that all ranks request the same thing before any of them waits for peers; all raise the same error.
 
-Every rank, also a late one, raises the same error. Without a control plane nothing is compared: different requests fail
-at the first call's deadline.
+Without a control plane, different requests fail at the first call's deadline.
 """
 
 from __future__ import annotations
@@ -30,20 +29,18 @@ from device_communicators.liveness.health import UnmetError, Watcher
 T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
-"""Key of a request whose construction failed; the value is the error."""
+"""Key of an error in place of a request."""
 _MOST_FAILURES = 256
 _LONGEST = 400
 """Errors truncate longer parts of a request, and add a digest."""
 
 
 def digest(value: object) -> str:
-    """Returns 16 hexadecimal digits that identify `value` by its repr."""
+    """16 hexadecimal digits of the repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class Agreement:
-    """Compares the requests of all ranks of a world, and names new groups."""
-
     def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
         """`alone`: the other ranks are simulated. No request is then compared."""
         self.alone = alone
@@ -66,10 +63,9 @@ class Agreement:
     ) -> T:
         """Returns the value of `resolve` once all of `ranks` have made the same request. Each of `ranks` calls it.
 
-        `resolve` returns the value and the request. It should contain every step that can fail: if it raises, this rank
-        still takes part, so that peers receive the error. Raises the error of `resolve`, if it fails on all ranks or is
-        no UsageError; ConfigMismatchError if two ranks differ; CollectiveTimeoutError with the ranks that didn't call
-        or answer; PeerDiedError.
+        `resolve` returns the value and the request. It should contain every step that can fail, so that peers receive
+        the error. Raises that error, if `resolve` fails on all ranks or it is no UsageError; ConfigMismatchError if two
+        ranks differ; CollectiveTimeoutError; PeerDiedError.
         """
         try:
             value, request = resolve()
@@ -89,10 +85,9 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """As `resolve_and_agree`, with a ready request.
+        """As `resolve_and_agree`. `wrong`: replaces the request, and is raised after the agreement.
 
-        `wrong`: replaces the request, and is raised after the agreement. `domain`: further ranks whose death ends the
-        wait, because a rank of `ranks` may not call after it.
+        `domain`: further ranks whose death ends the wait, because a rank of `ranks` may not call after it.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
@@ -129,12 +124,11 @@ class Agreement:
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
     ) -> str:
-        """Waits for all `ranks`, which make the same call. Returns a name for `what` that no earlier attempt had.
+        """Waits for all `ranks`, which make the same call. Returns a new name for `what`.
 
         The name ends with the attempt's number, so groups of a later world get the names of an earlier one: DTensor's
-        caches live as long as the process, and find groups by name. A late rank joins the next attempt. If a rank
-        passes a `problem`, all ranks raise CommunicationError. Raises like `agree` if a rank of `watched` (default:
-        `ranks`) died.
+        caches find groups by name. A late rank joins the next attempt. If a rank passes a `problem`, all raise
+        CommunicationError. Raises like `agree` if a rank of `watched` (default: `ranks`) died.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
@@ -174,11 +168,10 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Reports that this rank failed to create the group `name`. Waits at most 0.5 s for replies."""
+        """Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
-        """Returns the rank that failed to create the group, and the reason, if known."""
         return self._failures.get(name)
 
     def _note_failure(self, rank: int, payload: bytes) -> bytes:
@@ -189,7 +182,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's gloo address of the previous attempt; call it after `meet`, when no rank uses it."""
+        """Of the previous attempt. Call it after `meet`, when no rank uses the address."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

@@ -1,7 +1,4 @@
-"""Describes a process group that the program made, and prepares this library's groups for its ranks.
-
-Never changes or destroys the program's group.
-"""
+"""Describes a process group that the program made, and prepares this library's groups for its ranks."""
 
 from __future__ import annotations
 
@@ -145,7 +142,7 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Compares the settings that must be equal on `ranks` (global), which all call it. Raises as `Agreement.agree`.
+    """All `ranks` call it. Raises as `Agreement.agree`.
 
     `backend` and `timeout_s` are the values in effect, which arguments may have overridden.
     """
@@ -159,10 +156,7 @@ def agree_on_settings(
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
-    """Returns a unique prefix for the names of one world on a shared store, chosen by the group's first rank.
-
-    Every rank of `group` (default: the default group) calls it.
-    """
+    """Returns a unique prefix for one world's names on a shared store. Every rank of `group` calls it."""
     # Not from torch's generator: it would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
     size = dist.get_world_size(group)

@@ -18,8 +18,7 @@ from device_communicators.base.torch_internals import set_nccl_timeout
 class GroupOptions:
     """Options for the process groups of one axis. None: the value given to initialize_model_parallel.
 
-    The last four are for NCCL: a high-priority stream, the size of thread-block clusters (`cga_cluster_size`), and the
-    number of blocks (CTAs) per communicator. Other backends ignore them.
+    The last four are for NCCL only: `cga_cluster_size` is that of thread-block clusters; CTAs are per communicator.
     """
 
     backend: str | None = None
@@ -57,18 +56,17 @@ class GroupOptions:
 
     @property
     def for_cpu(self) -> GroupOptions:
-        """Returns the options of the gloo group for CPU tensors."""
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
     def for_callers(self) -> GroupOptions:
-        """Returns the options of the CPU group that programs pass to torch.distributed's own functions."""
+        """For torch.distributed's own functions."""
         chosen = GroupOptions(settings.CPU_BACKEND.get(), self.timeout)
         return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
 
     @property
     def meets(self) -> bool:
-        """Returns True if creating a group waits for its other ranks. With NCCL the first call waits instead."""
+        """Creating a group waits for its other ranks. With NCCL the first call waits instead."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property
@@ -82,11 +80,11 @@ class GroupOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Creating a group uses this timeout, of at least `limit_s`; afterwards the caller sets the group's own."""
+        """Creating a group may take `limit_s`; afterwards the caller sets its own timeout."""
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
-        """Returns torch's ProcessGroupNCCL.Options; None if no option of NCCL is set."""
+        """None if no option of NCCL is set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
@@ -99,7 +97,6 @@ class GroupOptions:
 
 
 def check_backend(backend: object) -> None:
-    """Raises InvalidArgumentError for a backend that is unknown to torch or missing in this build."""
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a str, but is {backend!r}")
     for part in backend.split(","):  # `gloo`, or `cpu:gloo,cuda:nccl`
@@ -114,7 +111,7 @@ def check_backend(backend: object) -> None:
 
 
 def seconds(timeout: object) -> float:
-    """Returns a timeout in seconds; None means PARALLEL_STATE_TIMEOUT_S."""
+    """None means PARALLEL_STATE_TIMEOUT_S."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

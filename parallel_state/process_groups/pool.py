@@ -41,7 +41,7 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32
-"""In addition to a gloo group's connections, with a reserve for the rest of the process."""
+"""In addition to a gloo group's connections."""
 
 RankLists = Sequence[Sequence[int]]
 
@@ -73,7 +73,7 @@ class LazyProcessGroup:
         self.made = False
 
     def __call__(self) -> Any:
-        with self._lock:  # only one thread creates it
+        with self._lock:
             if not self.made:
                 self._value = self._make()
                 self.made = True
@@ -90,10 +90,9 @@ class ProcessGroupPool:
         watcher: Watcher | None = None,
         joined: bool = False,
     ) -> None:
-        """`token`: separates this world's names from others on the same store.
+        """`token`: separates worlds on the same store. `joined`: the program made the default group.
 
-        `alone_over`: the backend of a world of one rank without a default group. `joined`: the program made the default
-        group.
+        `alone_over`: the backend of a world of one rank without a default group.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -159,9 +158,8 @@ class ProcessGroupPool:
         order.
 
         - `division`: returns all rank lists of this kind, which together are the world. Every rank of the world must
-          then call, and strategies that need all ranks can be used.
+          then call.
         - `near`: groups that live longer. One with the same ranks, options and root is used.
-        - `root`: of the failure domain.
         - `unshared`: always creates a new group. gloo matches operations of one group by their order, so threads that
           aren't synchronised need a group each.
         """
@@ -201,7 +199,7 @@ class ProcessGroupPool:
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """Returns a new channel number, from which transfer tags are derived. Members call it in the same order."""
+        """Members call it in the same order. Transfer tags are derived from it."""
         with self._lock:
             self._channels[tuple(ranks)] += 1
             return self._channels[tuple(ranks)] - 1
@@ -254,7 +252,7 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Creates a group under a new name: the store keeps the addresses of a failed attempt."""
+        """Uses a new name: the store keeps the addresses of a failed attempt."""
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
@@ -335,9 +333,9 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Makes the caller's process group the pool's group of `ranks`, if it has none. Every member calls it.
+        """Makes the caller's process group, which it still owns, the pool's group of `ranks`, if it has none.
 
-        The caller still owns it.
+        Every member calls it.
         """
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
@@ -350,7 +348,7 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program made this group. `everyone`: counts the default group, too."""
+        """`everyone`: counts the default group, too."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
@@ -383,9 +381,9 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Ends waits for other ranks in (failed) process groups: destroying a gloo group would wait for them.
+        """Ends waits in (failed) process groups: destroying a gloo group would wait for them.
 
-        A wait also keeps connections open, and these keep other ranks waiting until their deadlines.
+        Their open connections also keep other ranks waiting until their deadlines.
         """
         for key in list(self._failed if failed_only else self._groups):
             self._abandon(key, self._groups.get(key))
@@ -401,7 +399,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Later `acquire` calls raise. May be called twice."""
+        """May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
