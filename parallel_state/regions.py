@@ -12,7 +12,7 @@
     reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
 
 Unlike with the plain ops, the ranks compute *one* loss together: the gradient of a replicated tensor is already
-complete on every rank, and is not summed again. Higher-order gradients follow the same table, also under torch.func.
+complete on every rank. Higher-order gradients follow the same table, also under torch.func.
 
 Every rank of `group` (default: the tensor-parallel one) calls them. The dim of a slice must be divisible by the group's
 size. The result may be changed in place; the input is never changed.
@@ -38,12 +38,12 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Copies `x`; its gradient is summed over the group. Use before a column-parallel layer."""
+    """Copies `x`. Use before a column-parallel layer."""
     return _run("copy_region", _copy, x, group)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group; the gradient is unchanged. Use after a row-parallel layer."""
+    """Sums over the group. Use after a row-parallel layer."""
     return _run("reduce_region", _reduce, x, group)
 
 
@@ -73,7 +73,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group, and returns this rank's slice of dim 0."""
+    """Sums, and returns this rank's slice of dim 0."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
@@ -83,7 +83,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoord
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group, and returns this rank's slice of the last dim."""
+    """Sums, and returns this rank's slice of the last dim."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 

@@ -1,4 +1,7 @@
-"""The process-wide groups: made by one init, cleared by one destroy. Only this file uses `global`."""
+"""The process-wide groups: made by one init, cleared by one destroy. Only this file uses `global`.
+
+Getters raise GroupNotInitializedError before the init; those with `try_` return None.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def init_distributed_environment(
     PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
     files. A world of one rank creates torch's default group only when a process group is requested.
 
-    Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
+    Raises AlreadyInitializedError, SettingError for a wrong environment variable, InvalidArgumentError,
     ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
     """
     global _NODES, _START, _UNDO
@@ -140,7 +143,7 @@ def init_distributed_environment(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
         place, watcher, met = joined.place, joined.watcher, joined.met
-        # Only after the rendezvous, in which ranks compare the cores that they may use.
+        # After the rendezvous, in which ranks compare the cores that they may use.
         cores_before = bind_as_set(place.local_rank, place.local_world_size)
         if cores_before is not None:
             undo.callback(cores.bind, cores_before)
@@ -257,7 +260,7 @@ def init_world_group(
 def destroy_distributed_environment() -> None:
     """Destroys the parallel groups and the world. Keeps a default group that the program made. May be called twice.
 
-    If called while init_distributed_environment() runs (from a signal handler), that init raises GroupDestroyedError.
+    A running init_distributed_environment() then raises GroupDestroyedError.
     """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
@@ -311,8 +314,7 @@ def initialize_model_parallel(
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
     - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
     - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends.
-    - `eager`: creates all groups now.
-    - `warm_up`: runs a small all-reduce in each created group.
+    - `eager`: creates all groups now. `warm_up`: runs a small all-reduce in each.
     - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
     - `get_position_embedding_ranks`: default: the first.
     - `device_mesh`: a torch DeviceMesh whose dims are named after axes. Replaces sizes and order, and supplies groups.
@@ -427,7 +429,6 @@ def ensure_model_parallel_initialized(
 
 
 def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | None) -> str:
-    """Returns the first size or kind of group that differs, or ""."""
     for axis, size in asked.items():
         if axis in layout.missing or size not in (-1, layout.size(axis)):
             return f"{axis}={size}"
@@ -536,51 +537,51 @@ def set_custom_all_reduce(enable: bool) -> None:
 
 
 def get_world_group() -> GroupCoordinator:
-    """Returns the group of all ranks; GroupNotInitializedError before init_distributed_environment."""
+    """Returns the group of all ranks."""
     return _or_raise(try_get_world_group(), "world", "init_distributed_environment")
 
 
 def get_tp_group() -> GroupCoordinator:
-    """Returns the tensor-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the tensor-parallel group."""
     return _or_raise(try_get_tp_group(), "tp")
 
 
 def get_pp_group() -> GroupCoordinator:
-    """Returns the pipeline-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the pipeline-parallel group."""
     return _or_raise(try_get_pp_group(), "pp")
 
 
 def get_dp_group() -> GroupCoordinator:
-    """Returns the data-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the data-parallel group."""
     return _or_raise(try_get_dp_group(), "dp")
 
 
 def try_get_world_group() -> GroupCoordinator | None:
-    """Returns the group of all ranks; None before init_distributed_environment."""
+    """Returns the group of all ranks, or None."""
     current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
-    """Returns the tensor-parallel group; None before initialize_model_parallel."""
+    """Returns the tensor-parallel group, or None."""
     current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
-    """Returns the pipeline-parallel group; None before initialize_model_parallel."""
+    """Returns the pipeline-parallel group, or None."""
     current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
-    """Returns the data-parallel group; None before initialize_model_parallel."""
+    """Returns the data-parallel group, or None."""
     current = try_get_current_groups()
     return _DP if current is None else current.dp
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns all current groups; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns all current groups."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
@@ -609,7 +610,7 @@ def get_group(name: str) -> GroupCoordinator:
 def get_group_ranks(name: str) -> list[int]:
     """Returns the global ranks of this rank's group as a new list, without creating the group.
 
-    Raises GroupNotInitializedError before initialize_model_parallel, or if this rank is in no such group.
+    Raises GroupNotInitializedError also if this rank is in no such group.
     """
     return get_parallel_groups().ranks_of(name)
 
@@ -621,7 +622,7 @@ def get_group_rank(name: str) -> int:
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """As get_group; None before initialize_model_parallel, or if this rank is in no such group."""
+    """Returns the group, or None, also if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -650,8 +651,7 @@ def get_nodes() -> list[list[int]]:
 def get_process_environment() -> ProcessEnvironment:
     """Returns this process's rank, local rank, world size and, if known, local world size. Works before any init.
 
-    Uses the first of these that exists: the world, torch's default group, the launcher's variables, rank 0 of 1. Leaves
-    out the address. Raises SettingError for contradictory variables.
+    Uses the world, torch's default group, or the launcher's variables. Raises SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

@@ -1,17 +1,15 @@
-"""The tensor calls of a group.
-
-Contract of all collectives:
+"""The tensor calls of a group. Contract of all collectives:
 
 - Every rank of the group must call them in the same order, with matching arguments. `src` and `dst` are ranks in the
   group.
 - Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
   rank, the input itself.
-- Wrong arguments raise InvalidArgumentError before anything is sent. A tensor that no communicator supports raises
-  UnsupportedError. A failure during the call raises CommunicationError.
+- Wrong arguments raise InvalidArgumentError before anything is sent, unsupported tensors UnsupportedError, failures
+  during the call CommunicationError.
 - `out` must have the result's shape, dtype and device, and may have any strides. It receives the result with its
   gradient, as by `copy_`, and is returned. A contiguous `out` without gradient saves the copy.
 - They work under torch.compile(fullgraph=True), except for calls that return handles. If sizes come from a tensor's
-  values (`.tolist()`), wrong ones raise torch's RuntimeError when the compiled code runs.
+  values, wrong ones raise torch's RuntimeError.
 
 For gradients see `ops`.
 """
@@ -339,7 +337,6 @@ class TensorCalls(GroupFacts):
 
     @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
     def _agree_on_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-        """Every rank raises if `x` is invalid."""
         form: object = None
         wrong: InvalidArgumentError | None = None
         if self.rank_in_group == src:
@@ -524,8 +521,8 @@ class TensorCalls(GroupFacts):
         memory is reused after the last tensor that views it is deleted. Otherwise (between hosts, if
         PARALLEL_STATE_SYMMETRIC_BYTES is used up, on GPUs also in compiled code) the result is an ordinary tensor.
 
-        On the CPU, ranks allocate independently. On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it
-        with the same number of bytes, and pass the same part of the same tensor to a collective.
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
+        the same part of the same tensor to a collective.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -620,9 +617,9 @@ class TensorCalls(GroupFacts):
     def batch_isend_irecv(self, operations: Sequence[checks.Transfer | dist.P2POp]) -> list[TensorHandle]:
         """Starts several transfers together; returns their handles in the order of `operations`.
 
-        An operation is `("isend", x, dst)`, or `("irecv", out, src)` with an `out` of any strides, or torch's `P2POp`
-        with a peer in this group. Transfers from one rank to another are matched by their order. Change or read the
-        tensors only after `wait()`. No gradient; not for compiled code.
+        An operation is `("isend", x, dst)`, `("irecv", out, src)`, or torch's `P2POp` with a peer in this group.
+        Transfers from one rank to another are matched by their order. Change or read the tensors only after `wait()`.
+        No gradient; not for compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
         if not isinstance(operations, (list, tuple)):
@@ -642,8 +639,8 @@ class TensorCalls(GroupFacts):
                 handles[at] = TensorHandle(handle, x, None if is_dense(x) else functools.partial(copy_values, x, flat))
         return [handles[at] for at in range(len(found))]
 
-    # `wait()` returns the collective's result, detached. Change an input only after it. A communicator without progress
-    # of its own completes the work before the call returns.
+    # `wait()` returns the result, detached. Change an input only after it. A communicator without progress of its own
+    # completes the work before the call returns.
 
     @host_call(_COLLECTIVE)
     def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
@@ -690,8 +687,8 @@ class TensorCalls(GroupFacts):
 
     # The norm, including the weight, is computed in float32 (for float64 in float64) from the rounded `y`. Quantized
     # output is float8_e4m3fn of the norm *after its rounding to the dtype*. Values beyond ±448, and infinities, become
-    # ±448; NaN stays NaN. vLLM's results differ in the last bits: it rounds the norm once more before the weight, and
-    # with a scale per token it computes the norm of the unrounded sum.
+    # ±448; NaN stays NaN. vLLM rounds the norm once more before the weight, and with a scale per token it computes the
+    # norm of the unrounded sum.
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
@@ -744,10 +741,10 @@ class TensorCalls(GroupFacts):
 
 
 def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
-    """Returns the order in which rank `own` starts its transfers.
+    """On the CPU receives start first, because a send may wait for its receiver.
 
-    On the CPU receives start first, because a send may wait for its receiver. A device runs transfers one by one: all
-    ranks order the pairs of ranks alike, and within a pair the lower rank sends first.
+    A device runs transfers one by one: all ranks order the pairs of ranks alike, and within a pair the lower rank sends
+    first.
     """
 
     def place(at: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ class GraphCaptureContext:
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
     """The new stream starts after the previous one's work, which continues after it.
 
-    After an exception there is no wait: a broken capture makes waiting fail, which would hide the exception.
+    After an exception it doesn't: a broken capture makes waiting fail, which would hide the exception.
     """
     if device.type != "cuda":
         yield GraphCaptureContext(None)

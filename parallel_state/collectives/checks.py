@@ -1,4 +1,4 @@
-"""Checks a call's arguments against its group; raises `InvalidArgumentError` before anything is sent.
+"""Checks a call's arguments against its group, before anything is sent.
 
 torch.compile traces them: they compare, and build text only for a `raise`.
 """
@@ -33,10 +33,7 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """True if unknown during compilation, when a branch on a symbolic size would be an error.
-
-    The compiled code then checks it, and raises torch's RuntimeError.
-    """
+    """True if unknown during compilation; the compiled code then checks it."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true

@@ -51,10 +51,9 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Functions of the library, named after the ops and with their arguments. Not for compiled code.
+    """Functions named after the ops and with their arguments. Not for compiled code.
 
-    They return the method's result, or NotImplemented: then call the registered op. Those that write to `out` or `x`
-    return that tensor.
+    They return the method's result (`out` or `x` if they write to it), or NotImplemented: then call the registered op.
     """
 
     all_reduce: Callable[..., Any]

@@ -4,12 +4,12 @@
 then make different calls and hang. So each op declares that it writes to the token, a tensor that all ops of a device
 share. torch's effect tokens don't keep the order: inductor before 2.15 reorders such ops.
 
-**Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops.
-Calls that these don't support go to the op's twin in `parallel_state_python`, which has this module's kernels.
+**Two registrations.** Calls that the frequent ops' kernels in `csrc/bindings.cpp` don't support go to the op's twin in
+`parallel_state_python`, which has this module's kernels.
 
-**Gradients** are those of the sum of all ranks' losses; `regions` has Megatron's. An op without a gradient raises if an
-input requires one. A backward is a collective: if one rank's input requires a gradient, the inputs of all ranks must (a
-receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
+**Gradients** are those of the sum of all ranks' losses; `regions` has Megatron's. A backward is a collective: if one
+rank's input requires a gradient, the inputs of all ranks must (a receiver of a broadcast passes `torch.empty(...,
+requires_grad=True)`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """For tensors with deferred values: torch's own kernel can't copy outputs back for an op without a result."""
+    """torch's own kernel can't copy deferred values back for an op without a result."""
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
 
@@ -133,7 +133,7 @@ def register(
     advice: str = "",
     autograd: Callable[..., Any] | None = None,
 ) -> Callable[[Kernel], Kernel]:
-    """`advice`: ends the error for inputs whose gradient would be lost. `autograd`: replaces the derived kernel."""
+    """`advice`: ends the error for inputs whose gradient would be lost."""
 
     def decorate(kernel: Kernel) -> Kernel:
         name, on_autograd = kernel.__name__, autograd
@@ -179,7 +179,6 @@ class _Differentiable(SingleLevelFunction):
 
 
 def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
-    """For kernels on the Autograd key."""
     return _Differentiable.apply(kernel, formula, x, *args)
 
 
@@ -216,8 +215,6 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
 
 
 def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
-    """The op has no gradient, and may write to `x` or to `out`."""
-
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
         inputs = [x, *(each for each in args if isinstance(each, Tensor))] if isinstance(x, Tensor) else x
         if inputs is x:  # from the kernel in C++: otherwise this would wait again
@@ -242,7 +239,6 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """For ops with the arguments size, dtype, device."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 

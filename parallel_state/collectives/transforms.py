@@ -1,8 +1,4 @@
-"""The ops under `torch.vmap`: a collective runs once, on the whole batch.
-
-All ranks must map over the same number of samples. The dims in a call are those of a sample. Ops without a rule raise
-InvalidArgumentError on every rank.
-"""
+"""The ops under `torch.vmap`: a collective runs once, on the whole batch. All ranks must map over as many samples."""
 
 from __future__ import annotations
 
@@ -64,7 +60,6 @@ _NAMES_BY_RULE: dict[Rule, tuple[str, ...]] = {
 }  # fmt: skip
 _RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names}
 _UNMAPPED = ("barrier", "empty")
-"""Have no input tensor."""
 
 
 def _name(op: Any) -> str:

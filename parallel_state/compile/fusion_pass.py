@@ -8,12 +8,10 @@
 Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
 The norm is `F.rms_norm` over the last dim or the one that transformers writes out in float32; a static float8
-quantization may follow. The report has no code from inductor's cache. Training isn't fused, nor is `dynamic=True`
-without torch._dynamo.config.specialize_float.
+quantization may follow. Training isn't fused, nor is `dynamic=True` without torch._dynamo.config.specialize_float.
 
 The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after a rounding; a
-float8 by one step. Residual and weight must be equal on all ranks, which the pass can't check. All ranks or none must
-compile with the pass.
+float8 by one step. Residual and weight must be equal on all ranks. All ranks or none must compile with the pass.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class AllReduceFusionPass:
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Moves what the fused op needs before the all-reduce; raises NoMatch, without a move, if it can't."""
+    """Raises NoMatch, without a move, if it can't."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))

@@ -1,11 +1,11 @@
-"""Finds all-reduces in a compiled graph that one op can fuse with an add, an RMS norm and possibly a quantization.
+"""Finds all-reduces that one op can fuse with an add, an RMS norm and possibly a quantization.
 
 An op that writes the ordering token is an `auto_functionalized_v2`.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
 
-In place of the written-out norm the graph may have aten's norm as one node. The sum may have other users.
+In place of the written-out norm the graph may have aten's norm as one node.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Follows the square of the sum to the product of sum and rsqrt; returns that product and eps."""
+    """Returns the product of sum and rsqrt, and eps."""
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
@@ -159,7 +159,7 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
 
 
 def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
-    """Follows the float32 norm to its product with the weight, in the sum's dtype; returns (weight, product)."""
+    """Returns (weight, product), in the sum's dtype."""
     dtype = _value(found.add).dtype
     after = _only_user(scaled)
     if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:  # converted before the weight

@@ -1,7 +1,4 @@
-"""Megatron's and vLLM's long names for functions of `state` and methods of groups.
-
-Where Megatron returns a torch ProcessGroup, these return the GroupCoordinator, as vLLM does.
-"""
+"""Megatron's and vLLM's names for functions of `state`; groups are GroupCoordinators, as in vLLM."""
 
 from __future__ import annotations
 
@@ -21,15 +18,12 @@ from parallel_state.groups.coordinator import GroupCoordinator
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """Returns `dp`, or `dp_cp` if `with_context_parallel`.
-
-    With both: `intra_dp_cp`, the part of `dp_cp` with one instance of the distributed optimizer.
-    """
+    """Returns `dp`, `dp_cp`, or with both arguments `intra_dp_cp`, of one instance of the distributed optimizer."""
     return state.get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """Returns the gloo ProcessGroup of `get_data_parallel_group(…)`."""
+    """Returns the gloo ProcessGroup."""
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).cpu_group
 
 
@@ -39,12 +33,12 @@ def get_data_parallel_world_size(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Returns this rank's position in `get_data_parallel_group(…)`."""
+    """Returns this rank's position in the group."""
     return state.get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the first global rank of `get_data_parallel_group(…)`."""
+    """Returns the group's first global rank."""
     return state.get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
@@ -65,17 +59,17 @@ def get_expert_data_parallel_group(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    """Returns the gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
+    """Returns the gloo ProcessGroup."""
     return state.get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Returns the size of `get_expert_data_parallel_group(…)`."""
+    """Returns the group's size."""
     return len(state.get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Returns this rank's position in `get_expert_data_parallel_group(…)`."""
+    """Returns this rank's position in the group."""
     return state.get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 

@@ -1,4 +1,4 @@
-"""Restarts the surviving ranks as a smaller world in the same processes after a failure."""
+"""Restarts the surviving ranks as a smaller world after a failure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reinitialize(
 
     Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world: all but the
     lost ranks, which are `error.suspect_ranks`. The new world numbers them from 0. Then initialize_model_parallel runs
-    with the sizes and `options`. `timeout` (default: the old world's) is that of operations in the new world.
+    with the sizes and `options`. `timeout` (default: the old world's) is that of operations.
 
     If it fails, there is no world. The surviving ranks can then call init_distributed_environment with a new address.
 

@@ -29,7 +29,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
     Every rank of the world must enter it, with a shared folder or its own. Times are on rank 0's monotonic clock, with
     which the hosts compare theirs at the start. A started call lasts until it was waited for. In the body all
-    operations go through Python, which adds some microseconds per call, and torch.profiler shows them.
+    operations take some microseconds more, and torch.profiler shows them.
     """
     world = try_get_world_group()
     target = Path(folder)

@@ -31,7 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world's group and the ranks of each host; None for one process and for torch's fake backend.
+    """Yields the world's group and the ranks of each host; None without peers.
 
     Without a world it creates a group over torch's default group: every rank of it must enter.
     """
@@ -229,7 +229,7 @@ def _all_to_all_over(
 def set_random_seed(seed: int) -> int:
     """Seeds torch (all devices), random, and numpy; returns the seed used.
 
-    The seed is equal on tensor- and data-parallel ranks, and differs between pipeline stages (by 1000 per stage).
+    It is equal on tensor- and data-parallel ranks, and differs between pipeline stages (by 1000 per stage).
     """
     pp = try_get_pp_group()
     seed += 1000 * (0 if pp is None else pp.rank_in_group)

@@ -48,8 +48,6 @@ logger = logging.getLogger("parallel_state")
 
 
 class Traits(NamedTuple):
-    """A group's options, which sub-groups inherit."""
-
     device: torch.device
     local_rank: int = 0
     options: GroupOptions = GroupOptions()
@@ -62,7 +60,7 @@ class Traits(NamedTuple):
 
 
 class _Renamed:
-    """A global rank in vLLM. Reading it raises, because `send(x, group.next_rank)` would use the wrong rank."""
+    """A global rank in vLLM; reading it raises."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -103,7 +101,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         acquired: list[Acquired] | None = None,
         public_cpu_group: Any = None,
     ) -> None:
-        """`public_cpu_group`: default: the CPU group of `context`."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -158,14 +155,11 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
         - `device`: default: CUDA if the process group has a backend for CUDA alone, else the CPU.
         - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
-        - `within`: a coordinator that contains these ranks and outlives this one. A death that fails it also fails this
-          one.
+        - `within`: a coordinator that contains these ranks, outlives this one, and shares its failures with it.
 
-        Calls that our communicators don't support run on `process_group`, which matches calls by their order. So all
-        ranks must make direct calls on it and calls on the coordinator in the same order.
-
-        Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument or on a
-        rank outside the group, RendezvousError if a rank of the group doesn't call it in time.
+        Some calls run on `process_group`: all ranks must make direct calls on it and calls on the coordinator in the
+        same order. Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument
+        or on a rank outside the group, RendezvousError if a rank of the group doesn't call it in time.
         """
         forks.check("from_process_group()")
         given = examine(process_group, cpu_group, device)
@@ -272,7 +266,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def cpu_group(self) -> Any:
         """Returns the torch ProcessGroup for CPU tensors. Its first use may need a call by every rank of the group.
 
-        Its backend is gloo, or PARALLEL_STATE_CPU_BACKEND's. Groups that the program made keep their backend.
+        Its backend is PARALLEL_STATE_CPU_BACKEND's, but groups that the program made keep theirs.
         """
         found = self._public_cpu_group
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
@@ -282,8 +276,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def timeout(self) -> float:
         """The timeout of each call in seconds. Assign seconds, a timedelta, or None for PARALLEL_STATE_TIMEOUT_S.
 
-        A new value applies to calls that begin later on this rank; for a started call its wait counts. If ranks have
-        different timeouts, the first deadline ends the call on all.
+        Applies to calls that begin later on this rank, and to waits for started calls. If ranks have different
+        timeouts, the first deadline ends the call on all.
         """
         return self.context.timeout_s
 
@@ -320,8 +314,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
         Every rank of this group calls it with the same distinct ranks in ascending order. The new group has its own
         process groups, so threads may use both. A sub-group of the world fails only by deaths among its own ranks; one
-        of a parallel group fails with that group. Raises InvalidArgumentError, or ConfigMismatchError on every rank if
-        arguments differ.
+        of a parallel group fails with that group. Raises InvalidArgumentError, or ConfigMismatchError if arguments
+        differ.
         """
         self.route.check_usable()
 
@@ -362,7 +356,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             )
         inside = [self.context.ranks[rank] for rank in ranks]
         if self.pool is not None and inside != sorted(inside):
-            # torch.distributed numbers a group's ranks in ascending order, whatever their order in the argument.
+            # torch.distributed sorts a group's ranks.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
         return inside
 
@@ -385,7 +379,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def explain(self) -> str:
-        """Describes the group's communicators in the order of preference, and why the others are not used."""
+        """Describes the group's communicators by preference, and why the others are not used."""
         text = self.route.explain()
         if self.pool is None:
             return text
@@ -460,7 +454,7 @@ def create_group(
     """Creates the group of `ranks` (global, ascending), which include this rank.
 
     Callers and further arguments: see ProcessGroupPool.acquire. `domain`: the ranks whose death fails the group;
-    default: all. `given`: the caller's process group, which the caller destroys.
+    default: all. `given`: the caller's process group.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -523,7 +517,7 @@ def create_group(
             found = acquire(for_callers).process_group
         return GroupCoordinator(context, traits, pool=pool, acquired=taken, public_cpu_group=found)
     except BaseException as error:
-        # After a failed call the group may still have transfers that never complete.
+        # The group may have transfers that never complete.
         failed = isinstance(error, CommunicationError)
         with contextlib.ExitStack() as stack:
             for acquired in taken:
@@ -567,7 +561,6 @@ def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
 
 
 def verify_group(group: GroupCoordinator) -> None:
-    """A broken group fails now rather than in the middle of a model."""
     if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:

@@ -1,8 +1,8 @@
-"""The groups that `ParallelGroups.use()` made current: a context variable, and what Python and torch don't propagate.
+"""The groups that `ParallelGroups.use()` made current, in a context variable; and its propagation:
 
 - threads: `threading.Thread.start` is wrapped while any groups are in use.
-- backward: autograd numbers the nodes of a thread in order, so the numbers at which `use()` was entered and left
-  determine the groups of each node.
+- backward: autograd numbers a thread's nodes in order, so the numbers at which `use()` was entered and left determine
+  the groups of each node.
 - compiled code: see `_Current`.
 """
 
@@ -44,7 +44,6 @@ class _Forwards:
     """
 
     exist: ClassVar[bool] = False
-    """While no thread has a record, look-ups skip the check for a backward."""
 
     def __init__(self, groups: Any) -> None:
         _Forwards.exist = True
@@ -64,8 +63,8 @@ class _Forwards:
             self._groups[0] = _FORGOTTEN
 
     def at(self, node: int) -> Any:
-        """Returns the groups at a node's creation, None, or `_UNKNOWN`. Raises if they were freed."""
-        # A backward within a backward, on an autograd thread, has that thread's node numbers, which aren't recorded.
+        """Returns groups, None, or `_UNKNOWN`. Raises if the groups were freed."""
+        # A nested backward on an autograd thread has that thread's node numbers, which aren't recorded.
         foreign = threading.get_ident() != self._thread and is_in_nested_backward()
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
         if groups is _FORGOTTEN:

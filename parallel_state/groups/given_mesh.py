@@ -18,7 +18,7 @@ from parallel_state.layout.ranks import Layout
 def read(
     mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
 ) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Returns sizes, order and process groups; raises LayoutError if the mesh isn't a layout."""
+    """Returns sizes, order and process groups."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -55,7 +55,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the dims, fastest first, by the distance of neighbouring ranks, and `ep`."""
+    """Fastest first, by the distance of neighbouring ranks, and `ep`."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

@@ -18,7 +18,7 @@ logger = logging.getLogger("parallel_state")
 
 
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
-    """Creates missing groups. The result is a slice of a root mesh with all axes."""
+    """Creates missing groups."""
     world, layout = groups.world, groups.layout
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups, and so no DeviceMesh")
@@ -67,7 +67,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Slowest first, so that all root meshes have one order of ranks: torch can't combine others."""
+    """Slowest first: torch can't combine root meshes with other orders of ranks."""
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

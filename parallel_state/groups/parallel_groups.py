@@ -48,7 +48,7 @@ class VirtualPipeline:
 
     size: int
     rank: int = 0
-    """The stage that runs now, as in Megatron's global variable."""
+    """The stage that runs now, as in Megatron."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ParallelGroups:
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
-    """Creates a group at its first use; returns None if this rank is in no group of that kind."""
+    """Creates a group at its first use; None if this rank is in no group of that kind."""
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
     """Creates groups of the same world with other sizes."""
@@ -70,7 +70,6 @@ class ParallelGroups:
     is_view: bool = False
     """Another object owns the groups; `close` then does nothing."""
     held: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks by which `close` releases other resources."""
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +91,7 @@ class ParallelGroups:
 
         The first use creates the group: every rank of the group must call it, for several groups in the same order.
         Raises LayoutError for a kind that the layout lacks, GroupNotInitializedError if this rank is in no such group
-        (`embedding` on a middle stage), and CommunicationError if another rank of the group doesn't call it in time.
+        (`embedding` on a middle stage), CommunicationError if a rank of the group doesn't call it in time.
         """
         group = self.try_get(name)
         if group is None:
@@ -107,7 +106,7 @@ class ParallelGroups:
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns the group's global ranks without creating it. Raises the usage errors of `get`."""
+        """Doesn't create the group. Raises the usage errors of `get`."""
         group = self.groups.get(name)
         if group is not None:
             return group.ranks
@@ -160,12 +159,12 @@ class ParallelGroups:
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """fairseq2's replicated data-parallel group, which is `dp` if the layout isn't sharded."""
+        """fairseq2's replicated data-parallel group; `dp` if the layout isn't sharded."""
         return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """fairseq2's sharded data-parallel group, of one rank if the layout isn't sharded."""
+        """fairseq2's sharded data-parallel group; one rank if the layout isn't sharded."""
         return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
@@ -174,7 +173,7 @@ class ParallelGroups:
 
     @property
     def is_coordinator(self) -> bool:
-        """Returns True on rank 0 of the world, which is also rank 0 of all its groups."""
+        """Returns True on rank 0 of the world."""
         return self.world.rank_in_group == 0
 
     @contextmanager
@@ -183,7 +182,7 @@ class ParallelGroups:
         """Makes these the current groups: getters return them instead of the process-wide groups.
 
         They are current in the body, in asyncio tasks and threads started in it, and in the backward of what it
-        computes. In an event loop, backward must run in the body. Call backward in the thread of its forward.
+        computes (in an event loop: only within the body). Call backward in the thread of its forward.
 
         Getters raise UsageError in a thread-pool worker that was started in the body: submit
         `contextvars.copy_context().run, function`. Threads started earlier keep their groups.
@@ -206,10 +205,7 @@ class ParallelGroups:
 
 
 def try_get_current_groups() -> ParallelGroups | None:
-    """Returns the groups that `use()` made current here, or None.
-
-    Raises UsageError in a thread-pool worker that was started inside `use()`: its work may come from elsewhere.
-    """
+    """Returns the groups that `use()` made current here, or None. Raises as getters do in `use()`."""
     groups = CURRENT.groups
     if groups is POOLED:
         raise UsageError(
@@ -346,7 +342,7 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
 @dataclass(frozen=True)
 class _Division:
-    """Creates the groups of a layout, once all ranks have agreed on its arguments."""
+    """Creates the groups, once all ranks have agreed on its arguments."""
 
     world: GroupCoordinator
     layout: Layout
@@ -357,7 +353,7 @@ class _Division:
     allow_pickle: bool
     custom_all_reduce: bool
     adopted: Mapping[str, Any]
-    """Process groups of the caller's mesh, by kind of group."""
+    """The process groups of the caller's mesh."""
     failure_domain: str
 
     @property
@@ -367,7 +363,7 @@ class _Division:
         return self.world.pool
 
     def described(self) -> dict[str, str]:
-        """Returns the arguments that must be equal on all ranks."""
+        """Returns what must be equal on all ranks."""
         layout = self.layout
         ends = [
             "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)
@@ -396,7 +392,7 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Every rank of the group must call it. Returns None if this rank is in no such group."""
+        """Every rank of the group must call it."""
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()
@@ -425,7 +421,7 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Not if GPUs rendezvous through the gloo group at start, nor with "global" creation, which needs all ranks."""
+        """GPUs rendezvous through the gloo group at start, and "global" creation needs all ranks."""
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)

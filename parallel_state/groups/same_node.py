@@ -17,7 +17,7 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 @host_call(OUTSIDE)
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns a list with, for each rank of `pg`, True if it shares memory with rank `source_rank`.
+    """Returns, for each rank of `pg`, True if it shares memory with rank `source_rank`.
 
     `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors, each of whose ranks must call it. If the source can't
     create a segment, the result is True for the source only. Raises InvalidArgumentError for a wrong `source_rank`, and
@@ -50,7 +50,6 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
 
 
 def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Callable[[bool], list[bool]]) -> list[bool]:
-    """`broadcast` returns the source's text on every rank; `gather` returns the flags of all ranks."""
     made = None
     if is_source:
         with contextlib.suppress(SegmentError):
@@ -70,7 +69,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Every rank must call it. `find`: as in_the_same_node_as, for this kind of group."""
+    """Every rank must call it."""
     size = pg.size() if isinstance(pg, dist.ProcessGroup) else pg.world_size
     nodes: list[list[int]] = []
     waiting = list(range(size))

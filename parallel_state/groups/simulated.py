@@ -1,7 +1,7 @@
 """Simulates one rank of a layout in one process, to build and shape-check model code.
 
 The other ranks are assumed to hold this rank's tensors: a sum multiplies by the group's size, a gather copies. A send
-does nothing. A call that needs data of a real peer raises UnsupportedError.
+does nothing; other calls that need a real peer raise UnsupportedError.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns a group of these global ranks in which only this process, `rank`, exists."""
+    """Returns a group in which only this process, `rank`, exists."""
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
     context = GroupContext(

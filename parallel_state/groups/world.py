@@ -26,7 +26,7 @@ from device_communicators.base.errors import (
     plain,
 )
 
-# When groups import them, no file descriptor may be left, which an import needs.
+# An import needs a file descriptor, of which none may be left when groups import them.
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
@@ -48,7 +48,7 @@ logger = logging.getLogger("parallel_state")
 _GLOO_DESCRIPTORS = 8
 """In addition to one per rank."""
 _LAST_CALL_S = 1.0
-"""Time at the deadline in which ranks report whether they are connected."""
+"""Ranks report within this time after the deadline whether they are connected."""
 _TOGETHER_S = 0.5
 """A failed start waits this long for deaths on other hosts."""
 _START_DESCRIPTORS = 20
@@ -113,7 +113,7 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
 def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
     """Every rank of the default group must call it.
 
-    Raises ConfigMismatchError if it contradicts the arguments, RendezvousError if a rank doesn't call it in time.
+    Raises ConfigMismatchError if it contradicts the arguments, RendezvousError if a rank doesn't call it.
     """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
@@ -153,7 +153,7 @@ def join_world(
         return JoinedWorld(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
     if met is not None:
-        undo.callback(_close, met)  # this reference also keeps the stores alive: torch's groups don't
+        undo.callback(_close, met)  # keeps the stores alive, too: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
     server = environment.store_server(init_method, place)
     watcher = None if met is None or place.world_size == 1 else met.watcher
@@ -355,7 +355,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Each rank must call it; all raise. Compares UUIDs, because ranks with one visible GPU may share it."""
+    """Each rank must call it. Compares UUIDs, because ranks with one visible GPU may share it."""
     if world.device.type != "cuda" or world.world_size == 1:
         return
     uuid = uuid_of(world.device)

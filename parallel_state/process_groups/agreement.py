@@ -29,10 +29,9 @@ from device_communicators.liveness.health import UnmetError, Watcher
 T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
-"""Key of an error in place of a request."""
 _MOST_FAILURES = 256
 _LONGEST = 400
-"""Errors truncate longer parts of a request, and add a digest."""
+"""Longer parts of a request are truncated in errors."""
 
 
 def digest(value: object) -> str:
@@ -42,7 +41,7 @@ def digest(value: object) -> str:
 
 class Agreement:
     def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: the other ranks are simulated. No request is then compared."""
+        """`alone`: the other ranks are simulated."""
         self.alone = alone
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
@@ -64,8 +63,8 @@ class Agreement:
         """Returns the value of `resolve` once all of `ranks` have made the same request. Each of `ranks` calls it.
 
         `resolve` returns the value and the request. It should contain every step that can fail, so that peers receive
-        the error. Raises that error, if `resolve` fails on all ranks or it is no UsageError; ConfigMismatchError if two
-        ranks differ; CollectiveTimeoutError; PeerDiedError.
+        the error, which is raised if all fail or it is no UsageError. Also raises ConfigMismatchError if two ranks
+        differ, CollectiveTimeoutError and PeerDiedError.
         """
         try:
             value, request = resolve()
@@ -128,7 +127,7 @@ class Agreement:
 
         The name ends with the attempt's number, so groups of a later world get the names of an earlier one: DTensor's
         caches find groups by name. A late rank joins the next attempt. If a rank passes a `problem`, all raise
-        CommunicationError. Raises like `agree` if a rank of `watched` (default: `ranks`) died.
+        CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"

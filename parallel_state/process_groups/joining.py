@@ -29,7 +29,7 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""Transfer tags are derived from the channel: high ones differ from the program's own."""
+"""High channels, of which tags are made, differ from the program's own tags."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -40,7 +40,7 @@ class GivenGroup(NamedTuple):
     device: torch.device
     backend: str
     cpu_group: Any
-    """The caller's gloo group of the same ranks, which may be `process_group`."""
+    """The caller's gloo group, which may be `process_group`."""
 
     @property
     def for_callers(self) -> Any:
@@ -142,10 +142,7 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """All `ranks` call it. Raises as `Agreement.agree`.
-
-    `backend` and `timeout_s` are the values in effect, which arguments may have overridden.
-    """
+    """All `ranks` call it. `backend` and `timeout_s`: the values in effect, which arguments may have overridden."""
 
     def own() -> tuple[None, Request]:
         values = {setting.name: str(setting.get()) for setting in settings.ALL if setting.equal}
@@ -156,8 +153,8 @@ def agree_on_settings(
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
-    """Returns a unique prefix for one world's names on a shared store. Every rank of `group` calls it."""
-    # Not from torch's generator: it would change the random numbers of a seeded program.
+    """Returns a unique prefix for one world's names. Every rank of `group` calls it."""
+    # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
     size = dist.get_world_size(group)
     if dist.get_rank(group) > 0:
@@ -165,7 +162,7 @@ def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_
     if size > 1 and not is_fake(group):
         limit_s = settings.START_TIMEOUT_S.get()
         try:
-            # Not a broadcast, which completes on some ranks before all have called it.
+            # A broadcast completes on some ranks before all have called it.
             work = dist.all_reduce(token, group=group, async_op=True)
             work.wait(timedelta(seconds=limit_s)) if device.type == "cpu" else work.wait()
         except RuntimeError as error:

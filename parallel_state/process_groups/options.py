@@ -36,7 +36,7 @@ class GroupOptions:
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
         """Returns a copy with backend and timeout filled in. Raises InvalidArgumentError for invalid values.
 
-        `known`: a backend of an existing group, which isn't checked.
+        `known`: a backend that isn't checked.
         """
         if self.backend not in (None, known):
             check_backend(self.backend)
@@ -60,13 +60,12 @@ class GroupOptions:
 
     @property
     def for_callers(self) -> GroupOptions:
-        """For torch.distributed's own functions."""
         chosen = GroupOptions(settings.CPU_BACKEND.get(), self.timeout)
         return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
 
     @property
     def meets(self) -> bool:
-        """Creating a group waits for its other ranks. With NCCL the first call waits instead."""
+        """With NCCL the first call waits for the other ranks, not the creation."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property

@@ -2,7 +2,7 @@
 
 Strategies, by the ranks that create a group:
 - `local`: its members only. A rank's work grows with its own groups, not with those of the world.
-- `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device (`ncclCommSplit`).
+- `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device.
 - `global`: all ranks, with one `new_group` per list, also for lists without them; for backends that need it.
 """
 
@@ -49,14 +49,14 @@ RankLists = Sequence[Sequence[int]]
 _Key = tuple[tuple[int, ...], GroupOptions, int, str]
 """Ranks, options, kind and root of the failure domain.
 
-Kind: 0 if its members created it, 1 if all ranks did, 2 and up for unshared groups. Groups of different roots are not
-shared: one that keeps working must not use the connections of one that failed in the middle of a call.
+Kind: 0 if its members created it, 1 if all ranks did, 2 and up for unshared groups. Groups of different roots share no
+connections: one may keep working when the other failed in the middle of a call.
 """
 
 
 @dataclass(frozen=True)
 class Acquired:
-    """A group of the pool in use by one caller, who passes it to `release` once."""
+    """A group in use by one caller, who passes it to `release` once."""
 
     process_group: Any
     """None for a group of one rank."""
@@ -64,7 +64,7 @@ class Acquired:
 
 
 class LazyProcessGroup:
-    """A process group that is created at its first use, by a call of all members together."""
+    """Created at its first use, by a call of all members together."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -105,7 +105,7 @@ class ProcessGroupPool:
         self.watcher = watcher or Watcher()
         self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=torch_internals.is_fake())
         self.address = ""
-        """The address at which other hosts reach this process; "" if unknown."""
+        """Where other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank of the world on this host."""
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
@@ -119,9 +119,9 @@ class ProcessGroupPool:
         self._division: tuple[int, ...] = ()
         self._closed = False
         self._lock = threading.RLock()
-        """Guards the tables above. Never held while waiting for other ranks."""
+        """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
-        """Serialises threads that create the same group. Key None: groups that all ranks create together."""
+        """For threads that create the same group. None: groups that all ranks create together."""
 
     @property
     def groups_made(self) -> int:
@@ -141,7 +141,7 @@ class ProcessGroupPool:
             self._division = before
 
     def watched_with(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Returns the global ranks whose death ends the creation of a group of `ranks`."""
+        """Returns the ranks whose death ends the creation of a group of `ranks`."""
         return self._division or ranks
 
     def acquire(
@@ -159,9 +159,8 @@ class ProcessGroupPool:
 
         - `division`: returns all rank lists of this kind, which together are the world. Every rank of the world must
           then call.
-        - `near`: groups that live longer. One with the same ranks, options and root is used.
-        - `unshared`: always creates a new group. gloo matches operations of one group by their order, so threads that
-          aren't synchronised need a group each.
+        - `near`: longer-lived groups. One with the same ranks, options and root is used.
+        - `unshared`: always creates a new group, as threads need: gloo matches operations of one group by their order.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
@@ -205,7 +204,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Groups with these options are split off the world's communicator, by a call of all ranks."""
+        """These groups are split off the world's communicator, by a call of all ranks."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -333,10 +332,7 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Makes the caller's process group, which it still owns, the pool's group of `ranks`, if it has none.
-
-        Every member calls it.
-        """
+        """Makes the caller's process group, which it still owns, the pool's, if it has none. Every member calls it."""
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
             return Acquired(None, ())

@@ -16,11 +16,8 @@ def bind_to_cores(
     """Binds all threads of this process, as numactl would, and returns the cores. Call it before creating groups.
 
     `lists` has the cores of each rank of the host. Without it, the ranks divide the cores that this process may use,
-    which must be the same on all of them: each rank gets whole, adjacent physical cores of one NUMA node. `local_rank`
-    and `local_world_size` default to the launcher's.
-
-    Raises InvalidArgumentError with fewer cores than ranks, SettingError if a number is unknown or `lists` is too
-    short.
+    which must be the same on all: each rank gets whole, adjacent physical cores of one NUMA node. Raises
+    InvalidArgumentError with fewer cores than ranks, SettingError if a number is unknown or `lists` is too short.
     """
     if local_rank < 0:
         place = environment.detect(rendezvous=False)
@@ -53,7 +50,7 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Finds ranks of a host that would divide different cores. Returns host, cores, ranks, cores, ranks, or []."""
+    """Returns host, cores, ranks, cores, ranks of a host whose ranks would divide different cores, or []."""
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
         if place.cores and place.network:

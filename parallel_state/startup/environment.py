@@ -1,4 +1,4 @@
-"""Reads rank, sizes and rank 0's address from a launcher's variables: torchrun, SLURM, Open MPI, PMI."""
+"""Reads rank, sizes and rank 0's address from a launcher's variables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
 LOOPBACK = "127.0.0.1"
 
-# Below Linux's ephemeral ports, above those of cluster services (SLURM's 6817-6819, 8080, 9100, …). Jobs whose ids
-# differ by less than 10,000 never share a port.
+# Below ephemeral ports, above those of cluster services. Jobs whose ids differ by less than 10,000 never share a port.
 DERIVED_PORTS = range(20_000, 30_000)
 _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of the next jobs
 
@@ -71,10 +70,10 @@ _PMI = _Family(
 
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
-    """Without a launcher, returns rank 0 of 1. Without `rendezvous`, leaves out the address.
+    """Without a launcher, returns rank 0 of 1. Raises SettingError for incomplete or invalid variables.
 
     A batch script or `salloc` shell is one process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no
-    SLURM_STEP_ID. Raises SettingError for incomplete or invalid variables, and for ranks without a common address.
+    SLURM_STEP_ID.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -90,7 +89,7 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host)."""
+    """A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank`."""
     env = os.environ if environ is None else environ
     if local_rank < 0:
         family = _started_by(env)
@@ -107,7 +106,7 @@ def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | Non
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns True if this process is global rank 0. Works before any init. Raises like `detect`."""
+    """Returns True if this process is global rank 0. Works before any init. Raises SettingError."""
     return detect(environ, rendezvous=False).rank == 0
 
 
@@ -137,7 +136,7 @@ def with_address_of(init_method: str, environment: ProcessEnvironment) -> Proces
 
 
 def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int] | None:
-    """Returns the address at which rank 0 serves the world's store; None if it doesn't serve one."""
+    """Returns the address at which rank 0 serves the world's store, if it does."""
     if place.world_size == 1:
         return None
     if init_method.startswith("tcp://"):
@@ -155,10 +154,7 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Yields the hosts of a SLURM host list, such as `a1,node[01-03,07],r[1-2]-n[3,5]`, in order.
-
-    Raises SettingError at the call, not at the first host.
-    """
+    """Expands a list such as `a1,node[01-03,07],r[1-2]-n[3,5]`. Raises SettingError at the call."""
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(
             f"a SLURM host list must look like `a1,node[01-03,07]`, but is {text!r}; set MASTER_ADDR to rank 0's host"
@@ -195,7 +191,7 @@ def _started_by(env: Mapping[str, str]) -> _Family | None:
         return _TORCHRUN
     if _first(env, _OPEN_MPI.rank + _OPEN_MPI.world_size):
         return _OPEN_MPI
-    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun, whose SLURM_PROCID the ranks inherit. `srun
+    # MPICH's and Intel MPI's `mpirun` starts one proxy per host with srun, whose SLURM_PROCID the ranks inherit. `srun
     # --mpi=pmi2` sets no MPI_LOCALRANKID.
     if _get(env, "MPI_LOCALRANKID"):
         return _PMI

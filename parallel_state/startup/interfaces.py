@@ -1,4 +1,4 @@
-"""Network interfaces: the address at which other hosts reach this process, and the variables of NCCL and gloo.
+"""The address at which other hosts reach this process, and the variables of NCCL and gloo.
 
 Without GLOO_SOCKET_IFNAME gloo resolves this host's name, which /etc/hosts often maps to 127.0.1.1.
 """
@@ -47,17 +47,17 @@ class Address(NamedTuple):
     """Equal for processes that can watch each other by PID; empty if unknown."""
     pid: str = ""
     born: str = ""
-    """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
+    """In the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: str = ""
     """Of its control plane; empty without one."""
     cores: str = ""
-    """The cores to divide among the host's ranks, as `0-3,8`."""
+    """To divide among the host's ranks, as `0-3,8`."""
     obstacle: str = ""
-    """The reason that this process can't listen for the other ranks."""
+    """Why this process can't listen for the other ranks."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
-        """Returns an empty Address if the number of words is wrong."""
+        """Returns an empty Address for a wrong number of words."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
     @property
@@ -84,7 +84,7 @@ def process() -> Address:
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Finds a loopback address in a world of several hosts. Returns host name, address and ranks, or []."""
+    """Returns host name, address and ranks of a loopback address in a world of several hosts, or []."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -92,7 +92,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Finds an address that two hosts announce. Returns it, then each host's name, interface and ranks, or []."""
+    """Returns an address that two hosts announce, then each host's name, interface and ranks, or []."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -106,7 +106,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Finds a control plane that other ranks can't reach. Returns the rank, its Address and the reason, or []."""
+    """Returns a rank whose control plane other ranks can't reach, its Address and the reason, or []."""
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]
@@ -164,7 +164,7 @@ def set_nccl_environment(
     *,
     uses_nccl: bool = True,
 ) -> dict[str, str]:
-    """Sets variables of NCCL and gloo that are unset. Returns the new ones."""
+    """Sets variables that are unset. Returns the new ones."""
     env = os.environ if environ is None else environ
     if uses_nccl and env.get(_ERROR_HANDLING, "").strip() == "0":
         logger.warning(
@@ -184,7 +184,7 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields name, value and reason: nothing for a world on one node."""
+    """Yields nothing for a world on one node."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:

@@ -16,7 +16,7 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Closes the previous store, but keeps it alive: an abandoned process group may refer to it."""
+        """Keeps the previous store alive: an abandoned process group may refer to it."""
         before, self._store = self._store, store
         if before is not None:
             before.close()

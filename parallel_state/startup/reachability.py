@@ -1,8 +1,7 @@
 """Checks that all hosts reach each other at the addresses that gloo announces; gloo's own error would name neither.
 
 Each host's lowest rank, its lead, connects to the control plane of every other lead, and checks which process answers:
-an address can exist on several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the
-agreement's decider uses its own host's results.
+an address can exist on several hosts (docker bridges). Then all ranks agree on the results.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""At most, and half of the time that the start has left."""
+"""At most half of the time that the start has left."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
@@ -32,7 +31,7 @@ _Pair = tuple[int, int, str]
 
 
 def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Every rank calls it. Raises RendezvousError, or PeerDiedError if a rank exits. `where`: the rendezvous."""
+    """Every rank calls it. Raises RendezvousError, or PeerDiedError if a rank exits."""
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
         return
@@ -48,8 +47,8 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
     dead = {death.rank for death in deaths}
     ended = dead.union(verdict.ranks if verdict.kind == "ended" else ())
     closed = [lead for lead in leads if ended.issuperset(_of_host(places, lead))]
-    # If a whole host refuses connections, its ranks are reported as exited, so first check for unreached hosts. But if
-    # a rank exited while others of its host run, that exit is the cause.
+    # If a whole host refuses connections, its ranks are reported as exited: first check for unreached hosts. But a rank
+    # that exited while others of its host run is the cause.
     if not dead - {rank for lead in closed for rank in _of_host(places, lead)}:
         _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
         pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]

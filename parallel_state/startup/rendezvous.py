@@ -1,8 +1,8 @@
 """Rendezvous: the ranks of a new world find each other through one key of a launcher's store.
 
 Rank 0 publishes the address of its control plane under the key; its control plane serves the world's store. Every other
-rank reads the address and holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all
-entries, publishes its verdict and clears the key.
+rank holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all entries, publishes
+its verdict and clears the key.
 
 A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0, which may have been stopped,
 deletes the first one; if the rank complains again, all ranks raise the same error.
@@ -59,21 +59,20 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0
 _FAREWELL_S = 1.0  # rank 0 serves its verdict for this long
-_READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
+_READ_S = 0.6  # rank 0 continues even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
-_LINGER_S = 3.0  # late ranks can read rank 0's verdict for this long; below stores._PORT_RETRY_S
+_LINGER_S = 3.0  # late ranks can read the verdict; below stores._PORT_RETRY_S
 _SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
 _LOOK_S = 1.0  # poll interval for a later round's world
 _CONNECT_S = 2.0
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
 _ANSWER_S = 1.2  # timeout of rank 0's answer to a complaint
-_DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time after the first one
+_DOUBT_S = 1.0, 10.0  # when rank 0 accepts a repeated complaint
 
 _WORLD, _COMPLAINT = "world", "complaint"
 """Keys of the launcher's store, as are `_VERDICT` and `_HEARD` with the world's name appended."""
 _LATE = "late"
-"""Key of the missing ranks of a failed start, and the verdict."""
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
 """`_GONE` prefixes an entry's key after its rank exited."""
@@ -87,10 +86,10 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_DEAF, interfaces.without_control_plane),
 )  # fmt: skip
 _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, ForeignServiceError, ConfigMismatchError)
-"""Causes of a failed request to an exited process, whose port another may have taken."""
+"""Also if another process has taken an exited rank's port."""
 _LONGEST = 400
-_WARN_S = 10.0  # a waiting rank warns at this interval
-_SURVEY_S = 0.2  # minimum poll interval for entries of ranks beyond the first missing one
+_WARN_S = 10.0
+_SURVEY_S = 0.2  # minimum poll interval for ranks beyond the first missing one
 _LOOKED_AT_PER_S = 1024
 
 
@@ -101,9 +100,9 @@ class Met(NamedTuple):
     deadline: float
     watcher: Watcher
     group_store: BoundedStore
-    """For torch's default group: a launcher's store, which outlives rank 0; `store` if there is none."""
+    """For torch's default group: a launcher's store, if any, outlives rank 0."""
     served: list[Any]
-    """On rank 0: the store of the rendezvous. If rank 0 serves it, it listens at MASTER_PORT until `served.clear()`."""
+    """On rank 0: if it serves the store, it listens at MASTER_PORT until `served.clear()`."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """`towards_store`: the local address on the route to the store; perhaps loopback on its own host."""
@@ -156,8 +155,8 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank calls it.
 
-    `over_gloo`: each rank needs an address for gloo that other hosts can reach. Raises RendezvousError, PeerDiedError
-    if a rank exits meanwhile, ConfigMismatchError if world sizes differ, InvalidArgumentError for an unknown method.
+    `over_gloo`: each rank needs an address for gloo that other hosts can reach. Raises RendezvousError, PeerDiedError,
+    ConfigMismatchError if world sizes differ, InvalidArgumentError for an unknown method.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -200,9 +199,9 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 
 
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
-    """Runs the rendezvous of the next world over the control plane of the `old` one, or returns None without one.
+    """Runs the rendezvous of the next world over the control plane of the `old` one; None without one.
 
-    Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are this process's in the old world. Raises
+    Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are those of the old world. Raises
     PeerDiedError if one of them exits, RendezvousError if one doesn't call it or can't listen on a second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
@@ -281,7 +280,7 @@ class _Meeting:
         self._near = Neighbours(self.own_place.processes)
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
-        """What this rank waits for, in the log and `debug --live`."""
+        """For the log and `debug --live`."""
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
         """Logs every 10 s, once per host."""
@@ -324,7 +323,6 @@ class _Meeting:
         return world
 
     def _gather(self, launcher: BoundedStore) -> tuple[BoundedStore, list[Any]]:
-        """Returns the world's store and the published verdict."""
         name = self.own_place.endpoint or secrets.token_hex(8)
         world = self._world(name, launcher)
         self._extend(world)
@@ -336,7 +334,7 @@ class _Meeting:
         world.set(_VERDICT, json.dumps(verdict))
         if verdict[0] != _COMPLETE:
             launcher.set(_VERDICT + name, json.dumps(verdict))  # for ranks that don't reach the world's store
-        # If this process exited before all ranks read the verdict, some would raise and others wait for them.
+        # Otherwise some ranks would raise and others wait for them.
         began, late = time.monotonic(), len(self._missing(world)) if verdict[0] not in (_COMPLETE, _MISSING) else 0
         for _ in looks(began + (_READ_S if verdict[0] == _COMPLETE else _FAREWELL_S)):
             awaited = others + late if time.monotonic() < began + _LATE_S else others
@@ -381,7 +379,7 @@ class _Meeting:
                     time.sleep(TOGETHER_S)
                     self._admit_all(world)
                     ended, missing = self._exited(world), self._missing(world)
-                    # Ignore ranks that exited because their own wait timed out: they are not the cause.
+                    # Ranks that exited because their own wait timed out are not the cause.
                     kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
                     return [kind, *ranks], size - 1 - len(missing) - len(ended)
                 if time.monotonic() > deadline:
@@ -423,7 +421,7 @@ class _Meeting:
         return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        """Also reads the entry of a rank that has exited."""
+        """Also for a rank that has exited."""
         if entry := _try_get(world, _key(rank)) or _try_get(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
@@ -483,7 +481,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises the error of a start that failed before this rank entered, once."""
+        """Raises, once, the error of a start that failed before this rank entered."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -533,7 +531,7 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """A later round opened a world: this one's rank 0 is about to exit."""
+        """True if a later round opened a world: this one's rank 0 is about to exit."""
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
@@ -588,9 +586,7 @@ class _Meeting:
         return self.not_met()
 
     def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
-        """Tells rank 0 that this rank can't use the world's store, after 1 s of refused or 7 s of unanswered
-        connections.
-        """
+        """Tells rank 0 that this rank can't use the world's store, unless that may pass."""
         endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
         if isinstance(error, native.NativeUnavailableError):
             kind, self.obstacle = _NO_LIBRARY, f"rank 0 uses the compiled library, which this rank doesn't have: {why}"
@@ -712,5 +708,5 @@ def _key(rank: int) -> str:
 def _whereabouts(deadline: float) -> Address:
     try:
         return within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
-    except TimeoutError:  # keep the network namespace: without it, this rank would count as a host of its own
+    except TimeoutError:  # otherwise this rank would count as a host of its own
         return interfaces.process()._replace(name=socket.gethostname())

@@ -1,4 +1,4 @@
-"""Opens the store of a world's rendezvous: served by rank 0 or a launcher at an address, or created by torch."""
+"""Opens the store of a world's rendezvous."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("parallel_state")
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
 _RESOLVE_S = 60.0  # name servers cache a missing name for up to 30 s
-_STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
+_STRANGER_S = 0.2  # for a service to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy accepted to arrive here
 _PAUSES_S = (0.002, 0.5)  # first and longest
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at first, and later
@@ -52,7 +52,7 @@ class StoreWay(NamedTuple):
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
     """Waits up to 60 s for rank 0's name to resolve.
 
-    Raises InvalidArgumentError for an unknown method, RendezvousError without an address or for an unresolved name.
+    Raises InvalidArgumentError for an unknown method, RendezvousError without a usable address.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]
@@ -95,7 +95,7 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields before each poll of a server by `ranks`, after growing pauses: at least once, and at the deadline."""
+    """Yields before each poll of a server by `ranks`, with growing pauses: at least once, and at the deadline."""
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
     while True:
@@ -218,7 +218,7 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 def interface_of(host: str) -> str | None:
     """Returns localhost or a literal address of this host, else None (all interfaces).
 
-    Other hosts may resolve a name to another address, and an address may be that of a proxy.
+    Other hosts may resolve a name to another address.
     """
     if host == "localhost":
         return host
@@ -238,7 +238,7 @@ def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
 
 
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    # Probe first: while the port has no listener, TCPStore retries with second-long pauses and logs each attempt.
+    # While the port has no listener, TCPStore retries with second-long pauses and logs each attempt.
     try:
         ask_for_store(address, deadline)
     except ForeignServiceError as error:
@@ -262,14 +262,14 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
 
 
 def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.socket | None = None) -> dist.Store:
-    """With a listening socket, also serves the store. Raises OSError or RuntimeError."""
+    """With a listening socket, also serves the store."""
     timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listener is not None
     make = partial(dist.TCPStore, *address, None, is_server, timeout, wait_for_workers=False)
     return within(deadline, partial(make, master_listen_fd=listener.detach() if listener else None), _GRACE_S)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make` in a thread, because it keeps no deadline. Raises TimeoutError."""
+    """Runs `make`, which keeps no deadline, in a thread. Raises TimeoutError."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -278,7 +278,7 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """Retries for up to 60 s: a pod's name exists only once the pod runs."""
+    """A pod's name exists only once the pod runs."""
     give_up = min(deadline, time.monotonic() + _RESOLVE_S)
     is_logged = False
     for _ in looks(give_up):
@@ -308,11 +308,11 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
 _LINES = b"\r\n\r\n"
-"""Sent after `_QUIET_S`: a line-based service then answers. A TCPStore reads it as part of a PING."""
+"""A line-based service then answers. A TCPStore reads it as part of a PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.3
-"""Also at the deadline: on two cores with eight busy processes an answer took over 0.1 s."""
+"""Also at the deadline: on two busy cores an answer took over 0.1 s."""
 _SHOWN_BYTES = 48
 
 
@@ -320,8 +320,8 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered: otherwise torch's client blocks in C++ for its whole timeout.
 
     The request starts like that of torch 2.3 to 2.15: VALIDATE and a magic number, then PING and a nonce, which a store
-    returns. Raises ForeignServiceError for another answer, OSError without one. A store that shuts down closes the
-    connection, and so does a proxy whose server hasn't started.
+    returns. Raises ForeignServiceError for another answer, OSError without one: from a store that shuts down, or a
+    proxy whose server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)

@@ -1,4 +1,4 @@
-"""Runs torch calls that can't be interrupted in threads, and stops waiting when a rank exits or the deadline passes."""
+"""Runs torch calls that can't be interrupted in threads."""
 
 from __future__ import annotations
 
