@@ -55,7 +55,7 @@ Formula = Callable[..., Tensor]
 """(gradient of the output, the op's arguments after `x`) -> gradient of `x`."""
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Splits: TypeAlias = "Sequence[int] | None"
-"""Rows to or from each rank; None for equal numbers."""
+"""None: equal numbers of rows."""
 
 
 def ordering_token(device: torch.device) -> Tensor:
@@ -71,7 +71,6 @@ def define(
     name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any],
     autograd: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
-    """`autograd`: the kernel on the Autograd key."""
     OP_NAMES.append(name)
     leave_to_interpreter(kernel)
     for library in (_LIBRARY, _TWINS):
@@ -150,7 +149,7 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Makes the token fake: the mode takes no real tensor."""
+    """Makes the token fake, too."""
     tokens = {id(token) for token in _TOKENS.values()}
     fakes = (mode.from_tensor(arg, static_shapes=True) if id(arg) in tokens else arg for arg in args)
     return mode.__torch_dispatch__(op, types, tuple(fakes), kwargs or {})
@@ -170,7 +169,7 @@ class _Differentiable(SingleLevelFunction):
             if in_transform():
                 return with_gradients(op, (x, *args))
             result = op(x, *args)
-        # torch forbids in-place changes of a view; `data` isn't one. Only this tensor uses the transport's memory.
+        # torch forbids in-place changes of a view; `data` isn't one.
         return result.data if type(result) is Tensor and is_view(result) else result
 
     @staticmethod
@@ -203,7 +202,6 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
             if in_place and x is not None:  # transports bypass torch; autograd must detect that a saved `x` changed
                 torch.autograd.graph.increment_version(x)
             return result
-        # Ops with a reduce op have it right before the group's name.
         if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
             raise InvalidArgumentError(
                 f"{name} on {find_route(args[-1]).context} has no gradient for these arguments, but its input "
@@ -385,9 +383,6 @@ def scatter(
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
     """Splits of None mean equal slices: two lists take torch 1.5 µs, empty ones 0.7 µs."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
-
-
-# `out` is contiguous, with the result's shape and dtype.
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()", advice=_NO_OUT)

@@ -76,7 +76,7 @@ def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
 
 
 class AllReduceFusionPass:
-    """`fuse_all_reduce_rms_norm` as a pass for inductor's config; its report covers all graphs so far."""
+    """A pass for inductor's config; its report covers all graphs so far."""
 
     def __init__(self) -> None:
         register_graph_pass(type(self))

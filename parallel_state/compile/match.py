@@ -306,7 +306,6 @@ def _same(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
-    """Raises NoMatch if these nodes depend on the all-reduce."""
     start = order[found.all_reduce]
     needed: set[Node] = set()
     waiting = [each for each in (found.residual, found.weight, found.scale) if each is not None]

@@ -292,7 +292,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def supports_process_group(self) -> bool:
-        """Returns False for a simulated group."""
         return not self.context.simulated
 
     @host_call(OUTSIDE)
@@ -408,7 +407,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)
         self._public_cpu_group = None
-        self.acquired.clear()  # a reference to a destroyed group then keeps no process group alive
+        self.acquired.clear()
         all_sent = False
         try:
             all_sent = self._messenger.close()
@@ -454,7 +453,7 @@ def create_group(
     """Creates the group of `ranks` (global, ascending), which include this rank.
 
     Callers and further arguments: see ProcessGroupPool.acquire. `domain`: the ranks whose death fails the group;
-    default: all. `given`: the caller's process group.
+    default: all.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory

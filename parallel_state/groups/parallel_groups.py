@@ -56,14 +56,12 @@ class ParallelGroups:
     """This rank's groups for one model: one of each kind (`tp`, `pp`, …) that its layout has, and their world."""
 
     layout: Layout
-    """Its ranks are positions in `world.ranks`."""
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
     """Creates a group at its first use; None if this rank is in no group of that kind."""
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
-    """Creates groups of the same world with other sizes."""
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
     """Also of groups not yet created; compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
@@ -80,7 +78,6 @@ class ParallelGroups:
             self._check(group)
 
     def _check(self, group: GroupCoordinator) -> None:
-        """As fairseq2 requires."""
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(
                 f"rank 0 of the world must be rank 0 of every group that contains it, but isn't in {group!r}"
@@ -342,8 +339,6 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
 @dataclass(frozen=True)
 class _Division:
-    """Creates the groups, once all ranks have agreed on its arguments."""
-
     world: GroupCoordinator
     layout: Layout
     made: tuple[str, ...]
@@ -353,7 +348,6 @@ class _Division:
     allow_pickle: bool
     custom_all_reduce: bool
     adopted: Mapping[str, Any]
-    """The process groups of the caller's mesh."""
     failure_domain: str
 
     @property
@@ -363,7 +357,6 @@ class _Division:
         return self.world.pool
 
     def described(self) -> dict[str, str]:
-        """Returns what must be equal on all ranks."""
         layout = self.layout
         ends = [
             "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)
@@ -411,7 +404,7 @@ class _Division:
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
         elif everyone:  # some creation strategies need all ranks
-            root = self._domain(self.layout.groups(name)[0]).root  # the same for all groups of a kind
+            root = self._domain(self.layout.groups(name)[0]).root
             own = self.options[name]
             for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # the same order as in `create_group`
                 acquired = self.pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
@@ -477,7 +470,6 @@ class _Division:
 
 
 def replicas_of(layout: Layout) -> list[list[int]]:
-    """In hybrid sharding a replica holds one copy of the weights."""
     sharded = layout.size("dp_shard") > 1 and layout.size("dp_replicate") > 1
     return layout.groups("tp", "cp", "pcp", "pp", *(["dp_shard"] if sharded else []))
 

@@ -1,4 +1,4 @@
-"""The steps of start-up, which `state` calls in order."""
+"""The steps of start-up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger("parallel_state")
 _GLOO_DESCRIPTORS = 8
 """In addition to one per rank."""
 _LAST_CALL_S = 1.0
-"""Ranks report within this time after the deadline whether they are connected."""
+"""For reports after the deadline of whether ranks are connected."""
 _TOGETHER_S = 0.5
 """A failed start waits this long for deaths on other hosts."""
 _START_DESCRIPTORS = 20
@@ -66,9 +66,7 @@ class JoinedWorld:
     alone_over: str | None = None
     """The backend of a world of one rank, which has no default group."""
     server: tuple[str, int] | None = None
-    """Where rank 0 serves the store."""
     watcher: Watcher | None = None
-    """None for a world of one rank."""
     met: Met | None = None
 
     @property
@@ -172,7 +170,6 @@ def _close(met: Met) -> None:
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
-    """Spares a default group that the program created later."""
     if dist.is_initialized() and dist.group.WORLD is own:
         torch_internals.end_process_groups()
 
@@ -223,7 +220,7 @@ def make_default_group(
     start_timeout_s = settings.START_TIMEOUT_S.get()
     over_gloo = "gloo" in backend or "nccl" in backend
     if place.world_size > 1 and "gloo" in backend:
-        each = 4 if place.rank == 0 else 1  # rank 0 may serve the store
+        each = 4 if place.rank == 0 else 1
         limits.need_descriptors(each * place.world_size + _START_DESCRIPTORS, "the start of this rank")
     met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
     try:
@@ -303,7 +300,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
         missing = [] if verdict is None else verdict.ranks
     if not isinstance(failure, AbandonedError) and dist.is_initialized():
         dist.destroy_process_group()
-    torch_internals.reset_group_count()  # for a default group that the program may create itself
+    torch_internals.reset_group_count()
     raise _not_connected(failure, place, str(options.backend), started, met, missing) from failure
 
 
@@ -355,7 +352,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Each rank must call it. Compares UUIDs, because ranks with one visible GPU may share it."""
+    """Each rank must call it. Ranks with one visible GPU may share it, so UUIDs count."""
     if world.device.type != "cuda" or world.world_size == 1:
         return
     uuid = uuid_of(world.device)

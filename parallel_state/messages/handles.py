@@ -63,7 +63,6 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Releases each tensor as it is sent; for a background thread."""
         for part in list(self._parts):
             part.run_to_end()
 

@@ -66,18 +66,14 @@ class Medium(Protocol):
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]: ...
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
-        """Returns once the tensors may be changed."""
         for part in self.isend(outgoing, dst):
             part.wait()
 
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        """Returns once the tensors may be changed."""
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None: ...
 
-    def start_receive(self, reader: Reader) -> None:
-        """Prepares a receive that a later call of `receive` completes."""
+    def start_receive(self, reader: Reader) -> None: ...
 
     def end_receive(self, reader: Reader) -> None:
-        """Call it once the message was received or is given up."""
         return
 
     def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
@@ -199,8 +195,6 @@ _Receiver = Receiver | StreamReceiver | ToAllReceiver
 
 
 class LibraryMedium(RouteMedium):
-    """Carries head and CPU tensors as one message."""
-
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
@@ -339,7 +333,6 @@ class LibraryMedium(RouteMedium):
         on_device: list[Tensor] = []
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
-            """Decodes a head whose object C++ can't build. Returns where the tensors go."""
             on_cpu, others = split_by_device(reader.take_bytes(head, head_bytes, tensor_bytes))
             on_device.extend(others)
             return pieces_of(on_cpu)[0] or b""

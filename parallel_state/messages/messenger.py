@@ -42,7 +42,7 @@ _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
 _PACKED_BYTES = 64 << 10
-"""Up to this size tensors that are transfers are packed into one."""
+"""Smaller tensors that are transfers are packed into one."""
 
 _UNWAITED_S = 0.02
 """A background thread completes a send that isn't waited for within this time."""
@@ -73,7 +73,7 @@ class Messenger:
         self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
-        """Source rank -> started receives whose messages have not arrived, in order."""
+        """By source rank, in order."""
         self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
         """Keeps the buffers of sends alive whose handles the caller has dropped."""
@@ -110,7 +110,7 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Raises MessageEncodeError for an unencodable object, of which the receiver gets a RemoteError."""
+        """Raises MessageEncodeError for an unencodable object, for which the receiver raises RemoteError."""
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -169,7 +169,7 @@ class Messenger:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
-        """Returns, in order, the started receives up to `handle`, which must complete first."""
+        """Returns the started receives that must complete first, and `handle`."""
         with self._pending_lock:
             pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
@@ -233,7 +233,6 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> Any:
-        """Returns `src`'s object on every rank; on `src` the object itself."""
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
         if self.route.context.rank != src:
@@ -254,7 +253,6 @@ class Messenger:
 
     @timed
     def all_gather(self, obj: Any, method: str) -> list[Any]:
-        """Tensors are sent as CPU bytes, and returned on their device."""
         checks.check_no_transform(self.route.context, method)
         with self.route.alone(UserCall(method)):
             return self._all_gather(obj, method)
@@ -295,8 +293,7 @@ class Messenger:
             offset += tensor.nbytes
         return wire.build(message, tensors, context, src)
 
-    # CPU tensors of a list are one message, whose head has the digest of `form`, equal on all ranks. Others are
-    # transfers.
+    # CPU tensors of a list are one message, with the digest of `form`. Others are transfers.
 
     @transfer("send_tensor_dict with a spec")
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
@@ -386,7 +383,6 @@ class Messenger:
                 as_bytes(tensor).copy_(piece)
 
     def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the tensors of the message, and those transferred one by one."""
         context = self.route.context
         if context.device.type == "cpu" and not context.simulated:
             return tensors, ()
@@ -397,7 +393,6 @@ class Messenger:
         return on_cpu, on_device
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Large tensors use memory of the group."""
         if self._has_pool and prod(shape) * dtype.itemsize >= wire.POOLED_BYTES:
             return torch.ops.parallel_state.empty(self._token, shape, dtype, wire.CPU, self.route.context.key)
         return torch.empty(shape, dtype=dtype, device=wire.CPU)

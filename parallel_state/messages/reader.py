@@ -29,7 +29,7 @@ class Owner(Protocol):
 class Reader:
     is_list = False
     posted: Any = None
-    """State of a medium for a started receive."""
+    """A medium's state of a started receive."""
     found: Any = NOTHING
     """The object, if C++ has built it."""
     _message: codec.Message | None = None
@@ -61,7 +61,6 @@ class Reader:
         """See `Received` in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
-        """`head` may be the beginning of a head of `head_bytes`."""
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
@@ -123,7 +122,7 @@ class ListReader(Reader):
         made: Sequence[TensorMetadata] = (),
         form: int = 0,
     ) -> None:
-        """`form`: the address of the C++ `Form` of the tensors to allocate."""
+        """`form`: the address of a C++ `Form`."""
         super().__init__(owner, src)
         self._head = head
         self._given = tensors

@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ConstantEntry:
-    """Equal in every exchange, and not sent."""
+    """A part of the spec, which isn't sent."""
 
     key: str
     value: Any
@@ -131,8 +131,6 @@ class TensorDictSpec:
 
 
 class _KnownForm(NamedTuple):
-    """A spec with CPU tensors only, in the form that C++ needs."""
-
     form: Form
     head: bytes
     constants: tuple[ConstantEntry, ...]
@@ -166,7 +164,6 @@ class _KnownForm(NamedTuple):
 
 _MOST_FORMS = 256
 _forms: dict[str, _KnownForm | None] = {}
-"""Digest of a spec -> its form."""
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
@@ -196,7 +193,6 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
 
 
 def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
-    """Returns None if Python must send these dicts."""
     carrier = group._messenger.past_python if _is_eager() else None
     known = None if carrier is None else _known_form(spec)
     return None if carrier is None or known is None else (carrier, known)
@@ -320,10 +316,7 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Bypasses the registered op if it would add nothing.
-
-    `began`: start of a call that C++ attempted before; 0.0 if it didn't.
-    """
+    """Bypasses the registered op if it would add nothing. `began`: start of a call that C++ attempted before."""
     if not _is_plain(pieces):
         op(pieces, group._token, spec.digest, peer, group._key)
         return
@@ -332,7 +325,6 @@ def _run(
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
-    """True if nothing traces the call, and the tensors are on the CPU."""
     if not _is_eager():
         return False
     for x in tensors:  # noqa: SIM110  (half the time of a generator)

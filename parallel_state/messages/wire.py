@@ -75,7 +75,7 @@ class AllGatherGroup(Protocol):
 class Header(NamedTuple):
     kind: int
     slices: int
-    """Of each marked tensor; 0 if none is marked."""
+    """0 if no tensor is marked."""
     tensors: int
     body_bytes: int
     tensor_bytes: int
@@ -110,7 +110,6 @@ class Outgoing:
     tensors: list[Tensor]
     error: Exception | None = None
     counted: str = ""
-    """Operation to count; "" for a message."""
     more: Pinned | None = None
     """The end of a long head, to avoid a copy."""
 
@@ -196,7 +195,6 @@ def of_packed(packed: Packed, cut: Cut) -> Outgoing:
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
-    """The view must not be written to."""
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
     array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
     array.data = data
@@ -233,7 +231,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Raises MessageDecodeError. `head_bytes`: of header and body, if known."""
+    """`head_bytes`: of header and body, if known."""
     if len(data) < _HEADER.size:
         raise not_a_message(f"it has {len(data)} bytes", context, src)
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
@@ -317,7 +315,7 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Returns the message, without its tensors, and which of them are slices."""
+    """Also returns which tensors are slices."""
     if header.kind == _LIST:
         raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
@@ -363,10 +361,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy, and the ids of the tensors to send whole.
-
-    Makes them dense, because the codec would replace others by tensors with new ids.
-    """
+    """Returns a copy, and the ids of the tensors to send whole: dense ones, which the codec doesn't replace."""
     tensors = tensors.copy()
     whole = set()
     for key, gather in all_gather_tensors.items():

@@ -31,7 +31,6 @@ Request = Mapping[str, str]
 _WRONG = "wrong"
 _MOST_FAILURES = 256
 _LONGEST = 400
-"""Longer parts of a request are truncated in errors."""
 
 
 def digest(value: object) -> str:
@@ -63,8 +62,7 @@ class Agreement:
         """Returns the value of `resolve` once all of `ranks` have made the same request. Each of `ranks` calls it.
 
         `resolve` returns the value and the request. It should contain every step that can fail, so that peers receive
-        the error, which is raised if all fail or it is no UsageError. Also raises ConfigMismatchError if two ranks
-        differ, CollectiveTimeoutError and PeerDiedError.
+        the error. Raises ConfigMismatchError if two ranks differ, CollectiveTimeoutError, PeerDiedError.
         """
         try:
             value, request = resolve()
@@ -84,7 +82,7 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """As `resolve_and_agree`. `wrong`: replaces the request, and is raised after the agreement.
+        """`wrong`: replaces the request, and is raised after the agreement.
 
         `domain`: further ranks whose death ends the wait, because a rank of `ranks` may not call after it.
         """

@@ -1,7 +1,7 @@
 """Creates torch process groups from rank lists. Equal groups are shared, and destroyed with their last user.
 
 Strategies, by the ranks that create a group:
-- `local`: its members only. A rank's work grows with its own groups, not with those of the world.
+- `local`: its members only.
 - `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device.
 - `global`: all ranks, with one `new_group` per list, also for lists without them; for backends that need it.
 """
@@ -41,7 +41,6 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32
-"""In addition to a gloo group's connections."""
 
 RankLists = Sequence[Sequence[int]]
 
@@ -56,7 +55,7 @@ connections: one may keep working when the other failed in the middle of a call.
 
 @dataclass(frozen=True)
 class Acquired:
-    """A group in use by one caller, who passes it to `release` once."""
+    """In use by one caller, who passes it to `release` once."""
 
     process_group: Any
     """None for a group of one rank."""
@@ -64,8 +63,6 @@ class Acquired:
 
 
 class LazyProcessGroup:
-    """Created at its first use, by a call of all members together."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._value: Any = None
@@ -105,7 +102,7 @@ class ProcessGroupPool:
         self.watcher = watcher or Watcher()
         self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=torch_internals.is_fake())
         self.address = ""
-        """Where other hosts reach this process; "" if unknown."""
+        """Where other hosts reach this process."""
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank of the world on this host."""
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
@@ -121,11 +118,11 @@ class ProcessGroupPool:
         self._lock = threading.RLock()
         """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
-        """For threads that create the same group. None: groups that all ranks create together."""
+        """None: for groups that all ranks create together."""
 
     @property
     def groups_made(self) -> int:
-        """Counts groups that this rank created as a member, also destroyed ones."""
+        """Also counts destroyed ones."""
         return sum(self._created.values())
 
     @contextlib.contextmanager
@@ -141,7 +138,6 @@ class ProcessGroupPool:
             self._division = before
 
     def watched_with(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Returns the ranks whose death ends the creation of a group of `ranks`."""
         return self._division or ranks
 
     def acquire(
@@ -176,7 +172,7 @@ class ProcessGroupPool:
         if strategy == "local" or division is None:
             keys = [own]
         else:
-            # Every rank registers every list, to know which groups all ranks have yet to create.
+            # Every rank needs to know which groups all ranks have yet to create.
             keys = [(tuple(each), options, len(each) < self.world_size, root) for each in division()]
         keys = [key for key in keys if len(key[0]) > 1]
         mine = next((key for key in keys if self.rank in key[0]), None)
@@ -204,7 +200,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """These groups are split off the world's communicator, by a call of all ranks."""
+        """A call of all ranks then splits the world's communicator."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -269,7 +265,7 @@ class ProcessGroupPool:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
-            from device_communicators.c10d.control_store import for_torch  # needed for torch's own groups only
+            from device_communicators.c10d.control_store import for_torch
 
             served = self.watcher.store_of(ranks)
             store = None if served is None else BoundedStore(for_torch(served.raw))
@@ -332,7 +328,7 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Makes the caller's process group, which it still owns, the pool's, if it has none. Every member calls it."""
+        """Uses the caller's process group, which it still owns, for `ranks`. Every member calls it."""
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
             return Acquired(None, ())
@@ -349,7 +345,7 @@ class ProcessGroupPool:
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
-        """The last user's call destroys the group. Ranks that acquired together must release together.
+        """Ranks that acquired together must release together.
 
         `failed`: the group may have operations that never complete.
         """
@@ -398,13 +394,13 @@ class ProcessGroupPool:
         """May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
-        with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
+        with contextlib.ExitStack() as stack:  # the last one first, even if one raises
             for group in [self._default_made, *alone.values()]:
                 stack.callback(_destroy, group)
             self.watcher.close()
 
     def alone(self, options: GroupOptions) -> Any:
-        """Returns a process group of this rank only, created at its first use without other ranks."""
+        """Returns a process group of this rank only."""
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
         with self._lock:

@@ -42,8 +42,6 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True)
 class _Family:
-    """The variables of one launcher, preferred names first."""
-
     source: Source
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -59,7 +57,6 @@ _SLURM = _Family(
 _OPEN_MPI = _Family(
     "open_mpi", *((f"OMPI_COMM_WORLD_{name}",) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 )
-# MPICH and Intel MPI (MPI_LOCAL*), Cray PALS (PMI_LOCAL_*), MVAPICH (MV2_*), PMIx runtimes.
 _PMI = _Family(
     "pmi",
     ("PMI_RANK", "PMIX_RANK"),
@@ -136,7 +133,6 @@ def with_address_of(init_method: str, environment: ProcessEnvironment) -> Proces
 
 
 def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int] | None:
-    """Returns the address at which rank 0 serves the world's store, if it does."""
     if place.world_size == 1:
         return None
     if init_method.startswith("tcp://"):

@@ -1,7 +1,4 @@
-"""The address at which other hosts reach this process, and the variables of NCCL and gloo.
-
-Without GLOO_SOCKET_IFNAME gloo resolves this host's name, which /etc/hosts often maps to 127.0.1.1.
-"""
+"""The address at which other hosts reach this process, and the variables of NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class Address(NamedTuple):
     network: str = ""
     """Equal for processes that can reach each other over loopback; empty if unknown."""
     address: str = ""
-    """The address that gloo announces; empty if unknown."""
     name: str = "?"
     interface: str = "?"
     processes: str = ""
@@ -49,7 +45,6 @@ class Address(NamedTuple):
     born: str = ""
     """In the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: str = ""
-    """Of its control plane; empty without one."""
     cores: str = ""
     """To divide among the host's ranks, as `0-3,8`."""
     obstacle: str = ""
@@ -57,7 +52,6 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
-        """Returns an empty Address for a wrong number of words."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
     @property
@@ -117,7 +111,6 @@ def without_control_plane(places: dict[int, Address]) -> list[str]:
 
 
 def describe_shared_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
-    """Returns the message and the suspect ranks."""
     both, suspects = [], []
     for name, interface, words in (hosts[:3], hosts[3:]):
         ranks = [int(word) for word in words.split(",")]
@@ -184,7 +177,6 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields nothing for a world on one node."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:

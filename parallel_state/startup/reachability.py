@@ -1,7 +1,7 @@
 """Checks that all hosts reach each other at the addresses that gloo announces; gloo's own error would name neither.
 
 Each host's lowest rank, its lead, connects to the control plane of every other lead, and checks which process answers:
-an address can exist on several hosts (docker bridges). Then all ranks agree on the results.
+an address can exist on several hosts (docker bridges).
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
     dead = {death.rank for death in deaths}
     ended = dead.union(verdict.ranks if verdict.kind == "ended" else ())
     closed = [lead for lead in leads if ended.issuperset(_of_host(places, lead))]
-    # If a whole host refuses connections, its ranks are reported as exited: first check for unreached hosts. But a rank
-    # that exited while others of its host run is the cause.
+    # If a whole host refuses connections, its ranks are reported as exited: check for unreached hosts first.
     if not dead - {rank for lead in closed for rank in _of_host(places, lead)}:
         _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
         pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]
@@ -65,7 +64,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
 
 
 def leads_of(places: Mapping[int, Address]) -> list[int]:
-    """Returns the lowest rank of each network and known address; [] if there is only one network."""
+    """Returns [] if there is only one network."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]
@@ -89,7 +88,6 @@ def _agree(
 
 
 def _encode(rank: int, found: Mapping[int, str]) -> bytes:
-    """Drops reasons that don't fit into an agreement's value."""
     by_reason: dict[str, list[int]] = {}
     for unreached, why in found.items():
         by_reason.setdefault(why[:200], []).append(unreached)
@@ -99,7 +97,7 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 
 
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
-    """Connects to all other leads at once. Returns unreached lead -> reason."""
+    """Returns unreached lead -> reason."""
     found: dict[int, str] = {}
     received = {lead: b"" for lead in leads if lead != rank}
     deadline = time.monotonic() + limit_s
@@ -136,7 +134,7 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns a pair with the rank that occurs in most pairs."""
+    """Prefers the rank that occurs in most pairs."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])

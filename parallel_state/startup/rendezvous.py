@@ -1,8 +1,8 @@
 """Rendezvous: the ranks of a new world find each other through one key of a launcher's store.
 
-Rank 0 publishes the address of its control plane under the key; its control plane serves the world's store. Every other
-rank holds an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all entries, publishes
-its verdict and clears the key.
+Rank 0 publishes the address of its control plane, which serves the world's store, under the key. Every other rank holds
+an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all entries, publishes its verdict
+and clears the key.
 
 A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0, which may have been stopped,
 deletes the first one; if the rank complains again, all ranks raise the same error.
@@ -59,15 +59,15 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0
 _FAREWELL_S = 1.0  # rank 0 serves its verdict for this long
-_READ_S = 0.6  # rank 0 continues even if a rank has not read the verdict
+_READ_S = 0.6
 _LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
-_LINGER_S = 3.0  # late ranks can read the verdict; below stores._PORT_RETRY_S
-_SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
+_LINGER_S = 3.0  # below stores._PORT_RETRY_S
+_SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals of rank 0, and of the others
 _LOOK_S = 1.0  # poll interval for a later round's world
 _CONNECT_S = 2.0
-_REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
+_REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
-_ANSWER_S = 1.2  # timeout of rank 0's answer to a complaint
+_ANSWER_S = 1.2
 _DOUBT_S = 1.0, 10.0  # when rank 0 accepts a repeated complaint
 
 _WORLD, _COMPLAINT = "world", "complaint"
@@ -86,10 +86,9 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_DEAF, interfaces.without_control_plane),
 )  # fmt: skip
 _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, ForeignServiceError, ConfigMismatchError)
-"""Also if another process has taken an exited rank's port."""
 _LONGEST = 400
 _WARN_S = 10.0
-_SURVEY_S = 0.2  # minimum poll interval for ranks beyond the first missing one
+_SURVEY_S = 0.2
 _LOOKED_AT_PER_S = 1024
 
 
@@ -100,9 +99,9 @@ class Met(NamedTuple):
     deadline: float
     watcher: Watcher
     group_store: BoundedStore
-    """For torch's default group: a launcher's store, if any, outlives rank 0."""
+    """Outlives rank 0 if there is a launcher."""
     served: list[Any]
-    """On rank 0: if it serves the store, it listens at MASTER_PORT until `served.clear()`."""
+    """On rank 0: listens at MASTER_PORT until `served.clear()`, if rank 0 serves the store."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """`towards_store`: the local address on the route to the store; perhaps loopback on its own host."""
@@ -113,8 +112,6 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """How this process joined its world; `reinitialize` uses it for the next one."""
-
     init_method: str
     options: Mapping[str, Any]
     own_place: Address
@@ -126,7 +123,6 @@ _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_stat
 
 @contextlib.contextmanager
 def met_before(met: Met | None) -> Iterator[None]:
-    """Makes `meet` return `met`, the result of `meet_again`."""
     token = _MET.set(met)
     try:
         yield
@@ -135,7 +131,7 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 _LINGERING: dict[int, contextlib.ExitStack] = {}
-"""PID -> stores of a failed start. A forked child must not close its parent's."""
+"""By PID: a forked child must not close its parent's stores."""
 
 
 def end_linger() -> None:
@@ -144,7 +140,7 @@ def end_linger() -> None:
 
 
 def _linger(watcher: Watcher, served: list[Any]) -> None:
-    """Keeps the stores open for 3 s, or until `end_linger`. The watcher's thread closes them."""
+    """The watcher's thread closes the stores after 3 s."""
     until, watcher.status.start = time.monotonic() + _LINGER_S, None
     _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
     stack.callback(watcher.close)
@@ -228,7 +224,6 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
 
 
 def _listening(place: Address, watcher: Watcher, address: str) -> Address:
-    """Returns `place` with the endpoint, or with the reason why it can't listen."""
     endpoint, obstacle = listen(watcher, address), ""
     if not endpoint:
         with contextlib.suppress(native.NativeUnavailableError):
@@ -276,7 +271,6 @@ class _Meeting:
         self.served: list[Any] = []
         self._sizes: dict[int, int] = {}
         self._doubted_at = float("-inf")
-        """When rank 0 last deleted a first complaint."""
         self._near = Neighbours(self.own_place.processes)
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
@@ -317,7 +311,7 @@ class _Meeting:
         launcher = self._reach_launcher()
         world, verdict = self._gather(launcher)
         if verdict[0] != _COMPLETE:
-            del launcher  # otherwise the error's traceback keeps its server and port open
+            del launcher  # the error's traceback would keep its server and port open
             raise self._failure(verdict)
         self.served.append(launcher)
         return world
@@ -359,7 +353,7 @@ class _Meeting:
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
         """Returns the verdict, and the number of ranks that should read it."""
-        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # leaves peers time to read the verdict
+        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
         self.awaited = "other ranks"
@@ -421,7 +415,6 @@ class _Meeting:
         return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        """Also for a rank that has exited."""
         if entry := _try_get(world, _key(rank)) or _try_get(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
@@ -453,7 +446,7 @@ class _Meeting:
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # There is no server yet, or an earlier world's server is shutting down.
                 launcher = None
-                if not name:  # after a world was found, its obstacle explains more
+                if not name:  # the obstacle of the world that was found explains more
                     prefix = "rank 0 doesn't answer there: " if self.way.server is not None else ""
                     self.obstacle = prefix + str(error).splitlines()[0]
                 continue
@@ -537,7 +530,7 @@ class _Meeting:
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
-        """Returns False for a world of another size. Raises the error of other verdicts."""
+        """Returns False for a world of another size."""
         verdict = json.loads(world.get(_VERDICT))
         if verdict[0] != _COMPLETE:
             with contextlib.suppress(dist.DistError):
@@ -553,7 +546,7 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises rank 0's verdict, or that it exited: by evidence, or after 0.8 s of refused connections."""
+        """Raises rank 0's verdict, or after 0.8 s of refused connections that it exited."""
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error
         time.sleep(TOGETHER_S)
@@ -586,7 +579,6 @@ class _Meeting:
         return self.not_met()
 
     def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
-        """Tells rank 0 that this rank can't use the world's store, unless that may pass."""
         endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
         if isinstance(error, native.NativeUnavailableError):
             kind, self.obstacle = _NO_LIBRARY, f"rank 0 uses the compiled library, which this rank doesn't have: {why}"

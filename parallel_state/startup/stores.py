@@ -50,10 +50,7 @@ class StoreWay(NamedTuple):
 
 
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
-    """Waits up to 60 s for rank 0's name to resolve.
-
-    Raises InvalidArgumentError for an unknown method, RendezvousError without a usable address.
-    """
+    """Waits up to 60 s for rank 0's name. Raises InvalidArgumentError, or RendezvousError without a usable address."""
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]
         if "://" not in init_method or (scheme != scheme.lower() and scheme.lower() in ("env", "tcp", "file")):
@@ -95,7 +92,7 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields before each poll of a server by `ranks`, with growing pauses: at least once, and at the deadline."""
+    """Yields before each poll of a server by `ranks`: at least once, and at the deadline."""
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
     while True:
@@ -178,7 +175,6 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
-    """Returns "" for a store, and without an answer."""
     try:
         ask_for_store(address, time.monotonic() + _STRANGER_S)
     except ForeignServiceError as error:
@@ -191,8 +187,8 @@ def _stranger_at(address: tuple[str, int]) -> str:
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
     """Raises RendezvousError unless a connection to `address` arrives at `listener`.
 
-    Must precede TCPStore, which retries until the deadline in a thread that can't be interrupted. That thread ends the
-    process by SIGABRT if it returns while the interpreter exits.
+    Must precede TCPStore, whose thread can't be interrupted, and ends the process by SIGABRT if it returns while the
+    interpreter exits.
     """
     cause: OSError | None = None
     for _ in looks(deadline):  # a proxy in front of this host may forward connections only later
@@ -216,10 +212,7 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns localhost or a literal address of this host, else None (all interfaces).
-
-    Other hosts may resolve a name to another address.
-    """
+    """Returns None (all interfaces) for names, which other hosts may resolve to another address."""
     if host == "localhost":
         return host
     try:
@@ -262,14 +255,13 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
 
 
 def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.socket | None = None) -> dist.Store:
-    """With a listening socket, also serves the store."""
     timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listener is not None
     make = partial(dist.TCPStore, *address, None, is_server, timeout, wait_for_workers=False)
     return within(deadline, partial(make, master_listen_fd=listener.detach() if listener else None), _GRACE_S)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make`, which keeps no deadline, in a thread. Raises TimeoutError."""
+    """Runs `make` in a thread. Raises TimeoutError."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -312,16 +304,16 @@ _LINES = b"\r\n\r\n"
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.3
-"""Also at the deadline: on two busy cores an answer took over 0.1 s."""
+"""On two busy cores an answer took over 0.1 s."""
 _SHOWN_BYTES = 48
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered: otherwise torch's client blocks in C++ for its whole timeout.
 
-    The request starts like that of torch 2.3 to 2.15: VALIDATE and a magic number, then PING and a nonce, which a store
-    returns. Raises ForeignServiceError for another answer, OSError without one: from a store that shuts down, or a
-    proxy whose server hasn't started.
+    Sends VALIDATE, a magic number, and PING with a nonce, which a store returns (torch 2.3 to 2.15). Raises
+    ForeignServiceError for another answer, OSError without one: from a store that shuts down, or a proxy whose server
+    hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)
@@ -341,7 +333,6 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
 
 
 def _receive(connection: socket.socket, count: int, until: float, closed: bytes | None = None) -> bytes:
-    """Raises ConnectionResetError if the service closes without an answer, unless `closed` is given."""
     received = b""
     while len(received) < count and (left_s := until - time.monotonic()) > 0:
         connection.settimeout(left_s)

@@ -25,8 +25,7 @@ MAX_DIMS = 64
 MAX_TENSOR_BYTES = 1 << 48
 
 
-class UnfitError(Exception):
-    """Completes "value at … is …"."""
+class UnfitError(Exception): ...
 
 
 class RegisteredType(NamedTuple):
@@ -151,7 +150,7 @@ class TensorMetadata(NamedTuple):
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view if possible, without gradient history. Raises UnfitError."""
+    """Returns a view if possible. Raises UnfitError."""
     if tensor.layout is not torch.strided:
         raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:

@@ -36,7 +36,7 @@ _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
 _S_PER_BYTE = 2e-7
-"""CPU time limit; regular sets and dicts take a tenth."""
+"""CPU time; regular sets and dicts take a tenth."""
 
 Ext = msgspec.msgpack.Ext
 to_msgpack = msgspec.msgpack.Encoder().encode
@@ -72,7 +72,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """The check accepts keys of an encoder's types. Others could be chosen to collide, and msgspec can't be stopped."""
+    """Refuses keys that no encoder uses: they could collide, and msgspec can't be stopped."""
     from device_communicators.cpu import native
 
     try:
@@ -118,7 +118,6 @@ class Encoder:
         return _PACKERS[type(value)](self, value, depth)
 
     def sequence(self, values: Sequence[object], depth: int) -> Sequence[object]:
-        """Returns `values` itself if all items are plain and of one type."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
@@ -137,7 +136,6 @@ class Encoder:
         return packed
 
     def mapping(self, values: dict[Any, object], depth: int) -> object:
-        """Copies the dict only to replace a value."""
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
