@@ -639,11 +639,9 @@ class TensorCalls(GroupFacts):
                 handles[at] = TensorHandle(handle, x, None if is_dense(x) else functools.partial(copy_values, x, flat))
         return [handles[at] for at in range(len(found))]
 
-    # `wait()` returns the result, detached. Change an input only after it. A communicator without progress of its own
-    # completes the work before the call returns.
-
     @host_call(_COLLECTIVE)
     def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
+        """Starts `all_reduce(x, op)`; `wait()` returns the result, detached. Change `x` only after it."""
         checks.check_started(self.context, "all_reduce_async", x)
         op = checks.check_reduce_op(self.context, "all_reduce_async", op)
         if self._is_single_rank_reducing("all_reduce_async", x, op):
@@ -653,6 +651,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
+        """Starts `all_gather(x, dim)`, as all_reduce_async does."""
         checks.check_started(self.context, "all_gather_async", x)
         dim = checks.normal_dim(self.context, "all_gather_async", x, dim)
         x = x.detach()
@@ -665,6 +664,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
+        """Starts `reduce_scatter(x, dim, op)`, as all_reduce_async does."""
         checks.check_started(self.context, "reduce_scatter_async", x)
         op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
@@ -678,6 +678,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
+        """Starts `broadcast(x, src)`, as all_reduce_async does."""
         checks.check_started(self.context, "broadcast_async", x)
         checks.check_rank(self.context, "broadcast_async", "src", src)
         if self._is_single_rank():
