@@ -89,7 +89,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     """One rank's view of a group, with every call on that group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
-    `world_size`, `local_rank` (on this host), `device`. Programs don't call the constructor.
+    `world_size`, `local_rank` (on this host), `device`, `is_first_rank`, `is_last_rank`; for `src` and `dst`
+    `first_rank_in_group`, `last_…`, `next_…` and `prev_…`, which wrap around, and each also as a `…_global_rank`.
+    fairseq2's names: `size`, `as_process_group()`, `close()`. Programs don't call the constructor.
     """
 
     def __init__(

@@ -53,7 +53,10 @@ class VirtualPipeline:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's groups for one model: one of each kind (`tp`, `pp`, …) that its layout has, and their world."""
+    """This rank's groups for one model: one of each kind that its layout has, and their world.
+
+    Properties: `tp`, `pp`, `dp`; under fairseq2's names `root` (the world), `rdp` and `sdp`.
+    """
 
     layout: Layout
     world: GroupCoordinator
