@@ -143,7 +143,7 @@ def _define(
 ) -> None:
     def autograd(x: Tensor, *args: Any) -> Tensor:
         ops.refuse_tangent(name, args[-1], x)
-        # Within a torch.func transform, the op must reach the next level, which may need its gradient as well.
+        # Within a torch.func transform, the next level may need the op's gradient as well.
         below = getattr(_OPS, name) if in_transform() else kernel
         if x.requires_grad and torch.is_grad_enabled():
             return ops.differentiable(below, formula, x, *args)

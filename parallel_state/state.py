@@ -101,13 +101,12 @@ def init_distributed_environment(
     - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
     - `timeout`: of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start has its
       own, PARALLEL_STATE_START_TIMEOUT_S.
-    - `allow_pickle`: as in initialize_model_parallel, for the world group.
+    - `allow_pickle`: as in initialize_model_parallel.
     - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
     - `high_priority_stream`: of the world's NCCL collectives.
 
-    Exports ranks, sizes and address for torch's `env://`, except variables that are already set. With
-    PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
-    files. A world of one rank creates torch's default group only when a process group is requested.
+    Exports unset variables of torch's `env://`, binds the process to PARALLEL_STATE_CORES, and raises the soft limit of
+    open files. A world of one rank creates torch's default group only when a process group is requested.
 
     Raises AlreadyInitializedError, SettingError for a wrong environment variable, InvalidArgumentError,
     ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -305,11 +304,8 @@ def initialize_model_parallel(
     of tp, dp, pp and of each axis with a given size are created now; the others (model, dp_cp, embedding, …) when the
     group's ranks first use them. Groups of equal ranks share one process group.
 
-    - `sizes`: of the other axes: context_parallel_size (cp), expert_model_parallel_size (ep),
-      expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size (dp_shard), data_parallel_replicate_size
-      (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp), external_data_parallel_size
-      (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that isn't passed is 1, but dp, or a
-      size of -1, takes the remaining ranks.
+    - `sizes`: of the other axes, by parameter or axis name (`context_parallel_size`, `ep`, …): see docs/layouts.md. A
+      size that isn't passed is 1, but dp, or a size of -1, takes the remaining ranks.
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
     - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
@@ -322,7 +318,7 @@ def initialize_model_parallel(
       world and each group with ranks of the dead rank's data-parallel replica.
 
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
-    ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
+    ConfigMismatchError if ranks differ, CommunicationError if a rank never calls.
     """
     from parallel_state.groups import world as world_module
 
@@ -395,8 +391,8 @@ def ensure_model_parallel_initialized(
 ) -> None:
     """Initialises the groups, or checks that the existing ones match these arguments.
 
-    Compares only given arguments: the sizes, the backend of tp's device group and, for an order, the ranks of every
-    kind of group. Raises ConfigMismatchError if one differs.
+    Compares only given arguments: sizes, backend of tp's device group, order. Raises ConfigMismatchError if one
+    differs.
     """
     if backend is not None:
         check_backend(backend)
@@ -469,7 +465,7 @@ def init_model_parallel_group(
     Each rank of the world is in exactly one list, and calls it with the same arguments.
 
     - `use_device_communicator`: False forbids this library's kernels.
-    - `use_custom_allreduce`: allows this library's kernels. None: the value of `set_custom_all_reduce`.
+    - `use_custom_allreduce`: the same, by default the value of `set_custom_all_reduce`.
     - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers.
     """
     world = get_world_group()
@@ -593,8 +589,8 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
-    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one; in a world of
-    one rank, `world`. `experts=True` returns the mesh of `ep`, `etp` and `efsdp`, which order the ranks differently.
+    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one. `experts=True`
+    returns the mesh of `ep`, `etp` and `efsdp`, which order the ranks differently.
 
     Raises LayoutError for names that overlap or order the ranks differently, and GroupNotInitializedError in a
     simulated world.
@@ -649,9 +645,9 @@ def get_nodes() -> list[list[int]]:
 
 
 def get_process_environment() -> ProcessEnvironment:
-    """Returns this process's rank, local rank, world size and, if known, local world size. Works before any init.
+    """Returns this process's ranks and sizes from the world, torch's default group, or the launcher's variables.
 
-    Uses the world, torch's default group, or the launcher's variables. Raises SettingError for contradictory variables.
+    Works before any init, and leaves out the address. Raises SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

@@ -521,8 +521,7 @@ class TensorCalls(GroupFacts):
         memory is reused after the last tensor that views it is deleted. Otherwise (between hosts, if
         PARALLEL_STATE_SYMMETRIC_BYTES is used up, on GPUs also in compiled code) the result is an ordinary tensor.
 
-        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
-        the same part of the same tensor to a collective.
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it: see docs/gpus.md.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -617,9 +616,9 @@ class TensorCalls(GroupFacts):
     def batch_isend_irecv(self, operations: Sequence[checks.Transfer | dist.P2POp]) -> list[TensorHandle]:
         """Starts several transfers together; returns their handles in the order of `operations`.
 
-        An operation is `("isend", x, dst)`, `("irecv", out, src)`, or torch's `P2POp` with a peer in this group.
-        Transfers from one rank to another are matched by their order. Change or read the tensors only after `wait()`.
-        No gradient; not for compiled code.
+        An operation is `("isend", x, dst)`, `("irecv", out, src)`, or torch's `P2POp`. Transfers from one rank to
+        another are matched by their order. Change or read the tensors only after `wait()`. No gradient; not for
+        compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
         if not isinstance(operations, (list, tuple)):
@@ -688,8 +687,7 @@ class TensorCalls(GroupFacts):
 
     # The norm, including the weight, is computed in float32 (for float64 in float64) from the rounded `y`. Quantized
     # output is float8_e4m3fn of the norm *after its rounding to the dtype*. Values beyond ±448, and infinities, become
-    # ±448; NaN stays NaN. vLLM rounds the norm once more before the weight, and with a scale per token it computes the
-    # norm of the unrounded sum.
+    # ±448; NaN stays NaN. vLLM rounds the norm once more before the weight.
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
@@ -744,7 +742,7 @@ class TensorCalls(GroupFacts):
 def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
     """On the CPU receives start first, because a send may wait for its receiver.
 
-    A device runs transfers one by one: all ranks order the pairs of ranks alike, and within a pair the lower rank sends
+    A device runs transfers one by one: all ranks order the pairs of ranks alike, and the lower rank of a pair sends
     first.
     """
 

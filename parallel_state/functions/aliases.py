@@ -130,9 +130,9 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this pipeline rank is the first.
+    """Returns True if this pipeline rank, and without `ignore_virtual` also its `vp_stage`, is the first.
 
-    With `ignore_virtual=False`, `vp_stage` (default: the stage that was set) must also be the model's first stage.
+    `vp_stage`: default: the stage that was set.
     """
     return state.get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 

@@ -31,10 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world's group and the ranks of each host; None without peers.
-
-    Without a world it creates a group over torch's default group: every rank of it must enter.
-    """
+    """Yields the world's group, or one over torch's default group, and the ranks of each host; None without peers."""
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -227,10 +224,7 @@ def _all_to_all_over(
 
 @host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random, and numpy; returns the seed used.
-
-    It is equal on tensor- and data-parallel ranks, and differs between pipeline stages (by 1000 per stage).
-    """
+    """Seeds torch (all devices), random, and numpy; returns the seed used: `seed` + 1000 per pipeline stage."""
     pp = try_get_pp_group()
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
     torch.manual_seed(seed)
@@ -260,10 +254,7 @@ def split_tensor_along_last_dim(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the layers of stage `pp_rank` as (first, last + 1).
-
-    As in vLLM, remaining layers go to the stages before the last one, which has the output head.
-    """
+    """Returns the layers of stage `pp_rank` as (first, last + 1). Remaining layers go to the stages before the last."""
     if not 0 <= pp_rank < pp_size <= num_hidden_layers:
         raise InvalidArgumentError(
             f"pp_rank must be below pp_size, and pp_size at most the number of layers, "
