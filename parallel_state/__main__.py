@@ -54,7 +54,7 @@ def run() -> int:
     try:
         try:
             exit_code = main()
-        except SystemExit:  # argparse, after `--help`
+        except SystemExit:
             sys.stdout.flush()
             raise
         sys.stdout.flush()

@@ -122,7 +122,7 @@ def init_distributed_environment(
             f"the distributed environment is initialised already ({_WORLD.context}); "
             "call destroy_distributed_environment() first"
         )
-    logs.configure(None)  # `place_of` checks the rank
+    logs.configure(None)
     settings.warn_about_unknown_names()
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
@@ -267,7 +267,7 @@ def destroy_distributed_environment() -> None:
     if undo is None:
         return
     world, _WORLD, _NODES, _START = _WORLD, None, None, None
-    with undo:  # runs all callbacks, the last one first, even if one raises
+    with undo:  # runs all callbacks, the last one first
         if world is not None:
             if world.pool is not None:
                 undo.callback(world.pool.close)

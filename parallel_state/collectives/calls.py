@@ -385,7 +385,7 @@ class TensorCalls(GroupFacts):
             if exchanged is not NotImplemented:
                 return exchanged
         checks.check_tensor(self.context, "all_to_all", x)
-        if type(scatter_dim) is not int or scatter_dim != 0:  # 0 is valid for every tensor
+        if type(scatter_dim) is not int or scatter_dim != 0:
             scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
         if type(gather_dim) is not int or gather_dim != 0:
             gather_dim = checks.normal_dim(self.context, "all_to_all", x, gather_dim)

@@ -132,7 +132,7 @@ def _replace(graph: Graph, found: Found) -> str:
         given.meta = {**wanted.meta, "val": given.meta["val"]}
         wanted.replace_all_uses_with(given)
     for node in list(old.users):
-        if node is not found.reduced:  # the getitem of the token
+        if node is not found.reduced:
             node.args = (fused, cast(int, node.args[1]) + 1)
     fused_nodes = {found.normed, *found.inside, found.add, found.reduced, old}
     for node in reversed(list(graph.nodes)):

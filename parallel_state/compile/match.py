@@ -162,7 +162,7 @@ def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
     """Returns (weight, product), in the sum's dtype."""
     dtype = _value(found.add).dtype
     after = _only_user(scaled)
-    if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:  # converted before the weight
+    if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:
         found.inside.append(after)
         product = _only_user(after)
         weight = _other(product, after) if product.target is _ATEN.mul.Tensor else None

@@ -153,7 +153,7 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
 class _PlainGroup(TensorCalls):
     def __init__(self, group: Any) -> None:
         self._group, self._destroyed = group, False
-        self._key = self._ranked_key = ""  # not a registered group
+        self._key = self._ranked_key = ""
         self._token = ordering_token(torch.device("cpu"))
         self.world_size, self.rank_in_group = group.size(), group.rank()
         ranks = tuple(dist.get_process_group_ranks(group))

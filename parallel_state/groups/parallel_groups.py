@@ -196,7 +196,7 @@ class ParallelGroups:
         if self.is_view:
             return
         self.meshes.clear()
-        # Every callback runs even if another one raises; the stack runs in reverse order.
+        # runs in reverse order, even if one raises
         with contextlib.ExitStack() as stack:
             while self.held:
                 stack.callback(self.held.pop(0))

@@ -51,7 +51,7 @@ def simulate(
     layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
     if not isinstance(rank, int):
         raise InvalidArgumentError(f"rank must be an int, but is {rank!r}{int_advice(rank)}")
-    layout.coordinates(rank)  # raises for a rank outside the layout
+    layout.coordinates(rank)  # raises
 
     def make(name: str, _: ParallelGroups | None = None) -> GroupCoordinator | None:
         ranks = layout.group_of(rank, name)

@@ -207,7 +207,7 @@ def make_default_group(
     high_priority_stream: bool,
 ) -> tuple[torch.device, Met | None]:
     backend = backend_of(backend)
-    if backend == "fake":  # without a rendezvous
+    if backend == "fake":
         torch_internals.register_fake_backend()
         store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
         dist.init_process_group("fake", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)

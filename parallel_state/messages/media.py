@@ -207,7 +207,7 @@ class LibraryMedium(RouteMedium):
         self._group = getattr(collectives, "number", 0)
         self._hosts = None if isinstance(channels, Channels) else collectives
         """Broadcasts messages over several hosts."""
-        self._objects = codec_values.use_library()  # loaded already, because the queues need it
+        self._objects = codec_values.use_library()
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
 
@@ -372,7 +372,7 @@ class LibraryMedium(RouteMedium):
             try:
                 past = self._objects.past_python
                 found = receiver.receive(past, number, self._group, *reader.wanted, take)
-            except RemoteError:  # the message is complete
+            except RemoteError:
                 self._end(record, name, receiver)
                 raise
             except Exception as error:

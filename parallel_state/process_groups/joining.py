@@ -135,7 +135,7 @@ def prepare(world_size: int) -> None:
     if settings.CPU_BACKEND.get() == "parallel_state":
         from device_communicators.c10d import creation
 
-        with contextlib.suppress(UnsupportedError):  # raised again when the first group is created
+        with contextlib.suppress(UnsupportedError):
             creation.load()
 
 

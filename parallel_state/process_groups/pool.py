@@ -172,7 +172,6 @@ class ProcessGroupPool:
         if strategy == "local" or division is None:
             keys = [own]
         else:
-            # Every rank needs to know which groups all ranks have yet to create.
             keys = [(tuple(each), options, len(each) < self.world_size, root) for each in division()]
         keys = [key for key in keys if len(key[0]) > 1]
         mine = next((key for key in keys if self.rank in key[0]), None)
@@ -394,7 +393,7 @@ class ProcessGroupPool:
         """May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
-        with contextlib.ExitStack() as stack:  # the last one first, even if one raises
+        with contextlib.ExitStack() as stack:
             for group in [self._default_made, *alone.values()]:
                 stack.callback(_destroy, group)
             self.watcher.close()

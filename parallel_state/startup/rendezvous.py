@@ -58,7 +58,7 @@ E = TypeVar("E", bound=CommunicationError)
 logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0
-_FAREWELL_S = 1.0  # rank 0 serves its verdict for this long
+_FAREWELL_S = 1.0
 _READ_S = 0.6
 _LATE_S = 0.6  # part of _FAREWELL_S in which rank 0 also waits for late ranks
 _LINGER_S = 3.0  # below stores._PORT_RETRY_S
@@ -327,7 +327,7 @@ class _Meeting:
             world.set(_ROSTER, zlib.compress(json.dumps(self.places).encode()).hex())
         world.set(_VERDICT, json.dumps(verdict))
         if verdict[0] != _COMPLETE:
-            launcher.set(_VERDICT + name, json.dumps(verdict))  # for ranks that don't reach the world's store
+            launcher.set(_VERDICT + name, json.dumps(verdict))
         # Otherwise some ranks would raise and others wait for them.
         began, late = time.monotonic(), len(self._missing(world)) if verdict[0] not in (_COMPLETE, _MISSING) else 0
         for _ in looks(began + (_READ_S if verdict[0] == _COMPLETE else _FAREWELL_S)):

@@ -36,7 +36,7 @@ _GRACE_S = 0.5
 _RESOLVE_S = 60.0  # name servers cache a missing name for up to 30 s
 _STRANGER_S = 0.2  # for a service to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy accepted to arrive here
-_PAUSES_S = (0.002, 0.5)  # first and longest
+_PAUSES_S = (0.002, 0.5)
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at first, and later
 
 
