@@ -73,7 +73,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums, and returns this rank's slice of dim 0."""
+    """Sums over the group, and returns this rank's slice of dim 0."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
@@ -83,7 +83,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoord
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums, and returns this rank's slice of the last dim."""
+    """Sums over the group, and returns this rank's slice of the last dim."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 

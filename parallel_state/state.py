@@ -509,7 +509,7 @@ def destroy_model_parallel() -> None:
 @contextmanager
 @host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Within the body, `get_tp_group()` returns `tp_group`, such as that of a draft model. Doesn't nest."""
+    """Makes `get_tp_group()` return `tp_group` in the body, such as that of a draft model. Doesn't nest."""
     groups = get_parallel_groups()
     if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")

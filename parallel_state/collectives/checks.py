@@ -33,7 +33,7 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """True if unknown during compilation; the compiled code then checks it."""
+    """Returns True if unknown during compilation; the compiled code then checks it."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true

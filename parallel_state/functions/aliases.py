@@ -138,7 +138,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """As is_pipeline_first_stage, for the last stage."""
+    """Works as is_pipeline_first_stage, for the last stage."""
     virtual = state.get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return state.get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 

@@ -38,7 +38,7 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 
 
 class _Forwards:
-    """Which groups were current when one thread's autograd nodes were created.
+    """Records which groups were current when one thread's autograd nodes were created.
 
     In an event loop it is unknown which task creates a node: a backward there uses the groups that are current then.
     """

@@ -55,7 +55,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Fastest first, by the distance of neighbouring ranks, and `ep`."""
+    """Returns the dims fastest first, by the distance of neighbouring ranks, and `ep`."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

@@ -67,7 +67,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Slowest first: torch can't combine root meshes with other orders of ranks."""
+    """Puts slow axes first: torch can't combine root meshes with other orders of ranks."""
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

@@ -99,14 +99,14 @@ class ParallelGroups:
         return group
 
     def try_get(self, name: str) -> GroupCoordinator | None:
-        """As `get`, but returns None if this rank is in no such group or the layout lacks the kind."""
+        """Works as `get`, but returns None if this rank is in no such group or the layout lacks the kind."""
         group = self.groups.get(name)
         if group is not None:
             return group
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Doesn't create the group. Raises the usage errors of `get`."""
+        """Returns the global ranks without creating the group. Raises the usage errors of `get`."""
         group = self.groups.get(name)
         if group is not None:
             return group.ranks
@@ -217,7 +217,7 @@ def try_get_current_groups() -> ParallelGroups | None:
 
 
 def current_groups() -> ParallelGroups:
-    """As try_get_current_groups, but raises GroupNotInitializedError outside `use()`."""
+    """Returns the groups that `use()` made current here; raises GroupNotInitializedError outside `use()`."""
     groups = try_get_current_groups()
     if groups is None:
         raise GroupNotInitializedError("no groups are in use here; enter `with groups.use():` first")

@@ -175,7 +175,7 @@ def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Also makes a GPU the current device."""
+    """Makes a GPU the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")

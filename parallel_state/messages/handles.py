@@ -53,7 +53,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """True once the tensors are no longer read, also after a failure."""
+        """Returns True once the tensors are no longer read, also after a failure."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -90,7 +90,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """True once the whole message has arrived. The first call starts a thread that receives it."""
+        """Returns True once the whole message has arrived. The first call starts a thread that receives it."""
         if self._waiter is None and not self._arrived:
             self._waiter = HelperThread("receive", self.take_in)
             self._waiter.start()

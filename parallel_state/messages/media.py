@@ -81,7 +81,7 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Equal on all ranks: they agreed on it when the group was made."""
+    """Chooses alike on all ranks: they agreed on it when the group was made."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory

@@ -315,7 +315,7 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Also returns which tensors are slices."""
+    """Returns also which tensors are slices."""
     if header.kind == _LIST:
         raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors

@@ -34,7 +34,7 @@ _LONGEST = 400
 
 
 def digest(value: object) -> str:
-    """16 hexadecimal digits of the repr."""
+    """Returns 16 hexadecimal digits."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -179,7 +179,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Of the previous attempt. Call it after `meet`, when no rank uses the address."""
+        """Deletes those of the previous attempt, which no rank uses after `meet`."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

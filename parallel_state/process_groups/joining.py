@@ -48,7 +48,7 @@ class GivenGroup(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Same on all ranks, different for other groups of these ranks."""
+        """Returns a text that is equal on all ranks, and different for other groups of these ranks."""
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:

@@ -83,7 +83,7 @@ class GroupOptions:
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
-        """None if no option of NCCL is set."""
+        """Returns None if no option of NCCL is set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
@@ -110,7 +110,7 @@ def check_backend(backend: object) -> None:
 
 
 def seconds(timeout: object) -> float:
-    """None means PARALLEL_STATE_TIMEOUT_S."""
+    """Reads None as PARALLEL_STATE_TIMEOUT_S."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

@@ -55,7 +55,7 @@ connections: one may keep working when the other failed in the middle of a call.
 
 @dataclass(frozen=True)
 class Acquired:
-    """In use by one caller, who passes it to `release` once."""
+    """A group in use by one caller, who passes it to `release` once."""
 
     process_group: Any
     """None for a group of one rank."""
@@ -122,12 +122,12 @@ class ProcessGroupPool:
 
     @property
     def groups_made(self) -> int:
-        """Also counts destroyed ones."""
+        """Counts destroyed ones, too."""
         return sum(self._created.values())
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Within the body, creating any group ends if one of `ranks` dies.
+        """Ends the creation of any group in the body if one of `ranks` dies.
 
         Otherwise rank A waits for a live rank B, which has already given up because rank C died.
         """

@@ -215,7 +215,7 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20
 
 
 def is_numpy(cls: type) -> bool:
-    """True for numpy arrays and numpy's own scalars, but no subclass."""
+    """Returns True for numpy arrays and numpy's own scalars, but no subclass."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
