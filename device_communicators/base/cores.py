@@ -111,9 +111,9 @@ def spans(numbers: Iterable[int]) -> str:
 def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
     """Divides cores among ranks: whole physical cores in one node and in as few caches as possible.
 
-    A node's number of ranks depends on its number of cores. With more ranks than physical cores, threads are given out
-    singly: the first of each core, then its siblings. With fewer ranks than nodes, a rank gets several nodes. Raises
-    InvalidArgumentError if there are fewer cores than ranks.
+    Ranks of one node are consecutive; their number depends on its number of cores. With more ranks than physical cores,
+    threads are given out singly: the first of each core, then its siblings. With fewer ranks than nodes, a rank gets
+    several nodes. Raises InvalidArgumentError if there are fewer cores than ranks.
     """
     if count > len(cores):
         raise InvalidArgumentError(

@@ -358,7 +358,7 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last 32 to 64 KiB of events, for `describe`; empty if memory ran out."""
+        """Returns the last 32 to 64 KiB of events; empty without memory. Only values of agreements contain tokens."""
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:

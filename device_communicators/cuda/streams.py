@@ -118,7 +118,7 @@ class CudaStreams:
     def enter_relaxed(self) -> bool:
         """Makes calls of this thread safe while another one captures in the mode `global`, torch's default.
 
-        Returns False if that is impossible.
+        Sets the thread's device, too. Returns False if that is impossible.
         """
         enter(self._device)
         function = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None) or _from_runtime()
