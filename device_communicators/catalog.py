@@ -227,7 +227,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _warn_of_no_shared_memory(context: GroupContext) -> None:
-    """Logs once why ranks of one host share no memory, unless a setting chose that."""
     memory = context.host_memory
     problem = None if memory is None else memory.problem or memory.apart or None
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"

@@ -20,7 +20,6 @@ PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "sen
 @dataclass(slots=True)
 class Operation:
     sequence: int
-    """Number within its group."""
     name: str
     dtype: str
     shape: tuple[int, ...]

@@ -34,7 +34,6 @@ REDUCING = (
 
 
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
-    """Returns why the reduction is undefined, or None."""
     if dtype in _NATIVE or dtype in _WIDENED:
         return None
     if dtype in _COMPLEX:
@@ -151,7 +150,6 @@ def default_state(x: Tensor) -> Iterator[None]:
 
 @functools.cache
 def _state_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns None if FE_DFL_ENV isn't known to be -1."""
     if sys.platform != "linux":
         return None
     try:

@@ -200,7 +200,6 @@ def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
 
 
 def _unpacked(packed: int) -> tuple[int, ...] | int:
-    """Returns the number of elements if the shape didn't fit."""
     dims, packed = packed >> _SHAPE_BITS & 15, packed & ((1 << _SHAPE_BITS) - 1)
     if dims == _NO_SHAPE:
         return packed
@@ -333,7 +332,6 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns 0.0 outside of a `timed` method."""
     return _THREAD.began_s
 
 

@@ -82,7 +82,6 @@ SHAPE = Shape(128 << 10, 16)
 
 
 def region_bytes(size: int) -> tuple[int, int]:
-    """Returns bytes of the control part and of the data part."""
     pairs, broadcasts = size * size * KINDS, size
     return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * SHAPE.data_bytes
 

@@ -34,7 +34,6 @@ _MOST_UNKNOWN = 256
 _BACKLOG = 512
 _MOST_ADDRESSES = 4
 _Key = tuple[int, int]
-"""A rank, and a connection's number."""
 _STRANGER: _Key = (-1, 0)
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
 """Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
@@ -77,7 +76,7 @@ class Connections:
             for connection in connections:
                 try:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-                except OSError:  # just closed
+                except OSError:
                     continue
                 retransmits, probes, unacked, last_ack_ms = _TCP_INFO.unpack(info)
                 waited_s = _SECOND_PROBE_S if probes >= _PROBES and last_ack_ms / 1000 > 1.25 * _SECOND_PROBE_S else 0.0
@@ -256,7 +255,6 @@ def _accept(
 
 
 def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
-    """Returns `_STRANGER`, or None if bytes are missing."""
     try:
         come = connection.recv(_HELLO.size - len(hello))
     except BlockingIOError:

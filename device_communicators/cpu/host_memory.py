@@ -52,9 +52,7 @@ class HostMemory:
         """`neighbours`: core masks of this host's ranks, if some are outside of the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
-        """Masks of this host's ranks."""
         self.areas: tuple[cores.Area, ...] = ()
-        """Of each rank in this domain."""
         self.area_ranks = 0
         """Ranks per area; 0: collectives ignore areas."""
         self._neighbours = tuple(neighbours)
@@ -77,7 +75,6 @@ class HostMemory:
         self.debug = False
         """True if PARALLEL_STATE_DEBUG is on on any rank."""
         self.rounding: tuple[bool, ...] = ()
-        """PARALLEL_STATE_ROUND_BETWEEN_HOSTS of each rank."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 in another PID namespace."""
 
@@ -281,7 +278,6 @@ class _Memory:
         self.library = library
         self.size_bytes = size_bytes
         self.arenas_at = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        """Of the arena in each rank's segment."""
         self.address = 0
         self.arenas: list[int] = []
         """First pages; the rest is mapped on use."""
@@ -358,7 +354,6 @@ class _Meeting:
         """Why this rank, or after `agree` any rank, is a domain of its own."""
         self.local_ranks: tuple[int, ...] = (members.rank,)
         self._sharing: tuple[int, ...] = (members.rank,)
-        """The ranks that would share this rank's segment."""
         self._stack = stack
         self._opened: dict[int, Segment] = {}
         self.facts: list[dict[str, Any]] = []

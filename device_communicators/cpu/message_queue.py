@@ -186,8 +186,6 @@ class Message(NamedTuple):
 
 
 class _Sending:
-    """A message that didn't fit into the ring at once."""
-
     def __init__(self, sender: Sender, message: Message) -> None:
         self.message = message  # the library reads it
         self.error: Exception | None = None
@@ -399,12 +397,10 @@ class Receiver(_End):
 
     @property
     def fingerprint(self) -> int:
-        """Of the last message found."""
         return self._report[_FINGERPRINT]
 
     @property
     def found_bytes(self) -> tuple[int, int]:
-        """Of the head and the tensors."""
         return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
@@ -427,14 +423,12 @@ class Receiver(_End):
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns as `PastPython.receive_at`."""
         return past.receive_at(self.end, number, self.members.timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
         return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
-        """The message was received whole."""
         members = self.members
         self._report[_BROKEN] = QueueStatus.MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))

@@ -231,7 +231,6 @@ class NativeLibrary:
         self.has_ops = has_ops
         """False if ops go through Python."""
         self.note = note
-        """Why there are no ops."""
         self.path = path
         self._library = ctypes.CDLL(str(path))
         functions = {**_FUNCTIONS, **_FUNCTIONS_OF_TORCH} if has_ops else _FUNCTIONS
@@ -321,7 +320,6 @@ def _load() -> NativeLibrary | str:
 
 
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
-    """Returns the library, or why it can't be used."""
     try:
         made = recipe()
         path, problem = find_or_compile(made)
@@ -447,7 +445,6 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
 
 
 def _usual_s(recipes: Collection[Recipe]) -> float:
-    """Includes a missing base."""
     bases = {recipe.base for recipe in recipes if recipe.base is not None and _find(recipe.base)[0] is None}
     needed = [*recipes, *bases]
     cores = min(len(native_build.usable_cores()), sum(len(recipe.units) for recipe in needed))

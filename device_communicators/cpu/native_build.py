@@ -55,8 +55,6 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that determines a compiled file."""
-
     what: str
     packaged_name: str
     """In a wheel. Objects end with .o."""
@@ -70,7 +68,6 @@ class Recipe:
     folders: tuple[Path, ...] = FOLDERS
     """Of headers that are included by relative path."""
     base: Recipe | None = None
-    """The object to link with."""
     usual_cpu_s: float = 0.0
     """Roughly, on GCC 12, without the base."""
 
@@ -180,7 +177,6 @@ def is_current(packaged: Path, recipe: Recipe) -> bool:
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
-    """Writes the stamp that `is_current` reads."""
     target = folder / recipe.packaged_name
     compile_library(recipe, target, compiler, base=base)
     target.with_suffix(".digest").write_text(recipe.digest() + "\n")

@@ -119,7 +119,6 @@ class NativeGroup:
         self.connections = Connections({}, {}, 0)
         """The compiled group owns their descriptors."""
         self._host_of_rank: Sequence[int] = ()
-        """Empty on one host."""
         self._lock = threading.Lock()
         self._served: set[str] = set()
         members.timeout.follow(partial(library.ps_group_timeout, number))
@@ -271,7 +270,6 @@ class NativeGroup:
         return text.value.decode(errors="replace")
 
     def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
-        """Describes the calls of `who` and `suspect`."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -348,7 +346,6 @@ class NativeGroup:
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
-        """Reports this rank's failure to other ranks."""
         kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
         kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
         places = {rank: place for place, rank in enumerate(self.members.ranks)}

@@ -102,7 +102,6 @@ class Segment:
 
 
 def sweep() -> int:
-    """Removes the names that this user's exited processes left."""
     swept = 0
     with contextlib.suppress(OSError):
         for file in os.listdir(DIRECTORY):

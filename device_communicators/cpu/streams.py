@@ -40,7 +40,6 @@ def connect_streams(
 def open_streams(
     made: Connections, losses: int, rank: int, size: int, spin_ns: int, striped_bytes: int = STRIPED_BYTES
 ) -> int:
-    """Returns the transfers' address."""
     ends = [(peer, each.fileno(), made.early_bytes[peer]) for peer, all_ in made.sockets.items() for each in all_]
     ranks, descriptors, early_bytes = zip(*ends, strict=True)
     numbers = ctypes.c_int * len(ends)

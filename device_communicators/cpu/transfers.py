@@ -233,7 +233,6 @@ class Transfers:
             return past.receive_over(self.address, src, tag, self._timeout_us, group, address, *arguments)
 
     def check(self) -> None:
-        """Raises the first failure."""
         if self._failure is None:
             words = (c_int64 * len(Failed._fields))()
             if not self._library.ps_transfers_failure(self.address, words):

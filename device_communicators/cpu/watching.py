@@ -28,7 +28,6 @@ _OWN_NAME_S = 2.0
 _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
-"""Of all ranks together."""
 _NEAR_S = 0.5
 _NOTHING = "?"
 TOGETHER_S = 0.1
@@ -108,7 +107,6 @@ class Neighbours:
         """`processes`: the PID namespace; empty if unknown."""
         self.key = f"near/{processes}" if processes else ""
         self.found: dict[int, tuple[int, str]] = {}
-        """PID and start time."""
 
     def enter(self, store: BoundedStore, rank: int, prefix: str = "") -> None:
         if self.key:

@@ -94,7 +94,6 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
 
     def _placed(self, x: Tensor) -> Tensor:
-        """Returns `x`, or an aligned contiguous copy."""
         if x.device != self._at:
             raise InvalidArgumentError(
                 f"tensors of {self.context} must be on {self._at}, but one is on {x.device}; move it"

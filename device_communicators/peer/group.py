@@ -102,7 +102,6 @@ class PeerGroup:
         return group
 
     def _load(self, device: PeerDevice) -> int:
-        """Returns how many blocks can be resident for this rank."""
         context = self.context
         self._words = device.words(_WORDS)
         hold(self._words)

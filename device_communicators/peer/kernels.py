@@ -78,8 +78,6 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelReport:
-    """A kernel ended before its work was done."""
-
     reason: str
     """"deadline" or "abort"."""
     peer: int
@@ -168,7 +166,6 @@ def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None 
 
 
 def cubin(arch: str) -> bytes:
-    """Returns the cubin for `arch` from the cache; one process compiles it if missing."""
     target = build_cache.cache_folder() / f"cuda_{arch}_{_digest(arch, nvrtc_version())}.cubin"
     try:
         flaw = _flaw_of(target)

@@ -35,8 +35,7 @@ class Sharing(Protocol):
     def offer(self) -> Any:
         """Returns JSON data with which other ranks can map this memory."""
 
-    def map(self, offers: Sequence[Any]) -> Sequence[int]:
-        """Returns the addresses of all ranks' regions in this process."""
+    def map(self, offers: Sequence[Any]) -> Sequence[int]: ...
 
     def close(self) -> None:
         """May be called twice."""
@@ -96,8 +95,6 @@ class SymmetricSharing:
 
 
 class IpcSharing:
-    """CUDA IPC handles of ordinary device memory."""
-
     name = "CUDA IPC"
 
     def __init__(self, context: GroupContext, size_bytes: int) -> None:
@@ -170,7 +167,6 @@ class PeerMemory:
             release(sharing)
 
     def leak(self) -> None:
-        """Leaves the regions mapped until the process exits."""
         self._sharing = None
 
 

@@ -34,7 +34,6 @@ class Conditions:
     world_size: Count
     one_gpu_each: bool = False
     link: str = ""
-    """A result of `link_of`."""
     driver: str = ""
     nccl: str = ""
     torch: str = ""

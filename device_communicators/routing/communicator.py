@@ -118,7 +118,6 @@ class GroupContext(GroupMember):
 
     @property
     def failure_ranks(self) -> Collection[int]:
-        """Returns the global ranks whose death makes the group fail."""
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:

@@ -147,7 +147,6 @@ def attributed(
 
 
 def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
-    """Returns the error for a broken connection if no rank died."""
     why = "All ranks of the group are alive: one of them failed first, at its deadline or by another error"
     if context.watcher is not None and (left := context.watcher.left(failure.suspect_ranks)):
         why = f"Global rank {left[0]} {LEFT}, perhaps after an error"

@@ -99,7 +99,6 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
-    """Returns the error for deaths, or `failure`."""
     watcher = context.watcher
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure

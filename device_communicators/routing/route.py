@@ -72,7 +72,6 @@ _RECENT = 8
 _MOST_CHOSEN = 4096
 
 _Kind = tuple[str, torch.dtype | None, str, str | None]
-"""A request without its size."""
 
 
 @dataclass
@@ -305,7 +304,6 @@ class Route:
         return Handle(self, record, work, tensor)
 
     def operations_under_way(self) -> list[Operation]:
-        """Returns the operations in C++: at most one collective, and transfers."""
         server, collectives = self._server, self.context.collectives
         if server is None or collectives is None:
             return []
@@ -317,7 +315,6 @@ class Route:
         return own + [each for each in under_way if has_transfers and each.name in PAIRS]
 
     def alone(self, call: UserCall) -> _CallScope:
-        """Returns a context for a call of several steps."""
         return _CallScope(self, call, has_steps=True)
 
     @contextmanager
@@ -427,7 +424,6 @@ class Route:
         return found
 
     def pick(self, request: Request) -> Communicator:
-        """Raises UnsupportedError with all reasons."""
         for communicator in self.communicators:
             if communicator.refusal(request) is None:
                 return communicator

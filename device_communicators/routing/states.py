@@ -35,7 +35,6 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
 
 
 WAITS: dict[int, tuple[GroupContext, Operation]] = {}
-"""By thread id."""
 
 
 def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None:

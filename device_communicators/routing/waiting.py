@@ -28,8 +28,6 @@ _NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
-    """A collective on a CPU group."""
-
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
         self._work = work
         self._context = context
