@@ -107,7 +107,6 @@ class Ranks {
     return -1;
   }
 
-  // All ranks must call it for exchanges.
   std::string check(What what) {
     for (float& each : in_) each = static_cast<float>(rank_ + 1);
     const std::uint64_t before = served_->traffic(Counted::kAllReduceInPlace).calls;

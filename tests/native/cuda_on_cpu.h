@@ -158,22 +158,10 @@ T shuffle(T value, unsigned from) {
 
 inline void __syncthreads() { on_cpu::self.team->everyone.any(0); }
 inline int __syncthreads_or(int value) { return on_cpu::self.team->everyone.any(value); }
-inline void __syncwarp(unsigned = ~0u) { on_cpu::self.team->warps[on_cpu::self.index.x / on_cpu::WARP]->any(0); }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T value, unsigned mask) {
   return on_cpu::shuffle(value, on_cpu::self.index.x % on_cpu::WARP ^ mask);
-}
-
-template <class T>
-T __shfl_down_sync(unsigned, T value, unsigned delta) {
-  const unsigned lane = on_cpu::self.index.x % on_cpu::WARP;
-  return on_cpu::shuffle(value, lane + delta < on_cpu::WARP ? lane + delta : lane);
-}
-
-template <class T>
-T __shfl_sync(unsigned, T value, unsigned lane) {
-  return on_cpu::shuffle(value, lane);
 }
 
 inline float __uint_as_float(unsigned bits) {

@@ -1,9 +1,7 @@
-/* Replaces libnccl in tests without a GPU: the functions that device_communicators/nccl_library.py binds, for host
- * memory, between processes. Ranks of a communicator share a file in $STAND_IN_NCCL_DIR under its unique id.
- * A call completes at once on the host. Its arguments are logged (`stand_in_log`) and compared with the other ranks':
- * if they differ, every rank gets ncclInvalidUsage.
- * Like NCCL, it makes communicators in the background if the group of calls is non-blocking (ncclInProgress), and a
- * split uses its parent's mode.
+/* Replaces libnccl: the functions that device_communicators/nccl_library.py binds, for host memory, between processes.
+ * Ranks of a communicator share a file in $STAND_IN_NCCL_DIR under its unique id. A call completes at once. Its
+ * arguments are logged (`stand_in_log`) and compared with the other ranks': if they differ, every rank gets
+ * ncclInvalidUsage. Like NCCL, it makes communicators in the background if the group of calls is non-blocking.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -120,8 +118,6 @@ int ncclGetUniqueId(UniqueId* id) {
   return Success;
 }
 
-/* Communicators. */
-
 static size_t room(int size) { return sizeof(Shared) + (size_t)size * SlotBytes + (size_t)size * size * BoxBytes; }
 
 static Comm* attach(const char* name, int size, int rank, int blocking) {
@@ -150,7 +146,7 @@ static int readConfig(const Config* config) {
 
 static int isReady(Comm* comm) { return !neverReady && comm->shared->joined == comm->size; }
 
-/* Continues a split. Returns true when it is done. */
+/* Returns true when the split is done. */
 static int advance(Comm* parent) {
   Shared* shared = parent->shared;
   if (!parent->place) return 1;
@@ -240,8 +236,6 @@ const char* ncclGetErrorString(int result) {
 }
 const char* ncclGetLastError(Comm* comm) { return (void)comm, "the stand-in says so"; }
 
-/* Calls. */
-
 static int barrier(Comm* comm) {
   Shared* shared = comm->shared;
   unsigned generation = shared->generation;
@@ -257,7 +251,7 @@ static int barrier(Comm* comm) {
   return Success;
 }
 
-/* All ranks make one call. Afterwards each rank's data is in its slot. */
+/* Afterwards each rank's data is in its slot. */
 static int meet(Comm* comm, uint64_t call, const void* send, size_t bytes) {
   if (bytes > SlotBytes) return InternalError;
   comm->shared->call[comm->rank] = call;
@@ -326,7 +320,7 @@ static int begin(Comm* comm) {
 
 static int run(int result, Comm* comm) { /* the slots may be written again */ return result ? result : barrier(comm); }
 
-/* Registered memory. A symmetric kernel assumes that all ranks have its own offset. */
+/* A symmetric kernel assumes that all ranks have its own offset in registered memory. */
 
 #ifndef WITHOUT_WINDOWS
 int ncclMemAlloc(void** place, size_t size) {
@@ -341,7 +335,7 @@ int ncclMemAlloc(void** place, size_t size) {
 int ncclMemFree(void* place) {
   LOG("MemFree\n");
   for (int i = 0; i < MaxWindows; i++)
-    if (place && windows[i].base == place) return InvalidUsage; /* it is registered */
+    if (place && windows[i].base == place) return InvalidUsage;
   free(place);
   liveMemory--;
   return Success;
@@ -428,7 +422,7 @@ static int rooted(Op* it) {
   return run(result, comm);
 }
 
-/* Advances one transfer. Returns true when it is done. */
+/* Returns true when the transfer is done. */
 static int move(Op* it, size_t* done) {
   Comm* comm = it->comm;
   int src = it->kind == 's' ? comm->rank : it->peer, dst = it->kind == 's' ? it->peer : comm->rank;
@@ -454,7 +448,7 @@ static int move(Op* it, size_t* done) {
   return 1;
 }
 
-/* Runs a group: collectives in order, transfers at the same time, but in order for one peer and direction. */
+/* Collectives in order; transfers at the same time, but in order for one peer and direction. */
 static int runGroup(void) {
   int count = queued, result = Success, left = 0;
   size_t done[MaxOps] = {0};

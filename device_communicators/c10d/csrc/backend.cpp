@@ -242,7 +242,7 @@ bool any_overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
-// Tensors are divided in place, so they must not overlap otherwise.
+// Tensors are divided in place, so each must occur once.
 std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> found;
   for (const Tensor& x : tensors) {

@@ -17,7 +17,6 @@ Library::Library(const std::string& path) {
   };
 #define FIND(name) find(name, "ps_" #name)
   FIND(group_timeout);
-  FIND(group_loss);
   FIND(group_doom);
   FIND(wait_gently);
   FIND(barrier);

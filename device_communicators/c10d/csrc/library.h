@@ -1,4 +1,4 @@
-// They share groups by number, and no C++ types.
+// Shares groups with the library by number, and no C++ types.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,6 @@ struct Library {
   using Word = std::uint64_t;
 
   void (*group_timeout)(Number, double);
-  int (*group_loss)(Number, int rank, std::int64_t* reporter, std::int64_t* status);
   void (*group_doom)(Number);
   void (*wait_gently)(int);
   int (*barrier)(Number, Word, Word);

@@ -31,7 +31,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
    private:
     friend class Pairs;
     std::uint64_t number_ = 0;
-    std::exception_ptr interruption_;  // of a signal handler in its wait; guarded by Pairs::mutex_
+    std::exception_ptr interruption_;  // raised by a signal handler in its wait; guarded by Pairs::mutex_
   };
   using Held = c10::intrusive_ptr<Transfer>;
 

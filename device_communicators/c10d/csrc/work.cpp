@@ -10,7 +10,8 @@
 namespace parallel_state {
 namespace {
 
-// Python takes some hundred microseconds from the start of a functional collective to its wait.
+// Before the thread takes a small call: Python takes some hundred microseconds from a functional collective to its
+// wait.
 constexpr auto kLeft = std::chrono::microseconds(1000);
 constexpr int kLooks = 20;
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);

@@ -24,7 +24,7 @@ using Interruption = std::function<std::exception_ptr()>;
 
 std::uint64_t new_key();
 
-// Any thread.
+// Thread-safe.
 class CallLog {
  public:
   struct Entry {
@@ -89,7 +89,7 @@ class Operation : public c10d::Work {
     settle(std::move(error));
     announce();
   }
-  // The future, null if it wasn't requested, is announced in two steps.
+  // Null if the future wasn't requested.
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   bool has_announcement() const;

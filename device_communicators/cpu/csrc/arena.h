@@ -17,7 +17,7 @@ class Arena {
  public:
   static constexpr std::size_t kIdleBytes = 256 << 20;
 
-  // `windows` outlives this. -1: back_with_memory needs no descriptor.
+  // `windows` outlives this. Descriptor -1: back_with_memory needs none.
   Arena(Windows& windows, int descriptor, std::size_t file_offset);
   ~Arena();
   Arena(const Arena&) = delete;

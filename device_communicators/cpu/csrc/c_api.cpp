@@ -144,14 +144,6 @@ void ps_group_timeout(std::uint64_t group, double timeout_s) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
 }
 
-int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::int64_t* status) {
-  const std::shared_ptr<Handle> handle = find(group);
-  const Loss found = handle == nullptr ? Loss{} : handle->loss(rank);
-  *reporter = found.reporter;
-  *status = found.status;
-  return found.rank;
-}
-
 void ps_wait_gently(int gently) { wait_gently(gently != 0); }
 
 int ps_group_has_left(std::uint64_t group, int rank) {

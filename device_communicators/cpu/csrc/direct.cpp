@@ -1,6 +1,6 @@
 // Collectives and transfers called by Python directly: torch's dispatcher and `torch.ops` take two of three
-// microseconds. Arguments are those of the op; `twin` is its Python kernel, which repeats failed calls. Before anything
-// has begun, returns NotImplemented if the op could behave differently; the caller then calls the op.
+// microseconds. Functions have the arguments of the op; `twin` is its Python kernel, which repeats failed calls. They
+// return NotImplemented, before anything has begun, if the op could behave differently.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -199,7 +199,8 @@ class Given {
     return false;
   }
 
-  // torch's dispatcher would call the op's kernel directly, or through autograd without effect, and call no observer.
+  // True if torch's dispatcher would call the op's kernel directly, or through autograd without effect, and no
+  // observer.
   bool is_straight() {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     keys_ = (keys_ | local.included_) - local.excluded_;

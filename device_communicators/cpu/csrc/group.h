@@ -19,7 +19,7 @@ enum class Status : int {
   kClosed = 4,
   kInterrupted = 5,
   kUnsupported = 6,
-  kFailed = 7,  // this rank could not take a message
+  kFailed = 7,
   kBusy = 8,
   kUnmapped = 9,
   kBroken = 10,

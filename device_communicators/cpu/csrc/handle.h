@@ -274,7 +274,7 @@ class Served {
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
 
-  // Python will begin it again.
+  // Python will begin the call again.
   void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
   void drop_broadcast(Record& record) {
     record.started_s.store(0, std::memory_order_relaxed);
@@ -340,7 +340,7 @@ class RecordedTransfer {
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// While an op's Python kernel repeats the op's call of `began_s` (monotonic clock). The op's notes end with this.
+// Exists while an op's Python kernel repeats the call of `began_s` (monotonic clock). The op's notes end with it.
 class Repetition {
  public:
   explicit Repetition(double began_s);

@@ -179,7 +179,7 @@ Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64
   return Status::kDone;
 }
 
-// Nobody reads the data of `tick` then, or archive entries that the next ticks overwrite.
+// Afterwards no rank reads the data of `tick`, or archive entries that the next ticks overwrite.
 Status HostGroup::reuse(std::uint64_t tick) {
   if (tick_ + 4 > kKept) tick = std::max(tick, tick_ + 4 - kKept);
   return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, 0);

@@ -441,7 +441,7 @@ Status HostsGroup::barrier(double timeout_s) {
   return is_alone() ? Status::kDone : at_home(local_.broadcast(nullptr, 0, 0, left_s()));
 }
 
-// So that mismatches within the host are found before this rank waits for another host.
+// Reveals mismatches within the host before this rank waits for another host.
 Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
 
 // A binomial tree; the root's parent is -1.

@@ -19,8 +19,6 @@ class Matcher {
 
   explicit Matcher(int sources) : by_source_(static_cast<std::size_t>(sources)) {}
 
-  void add_sources(int sources) { by_source_.resize(std::max(by_source_.size(), static_cast<std::size_t>(sources))); }
-
   std::optional<Message> post(int source, Tag tag, const Receive& receive) {
     Side* const from = source == kAnySource ? oldest_with(tag) : &side(source);
     if (from != nullptr) {
@@ -71,8 +69,6 @@ class Matcher {
     for (const auto& item : side(source).messages) visit(item.what);
   }
 
-  // Not those of any source.
-  void clear_receives(int source) { side(source).receives.clear(); }
   void clear() {
     any_source_.clear();
     for (Side& each : by_source_) each = Side();

@@ -128,7 +128,7 @@ struct Lasting {
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
 constexpr long long kStarted = 4;
 
-// Only Python moves pending receives, so it can't wait meanwhile.
+// Only Python moves pending receives, so this thread can't wait meanwhile.
 void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {

@@ -34,7 +34,7 @@ class Turn {
   std::atomic<bool> taken_{false};
 };
 
-// Written in a turn after `turn`, or before the end is shared.
+// The fields after `turn` are written in a turn, or before the end is shared.
 template <typename End>
 struct OpenEnd {
   OpenEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses, WaitPolicy policy,

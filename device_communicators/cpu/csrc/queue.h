@@ -77,7 +77,7 @@ class RingEnd : public Losses {
   int writer() const { return ranks_[0]; }
   int suspect() const { return suspect_; }
   const Loss& given_up() const { return lost_; }
-  // Of a call that timed out; null before.
+  // The counter that a timed-out call waited for; null before.
   Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
 
  protected:

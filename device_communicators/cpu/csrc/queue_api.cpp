@@ -181,7 +181,7 @@ void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_al
   });
 }
 
-// Until as many calls are taken back. Any thread.
+// Calls that bypass Python don't use the end until `calls` are taken back. Any thread.
 void ps_queue_reserve(QueueReport* report, int calls) {
   // Release: a thread that reads the last withdrawal sees all that was received before.
   report->reserved.fetch_add(calls, std::memory_order_release);

@@ -8,7 +8,7 @@
 namespace parallel_state {
 namespace {
 
-// Then a waiter moves its other transfers; without and with some.
+// After this time a waiter moves its other transfers; without and with some.
 constexpr double kSliceS = 0.02;
 constexpr double kShortSliceS = 0.001;
 constexpr double kCloseGraceS = 1.0;

@@ -14,7 +14,7 @@ void HostGroup::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) 
   has_arenas_ = true;
 }
 
-// Before the first tick.
+// Call it before the first tick.
 std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
   if (!has_arenas_ || in_bytes <= tuning_.symmetric_slots_bytes) return 0;
   const std::uint64_t in_at = arenas_[rank_]->offset_of(in, in_bytes);

@@ -58,7 +58,7 @@ class Streams final : public Transfers {
   // Keeps the memory until `close_window`. The other ranks need the number.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
-  // Returns how its wait ended, as the following. `put` ends once the kernel has the bytes.
+  // This and the following return how their wait ended. `put` ends once the kernel has the bytes.
   int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, bool signals,
           double timeout_s);
   // At its timeout nothing fails; at 0 it only polls.

@@ -422,7 +422,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
       continue;
     }
     const std::int64_t now = now_ns();
-    const bool late = now >= until_ns;  // polls once more
+    const bool late = now >= until_ns;
     if (now >= next_look_ns) {
       find_losses();
       if (handles_signals(false)) return leaves(kInterruptedTransfer);

@@ -59,7 +59,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool is_done(Number number);
   // Like `interrupt`, for a dropped message: later messages can't be received then.
   void break_off(Number number);
-  // After an abandoned wait. All others fail too if this one has moved bytes, or if `ends_all`.
+  // After an abandoned wait. All others fail too if the transfer has moved bytes, or if `ends_all`.
   void interrupt(Number number, bool ends_all);
   // A message may have several transfers.
   virtual bool end_together() const { return false; }

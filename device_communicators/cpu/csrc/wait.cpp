@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kSliceNs = 20'000'000;
 constexpr std::int64_t kBusySliceNs = 1'000'000;
-constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // a wake-up may be lost
+constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // if a wake-up may be lost
 constexpr int kProbes = 8;                          // a rank about to publish does so within 100 ns
 constexpr int kSpinsPerLook = 32;                   // reading the clock costs as much as a pause or two
 constexpr int kYieldsToNeighbour = 100;

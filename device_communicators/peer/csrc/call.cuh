@@ -1,4 +1,4 @@
-// Mirrored in kernels.py; a test compares the two.
+// Mirrored in kernels.py.
 #pragma once
 
 namespace parallel_state {
@@ -40,7 +40,7 @@ struct Call {
 // about OWN_BLOCK replaces none.
 enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
-// Another block of the waiting thread's rank.
+// Peer: another block of the waiting thread's own rank.
 constexpr u32 OWN_BLOCK = 0xff;
 
 // A region is [control][packets][stages].

@@ -65,7 +65,7 @@ struct Tensor {
   u64 address;
   u64 bytes;
 
-  // Up to the offset `end`.
+  // True if words up to the offset `end` can be moved by whole instructions.
   template <u32 COUNT>
   __device__ __forceinline__ bool is_whole(u64 end) const {
     return end <= bytes && address % (4 * COUNT) == 0;
