@@ -231,6 +231,11 @@ FAULTS = [
         [("fuzzer", ("--seconds", 5))], "out_of_range",
         id="a peer keeps a connection that is gone",
     ),
+    pytest.param(
+        "core.cpp", "  bool owes = false;\n", "  if (now_ >= waits_until_) return false;\n  bool owes = false;\n",
+        [("cases", ())], "leaves_first_connects_to_those_that_never_heard_of_it\n  line",
+        id="a lead that leaves before its domain connects to nobody",
+    ),
 ]  # fmt: skip
 """(file of the core, text, replacement, runs that must fail, words of their output)"""
 
