@@ -301,6 +301,14 @@ def _purpose(package: Path, room: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def findings_table() -> str:
+    """Returns the table of `check`'s findings."""
+    from parallel_state.tools.check import rules
+
+    rows = [(f"`{code}`", rule.severity, rule.about, rule.fix) for code, rule in rules.RULES.items()]
+    return _table(("code", "severity", "problem", "fix"), rows)
+
+
 def errors_tree() -> str:
     """Returns the tree of errors as a nested list with the first line of each docstring."""
     from device_communicators.base import errors
@@ -319,9 +327,8 @@ NAMES_INTRO = """# Names of other projects
 
 <!-- Written by docs/generate.py from the compat modules and from the projects' own files. -->
 
-Each module of `parallel_state.compat` has the names of another project, so that programs of that project can import it
-instead. This page lists the names. *The same* means that parameters and defaults equal those of the project's version
-below. Some are members of classes, or private names that the project's own code imports.
+A module of `parallel_state.compat` has the names of another project. This page lists the names that differ or are missing.
+All others have the parameters and defaults of the project's version below.
 """
 
 
@@ -344,8 +351,6 @@ def names_page() -> str | None:
         parts.append(
             f"## {project.title}\n\nNames of `{name}`{f', compared with {versions}' if versions else ''}: {counts}.\n"
         )
-        if of["same"]:
-            parts.append("The same: " + ", ".join(f"`{row.name}`" for row in of["same"]) + ".\n")
         for state, head in (("note", "what differs"), ("missing", "why it is missing")):
             if of[state]:
                 names: dict[str, list[str]] = {}
@@ -358,7 +363,13 @@ def names_page() -> str | None:
 def write_tables() -> None:
     """Writes the tables that pages include to `docs/_generated`, which git ignores."""
     GENERATED.mkdir(exist_ok=True)
-    for name, text in (("settings.md", settings_table()), ("rooms.md", rooms_table()), ("errors.md", errors_tree())):
+    tables = {
+        "settings.md": settings_table(),
+        "rooms.md": rooms_table(),
+        "errors.md": errors_tree(),
+        "findings.md": findings_table(),
+    }
+    for name, text in tables.items():
         path = GENERATED / name
         if not path.exists() or path.read_text() != text:  # Sphinx rebuilds pages of changed files
             path.write_text(text)
