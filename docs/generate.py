@@ -327,7 +327,7 @@ NAMES_INTRO = """# Names of other projects
 
 <!-- Written by docs/generate.py from the compat modules and from the projects' own files. -->
 
-A module of `parallel_state.compat` has the names of another project. This page lists the names that differ or are missing.
+A module of `parallel_state.compat` has the names of another project. This page lists those that differ or are missing.
 All others have the parameters and defaults of the project's version below.
 """
 
