@@ -309,7 +309,6 @@ def check_scale(context: GroupContext, operation: str, scale: object) -> None:
 
 
 def check_transfer(context: GroupContext, operation: Transfer | dist.P2POp) -> Transfer:
-    """Returns the transfer with the peer's rank in the group."""
     method = "batch_isend_irecv"
     if isinstance(operation, dist.P2POp):
         if operation.peer not in context.ranks:

@@ -67,7 +67,6 @@ def _name(op: Any) -> str:
 
 
 def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
-    """Returns a dispatch key and a kernel."""
     name = _name(op)
     if name in _UNMAPPED:
         return None

@@ -44,7 +44,6 @@ class FusionReport:
 
     fused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """All-reduces that were not fused, with reasons."""
 
     @property
     def count(self) -> int:

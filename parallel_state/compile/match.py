@@ -47,7 +47,6 @@ class Found:
     weight: Node
     eps: float
     normed: Node
-    """Or its quantization."""
     scale: Node | None = None
     inside: list[Node] = field(default_factory=list)
 
@@ -159,7 +158,6 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
 
 
 def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
-    """Returns (weight, product), in the sum's dtype."""
     dtype = _value(found.add).dtype
     after = _only_user(scaled)
     if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:

@@ -42,7 +42,6 @@ _LONG = {
     "intra_dist_opt": ("group",),
     "inter_dist_opt": ("group",),
 }
-"""Facts that also have a getter by the axis's long name."""
 
 
 def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:

@@ -20,7 +20,6 @@ from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import try_get_world_group
 
 _EXCHANGES = 8
-"""The fastest one measures the difference of two clocks."""
 
 
 @contextmanager

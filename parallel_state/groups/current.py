@@ -63,7 +63,6 @@ class _Forwards:
             self._groups[0] = _FORGOTTEN
 
     def at(self, node: int) -> Any:
-        """Returns groups, None, or `_UNKNOWN`. Raises if the groups were freed."""
         # A nested backward on an autograd thread has that thread's node numbers, which aren't recorded.
         foreign = threading.get_ident() != self._thread and is_in_nested_backward()
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]

@@ -18,7 +18,6 @@ from parallel_state.layout.ranks import Layout
 def read(
     mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
 ) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Returns sizes, order and process groups."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names

@@ -18,7 +18,6 @@ logger = logging.getLogger("parallel_state")
 
 
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
-    """Creates missing groups."""
     world, layout = groups.world, groups.layout
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups, and so no DeviceMesh")

@@ -60,7 +60,6 @@ class JoinedWorld:
     place: ProcessEnvironment
     device: torch.device
     is_ours: bool
-    """False if the program created the default group."""
     token: str = ""
     """Separates worlds on the same store."""
     alone_over: str | None = None

@@ -49,7 +49,6 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
 
 
 def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
-    """Returns None if the buffer fits."""
     if tuple(buffer.shape) == tuple(shape) and buffer.dtype == dtype and buffer.device.type == device_type:
         return None
     return (

@@ -76,8 +76,7 @@ class Medium(Protocol):
     def end_receive(self, reader: Reader) -> None:
         return
 
-    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
-        """Returns handles of device tensors that are still in transfer."""
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]: ...
 
 
 def medium_of(route: Route) -> Medium:
@@ -206,7 +205,6 @@ class LibraryMedium(RouteMedium):
         collectives = route.context.collectives
         self._group = getattr(collectives, "number", 0)
         self._hosts = None if isinstance(channels, Channels) else collectives
-        """Broadcasts messages over several hosts."""
         self._objects = codec_values.use_library()
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
@@ -266,7 +264,6 @@ class LibraryMedium(RouteMedium):
             part.wait()
 
     def _write(self, outgoing: Outgoing, dst: int | None, call: UserCall | None) -> list[Handle]:
-        """Returns the handles of device tensors, whose sends are only started."""
         route, started, hosts = self.route, time.monotonic(), self._hosts
         name = outgoing.counted or (SENT if call is None else _BROADCAST)
         operation = "send" if call is None else call.method

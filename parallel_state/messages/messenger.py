@@ -155,7 +155,6 @@ class Messenger:
         out: Buffers | None = None,
         views: bool = False,
     ) -> Any:
-        """Returns the next message of `src` that no started receive waits for."""
         if self._pending.get(src):
             return self.irecv(src, all_gather_group, out, views).wait()
         return self._receive(Reader(self, src, all_gather_group, out, views))
@@ -169,7 +168,6 @@ class Messenger:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
-        """Returns the started receives that must complete first, and `handle`."""
         with self._pending_lock:
             pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]

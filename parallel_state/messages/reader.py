@@ -29,9 +29,7 @@ class Owner(Protocol):
 class Reader:
     is_list = False
     posted: Any = None
-    """A medium's state of a started receive."""
     found: Any = NOTHING
-    """The object, if C++ has built it."""
     _message: codec.Message | None = None
     _sliced: Sequence[bool] = ()
     _tensors: Sequence[Tensor] = ()

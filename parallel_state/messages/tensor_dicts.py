@@ -135,9 +135,7 @@ class _KnownForm(NamedTuple):
     head: bytes
     constants: tuple[ConstantEntry, ...]
     values: dict[str, Any]
-    """The dict, with None in place of its tensors."""
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
-    """Key, shape, dtype, and whether it is large enough for memory of the group."""
     can_be_lent: bool
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
@@ -167,7 +165,6 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns None if the spec has device tensors, or nothing to send."""
     try:
         return _forms[spec.digest]
     except KeyError:

@@ -96,7 +96,6 @@ class Cut(NamedTuple):
     slices: int = 0
     mine: int = 0
     whole: dict[str, None] | None = None
-    """Keys of tensors that are sent whole."""
 
 
 WHOLE = Cut()
@@ -111,7 +110,6 @@ class Outgoing:
     error: Exception | None = None
     counted: str = ""
     more: Pinned | None = None
-    """The end of a long head, to avoid a copy."""
 
     @property
     def cpu_bytes(self) -> int:
@@ -119,7 +117,6 @@ class Outgoing:
 
     @property
     def counted_bytes(self) -> int:
-        """Counts head and CPU tensors as one message."""
         more_bytes = 0 if self.more is None else self.more.nbytes
         return max(FRAME_BYTES, len(self.head) + more_bytes) + self.cpu_bytes
 
@@ -133,7 +130,6 @@ class Outgoing:
 
     @property
     def rest(self) -> Tensor | None:
-        """A read-only view."""
         head = self.whole_head
         return None if len(head) <= FRAME_BYTES else _view_of(head, FRAME_BYTES)
 

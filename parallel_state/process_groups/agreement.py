@@ -34,13 +34,11 @@ _LONGEST = 400
 
 
 def digest(value: object) -> str:
-    """Returns 16 hexadecimal digits."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class Agreement:
     def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: the other ranks are simulated."""
         self.alone = alone
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"

@@ -40,7 +40,6 @@ class GivenGroup(NamedTuple):
     device: torch.device
     backend: str
     cpu_group: Any
-    """The caller's gloo group, which may be `process_group`."""
 
     @property
     def for_callers(self) -> Any:
@@ -48,7 +47,7 @@ class GivenGroup(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns a text that is equal on all ranks, and different for other groups of these ranks."""
+        """Returns a text that is equal on all ranks, but not in other groups of these ranks."""
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:

@@ -58,7 +58,6 @@ class Acquired:
     """A group in use by one caller, who passes it to `release` once."""
 
     process_group: Any
-    """None for a group of one rank."""
     keys: tuple[_Key, ...]
 
 
@@ -102,7 +101,6 @@ class ProcessGroupPool:
         self.watcher = watcher or Watcher()
         self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=torch_internals.is_fake())
         self.address = ""
-        """Where other hosts reach this process."""
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank of the world on this host."""
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
@@ -122,7 +120,6 @@ class ProcessGroupPool:
 
     @property
     def groups_made(self) -> int:
-        """Counts destroyed ones, too."""
         return sum(self._created.values())
 
     @contextlib.contextmanager
@@ -399,7 +396,6 @@ class ProcessGroupPool:
             self.watcher.close()
 
     def alone(self, options: GroupOptions) -> Any:
-        """Returns a process group of this rank only."""
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
         with self._lock:

@@ -157,7 +157,6 @@ def set_nccl_environment(
     *,
     uses_nccl: bool = True,
 ) -> dict[str, str]:
-    """Sets variables that are unset. Returns the new ones."""
     env = os.environ if environ is None else environ
     if uses_nccl and env.get(_ERROR_HANDLING, "").strip() == "0":
         logger.warning(

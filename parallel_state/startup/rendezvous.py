@@ -198,7 +198,7 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
     """Runs the rendezvous of the next world over the control plane of the `old` one; None without one.
 
     Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are those of the old world. Raises
-    PeerDiedError if one of them exits, RendezvousError if one doesn't call it or can't listen on a second port.
+    PeerDiedError, or RendezvousError if a rank doesn't call it or can't listen on a second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -274,7 +274,6 @@ class _Meeting:
         self._near = Neighbours(self.own_place.processes)
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
-        """For the log and `debug --live`."""
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
         """Logs every 10 s, once per host."""
@@ -483,7 +482,6 @@ class _Meeting:
         world.set_timeout(timedelta(seconds=max(LAST_WORD_S, self.deadline - time.monotonic())))
 
     def _enter(self, world: BoundedStore) -> bool:
-        """Returns False if another process entered with this rank."""
         key, entry = _key(self.place.rank), json.dumps([self.place.world_size, *self.own_place])
         found = world.compare_set(key, "", entry).decode()
         if found != entry:

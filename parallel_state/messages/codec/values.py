@@ -84,7 +84,6 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    """Returns None for other than plain types, or without the library."""
     return None if _library.objects is None else _library.objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
 
 
