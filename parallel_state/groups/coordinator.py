@@ -157,7 +157,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
         - `device`: default: CUDA if the process group has a backend for CUDA alone, else the CPU.
         - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
-        - `within`: a coordinator that contains these ranks and outlives this one. Deaths that fail it fail this one, too.
+        - `within`: a coordinator that contains these ranks and outlives this one, which also fails with it.
 
         Some calls run on `process_group`: all ranks must make direct calls on it and calls on the coordinator in the
         same order. Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument

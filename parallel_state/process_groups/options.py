@@ -83,6 +83,7 @@ class GroupOptions:
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
+        """Returns None if no option of NCCL is set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
