@@ -309,7 +309,8 @@ def initialize_model_parallel(
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
     - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
-    - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends.
+    - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends. Only for
+      processes that you trust.
     - `eager`: creates all groups now. `warm_up`: runs a small all-reduce in each.
     - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
     - `get_position_embedding_ranks`: default: the first.
