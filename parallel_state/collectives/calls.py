@@ -521,8 +521,8 @@ class TensorCalls(GroupFacts):
         memory is reused after the last tensor that views it is deleted. Otherwise (between hosts, if
         PARALLEL_STATE_SYMMETRIC_BYTES is used up, on GPUs also in compiled code) the result is an ordinary tensor.
 
-        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass the
-        same part of the tensor to a collective: see docs/gpus.md.
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
+        the same part of the tensor to a collective: see docs/gpus.md.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
