@@ -1,5 +1,3 @@
-"""Helpers for bodies that run on ranks."""
-
 from __future__ import annotations
 
 import os
@@ -12,8 +10,8 @@ import torch
 
 import parallel_state as ps
 
-# torch's TCPStore looks up each peer's name, and waits 5 s if a DNS server drops the query. Set before the fork server
-# starts, because glibc reads this variable once.
+# torch's TCPStore looks up each peer's name, 5 s if a DNS server drops the query. glibc reads this variable once, so it
+# is set before the fork server starts.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 LAUNCHER = (
@@ -32,7 +30,7 @@ ELAPSED_WITHIN_S = 1.0
 
 
 def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Makes one call of the library. An exception becomes its class name and message; its `elapsed_s` must be right."""
+    """Makes one call of the library. An exception becomes its class name and message."""
     started = time.monotonic()
     try:
         result = call(*args, **kwargs)
@@ -53,7 +51,7 @@ def attempt_in_turn(*calls: Callable[[], Any]) -> Outcome:
 
 
 def attempt_all(calls: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Like `attempt`, for several library calls in one function; `elapsed_s` covers only the failing call."""
+    """As `attempt` for several calls; `elapsed_s` covers only the failing one."""
     started = time.monotonic()
     try:
         result = calls(*args, **kwargs)
@@ -69,7 +67,7 @@ def _outcome_of(error: Exception, took_s: float) -> Outcome:
 
 
 def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
-    """Asserts the bounds of a communication error's `elapsed_s`; a GroupFailedError has that of an earlier call."""
+    """A GroupFailedError has the `elapsed_s` of an earlier call."""
     if isinstance(error, ps.CommunicationError) and not isinstance(error, ps.GroupFailedError):
         assert error.elapsed_s is not None, repr(error)
         assert max(0.0, least_s) <= error.elapsed_s <= most_s, (least_s, error.elapsed_s, most_s, repr(error))
@@ -77,7 +75,7 @@ def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
-    """Sets these variables (None: unsets), and restores the environment at the end."""
+    """None unsets a variable."""
     before = dict(os.environ)
     for name, value in variables.items():
         os.environ.pop(name, None)
@@ -95,7 +93,6 @@ def no_launcher(**variables: str | None) -> Any:
 
 
 def whose(group: ps.GroupCoordinator) -> list[int]:
-    """The global ranks that take part in an all-gather of `group`."""
     return [int(rank) for rank in group.all_gather(torch.tensor([group.rank])).tolist()]
 
 

@@ -1,18 +1,6 @@
-"""Groups that one row of the catalog carries. One test body runs on all rows.
-
-    def _body(member: Member) -> None:                        # module level: processes find it by name
-        for dtype in DTYPES:
-            with member.case(f"{dtype}"):
-                xs = member.of_ranks(lambda rank: make(dtype, rank))
-                check(member.group.all_gather(xs[member.rank], 0), torch.cat(xs))
-
-    def test_all_gather(carrier: Carrier) -> None:            # once per row of the catalog and size of group
-        carrier.run(_body)
-
-A row for simulated groups runs in this process, on the first rank and then on the last. All its ranks hold equal
-tensors. All other rows run on processes. New rows of the catalog are tested without changes here. A row must carry all
-requests unless it is `partial`. A row with `several_hosts` gets hosts. A row for a `device` has its own tests.
-"""
+"""Groups that one row of the catalog carries. A test body runs on all rows: `carrier.run(_body)`. Processes find
+bodies by name, so they are at module level. A row for simulated groups runs here, on the first and the last rank.
+All its ranks hold equal tensors. A row must carry all requests unless it is `partial`."""
 
 from __future__ import annotations
 
@@ -47,23 +35,16 @@ class Size(NamedTuple):
 
 
 ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
-"""Rows for CPU groups and simulated groups."""
-
 ROW_NAMES = tuple(row.name for row in ROWS)
 
 PLACEMENTS = {Size(2, 2): (0, 1), Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
-"""The host of each rank, for rows that need several hosts."""
-
 SIZES = (Size(3, 3), Size(4, 4), Size(4, 2))
 """In the last size, ranks in the group differ from global ranks."""
 
 
 def sizes_of(row: Row) -> tuple[Size, ...]:
-    """Returns the sizes of groups with which a row is tested.
-
-    A group of one rank has no route, so only the last row, torch's process groups, is tested with it. Four ranks over
-    that row are slow: tests/failure has them (`calls_of_all`), and here only long runs do.
-    """
+    """A group of one rank has no route, so only the last row has that size. Four ranks over that row are slow: only
+    long runs have them."""
     if row.several_hosts:
         return tuple(PLACEMENTS)
     if LONG:
@@ -91,37 +72,33 @@ class Member:
         return [mine] * self.size
 
     def can_hear(self, peer: int) -> bool:
-        """Whether this rank can receive from `peer`. In a simulated group a rank receives only from itself."""
+        """In a simulated group a rank receives only from itself."""
         return not self.simulated or peer == self.rank
 
     def shared(self, cases: Sequence[T]) -> Sequence[T]:
-        """Returns this group's part of the cases, which a row's sizes share; in long runs all cases."""
         sizes = [size.group for row in ROWS if row.name == self.row for size in sizes_of(row) if size.group > 1]
         sizes = sizes or [3, 2]  # for kernels in peer memory, which have no row
         return cases if LONG or self.size not in sizes else cases[sizes.index(self.size) :: len(sizes)]
 
     def in_turn(self, cases: Sequence[S], others: Sequence[T]) -> list[tuple[S, T]]:
-        """Pairs each case with one of `others`, in long runs with all. Pairs differ between carriers, and shift each
-        round.
-        """
+        """Pairs each case with one of `others`, in long runs with all. Pairs shift each round."""
         if LONG:
             return list(itertools.product(cases, others))
         turn, count = self._first_turn, len(others)
         return [(case, others[(turn + number + number // count) % count]) for number, case in enumerate(cases)]
 
     def along_dims(self, forms: Sequence[Form]) -> list[tuple[Form, int]]:
-        """Each form along each of its dims, counted from the front or from the back. Long runs count both ways."""
         dims = [(form, dim) for form in forms for dim in form.dims if dim >= 0]
         return [(form, dim - back * len(form.dims) // 2) for (form, dim), back in self.in_turn(dims, (0, 1))]
 
     def with_roots(self, cases: Sequence[T], roots: Sequence[int] | None = None) -> list[tuple[int, T]]:
-        """Each case with a root, and each root with the first case. Long runs make all pairs."""
+        """Each case with a root, and each root with the first case; all pairs in long runs."""
         found = [peer for peer in range(self.size) if self.can_hear(peer)] if roots is None else roots
         turns = [(root, case) for case, root in self.in_turn(cases, found)]
         return turns if LONG else turns + [(root, cases[0]) for root in found]
 
     def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
-        """Whether the group carries the request. Asserts that it carries exactly what is `defined`."""
+        """Asserts that the group carries exactly what is `defined`."""
         if self.size == 1:
             return defined
         request = Request(operation, x.dtype, x.device.type, x.numel(), reduce_op)
@@ -168,14 +145,12 @@ class Carrier:
 
 
 def only(row: Row, group: GroupCoordinator) -> Member:
-    """`group` with the route that it would have if the catalog had only `row`."""
     group.route = build_route(group.context, (row, CATALOG[-1]) if row.partial else (row,))
     register_route(group.route)
     return Member(group, row.name)
 
 
 def twin_of(group: GroupCoordinator) -> GroupCoordinator:
-    """Another coordinator over the same process groups."""
     context: GroupContext = dataclasses.replace(group.context, name=unique_name("contract"))
     return GroupCoordinator(context, group.traits)
 

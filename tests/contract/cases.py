@@ -1,8 +1,5 @@
-"""Awkward tensors for contract tests, and checks of results.
-
-Values come from a seed, so each rank can compute the tensors of all ranks. Reductions use small integers: sums and
-products are exact in any order (float8: rounded once), and are compared exactly.
-"""
+"""Awkward tensors, and checks of results. Values come from a seed, so each rank can compute all ranks' tensors.
+Reductions use small integers, which are exact in any order (float8: rounded once)."""
 
 from __future__ import annotations
 
@@ -22,13 +19,11 @@ MOVABLE = (
     *REDUCIBLE, torch.uint16, torch.uint32, torch.uint64, torch.complex32,
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 )  # fmt: skip
-"""Every dtype of which torch can make a tensor, except the quantized ones."""
-
 KEPT = 4096
 
 
 def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
-    """According to the documentation of all_reduce."""
+    """As all_reduce documents."""
     if dtype in FLOATS or dtype in FLOAT8:
         return True
     if dtype in COMPLEX:
@@ -42,7 +37,6 @@ class Form(NamedTuple):
 
     @property
     def dims(self) -> range:
-        """Every dim, counted from both ends. A 0-d tensor has the dims of a vector, as in torch."""
         count = max(1, len(self.shape))
         return range(-count, count)
 
@@ -55,7 +49,6 @@ SHAPES = ((), (1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4
 
 
 def forms(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Form]:
-    """Each shape in each layout. Empty shapes and scalars have only one."""
     for shape in shapes:
         yield Form(shape)
         if shape and 0 not in shape:
@@ -75,7 +68,7 @@ def with_dim(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
 
 
 def any_bytes(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """Random bytes, infinities and NaN included: calls that move bytes must not interpret them."""
+    """Includes infinities and NaN: calls that move bytes must not interpret them."""
     return laid_out(_any_bytes(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
 
 
@@ -88,7 +81,7 @@ def _any_bytes(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tensor:
 
 
 def small_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """Integers in ±1 … ±3, or 1 … 3 if unsigned. Products and sums of four are exact."""
+    """±1 … ±3, so products and sums of four are exact."""
     return laid_out(_small_numbers(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
 
 
@@ -97,7 +90,7 @@ def _small_numbers(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tens
     generator = _generator(numel, rank, salt)
     values = torch.randint(1, 4, (numel,), generator=generator).double()
     if dtype == torch.bool:
-        values -= values.clamp(max=2) - torch.randint(0, 2, (numel,), generator=generator)  # zeros among the ones
+        values -= values.clamp(max=2) - torch.randint(0, 2, (numel,), generator=generator)
     elif dtype != torch.uint8:
         values *= torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
     if dtype.is_complex:
@@ -106,13 +99,13 @@ def _small_numbers(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tens
 
 
 def real_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """Normally distributed numbers: their sums round, and depend on the order."""
+    """Their sums round, and depend on the order."""
     values = torch.randn(_numel(form.shape), generator=_generator(_numel(form.shape), rank, salt), dtype=torch.float64)
     return laid_out(values.to(dtype).view(form.shape), form.layout)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """Equal values in another memory layout. An expanded tensor repeats the first row of dim 0."""
+    """An expanded tensor repeats the first row of dim 0."""
     if layout == "contiguous":
         return x.contiguous()
     if layout == "transposed":
@@ -127,7 +120,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def joined(xs: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenates along `dim` as bytes, because torch.cat supports fewer dtypes than our calls."""
+    """Joins as bytes, because torch.cat supports fewer dtypes."""
     if xs[0].dim() == 0:
         return torch.cat([bytes_of(x) for x in xs]).view(xs[0].dtype)
     rows = [x.movedim(dim, 0) for x in xs]
@@ -141,7 +134,6 @@ def sliced(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
 
 
 def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """Reduces all ranks' tensors in the widest dtype, and rounds once."""
     dtype = xs[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     stack = torch.stack([x.to(wide) for x in xs])
@@ -171,10 +163,7 @@ class Unchanged:
 
 
 class InPlace:
-    """Checks that an in-place call returned its tensor, did not move it, and reported the write to autograd.
-
-    Without that report, a formula that saved the tensor gives wrong gradients silently.
-    """
+    """An in-place call must report its write to autograd: a saved tensor otherwise gives wrong gradients silently."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -189,13 +178,13 @@ class InPlace:
 
 
 def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
-    """Checks the bytes, and that `found` is a new contiguous tensor (a group of one rank returns its input)."""
+    """`found` must be a new contiguous tensor, except in a group of one rank."""
     check_new(found, expected, *inputs, alone=alone)
     assert torch.equal(bytes_of(found), bytes_of(expected)), f"found {found.tolist()}, expected {expected.tolist()}"
 
 
 def check_reduced(found: Tensor, expected: Tensor, *inputs: Tensor, reduce_op: str, alone: bool = False) -> None:
-    """As check_moved for numbers. A floating-point average may differ by one rounding; all else is exact."""
+    """A floating-point average may differ by one rounding; all else is exact."""
     check_new(found, expected, *inputs, alone=alone)
     is_rounded = reduce_op == "avg" and (found.dtype.is_floating_point or found.dtype.is_complex)
     check_close(found, expected, rtol=torch.finfo(found.dtype).eps if is_rounded else 0.0)
@@ -214,7 +203,7 @@ def check_new(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = Fa
 
 
 def check_close(found: Tensor, expected: Tensor, rtol: float) -> None:
-    """Replaces torch.testing, whose first use imports sympy and DTensor: seconds on every rank."""
+    """torch.testing's first use imports sympy and DTensor: seconds on every rank."""
     wide = torch.complex128 if found.dtype.is_complex else torch.float64
     difference = (found.to(wide) - expected.to(wide)).abs()
     if not bool((difference <= rtol * expected.to(wide).abs()).all()):
@@ -222,9 +211,7 @@ def check_close(found: Tensor, expected: Tensor, rtol: float) -> None:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """A flat copy as bytes. One element of any stride counts as contiguous but can't be viewed as bytes, so it is
-    cloned.
-    """
+    """Clones, because one element of any stride counts as contiguous but can't be viewed as bytes."""
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 

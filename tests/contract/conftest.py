@@ -16,7 +16,6 @@ def row(request: pytest.FixtureRequest) -> Row:
 
 @pytest.fixture(autouse=True)
 def _without_beta_warnings() -> Iterator[None]:
-    """torch warns that complex32 is experimental; we only move it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
         yield
@@ -24,16 +23,12 @@ def _without_beta_warnings() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
 def carrier(request: pytest.FixtureRequest) -> Carrier:
-    """The groups of one size that a row carries. Tests that take it run for each of CASES.
-
-    Its scope is the module, so that pytest runs all tests of a case together: a change of layout makes new groups.
-    """
+    """Its scope is the module, so that pytest runs a case's tests together: a new layout makes new groups."""
     return _carrier(*request.param, request)
 
 
 @pytest.fixture(scope="module", params=[case for case in CASES if case[1] == Size(4, 2)], ids=lambda case: case[0].name)
 def group_carrier(request: pytest.FixtureRequest) -> Carrier:
-    """As `carrier`, only for two ranks of four: half of the global ranks are outside the group."""
     return _carrier(*request.param, request)
 
 

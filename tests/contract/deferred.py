@@ -30,9 +30,8 @@ COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
     "negative conjugate": lambda values: _negative(_conjugate(values)),
     "conjugate, strided": _conjugate_strided,
 }
-"""Each function returns a deferred tensor with the given values."""
 
 
 def zeros(*shape: int) -> Tensor:
-    """Zeros without memory, as torch makes them for derivatives. They can't be written to."""
+    """Zeros without memory, as torch makes them for derivatives; not writable."""
     return torch._efficientzerotensor(shape)

@@ -1,5 +1,3 @@
-"""Random nested objects with awkward tensors, equal for equal seeds, and a check of their copies."""
-
 from __future__ import annotations
 
 import random
@@ -32,12 +30,12 @@ def _plain(source: random.Random, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _of_any_stride(source: random.Random, x: Tensor) -> Tensor:
-    """Zero or one element with random strides, which have no effect. `x[:, -1]` of a batch of one is such a tensor."""
+    """Zero or one element with random strides, as `x[:, -1]` of a batch of one has."""
     return x.as_strided(x.shape, [source.randrange(8) for _ in x.shape])
 
 
 def _strided(x: Tensor) -> Tensor:
-    """A stride of three elements. torch can't copy all of these dtypes, so their bytes are copied."""
+    """Copies bytes, because torch can't copy all of these dtypes."""
     room = torch.zeros(*x.shape[:-1], 3 * x.shape[-1], dtype=torch.uint8 if x.itemsize == 1 else x.dtype)
     found = (room.view(x.dtype) if x.itemsize == 1 else room)[..., ::3]
     (found.view(torch.uint8) if x.itemsize == 1 else found).copy_(x.view(torch.uint8) if x.itemsize == 1 else x)
@@ -123,14 +121,13 @@ def check_arrived(found: Any, sent: Any, path: str = "") -> None:
 
 
 def _bytes(x: Tensor) -> list[int]:
-    """The bytes of the values, element by element, by torch's own functions only."""
     x = x.detach()
     if x._is_zerotensor():
         x = torch.zeros(x.shape, dtype=x.dtype)
     x = x.resolve_conj().resolve_neg()
     if x.numel() == 0:
         return []
-    # As integers of equal size, because torch can't copy every dtype.
+    # torch can't copy every dtype, but integers of equal size.
     by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if x.itemsize == 16:
         return [each for part in (x.real, x.imag) for each in _bytes(part.clone())]

@@ -1,5 +1,3 @@
-"""Ranks whose requests for groups differ, are late, are wrong, or come from two threads."""
-
 from __future__ import annotations
 
 import threading
@@ -76,7 +74,6 @@ def _late() -> list[Outcome]:
 
 
 def test_a_late_rank_hears_what_was_said_and_a_retry_meets(pools: Pools) -> None:
-    """The late rank raises at once instead of waiting for peers that gave up."""
     for rank, told in enumerate(pools(4).run(_late, timeout_s=DEADLINE_S)):
         assert told[0].kind == "CollectiveTimeoutError", told
         assert told[0].suspect_ranks == (() if rank == 3 else (3,)), told
@@ -213,7 +210,7 @@ def _over_lazy_gloo() -> dict[str, list[int]]:
 
 
 def test_groups_over_a_gloo_that_connects_at_the_first_message(pools: Pools) -> None:
-    """The first rank creates the group without waiting for its peers, which may still read the store."""
+    """The first rank doesn't wait for its peers, which may still read the store."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2}, ranks_per_node=8)
     for rank, facts in enumerate(pools(8).run(_over_lazy_gloo, timeout_s=DEADLINE_S)):
         expected = {name: layout.group_of(rank, name) for name in layout.names}

@@ -1,5 +1,3 @@
-"""all_gather, all_gather_to_list and all_gatherv."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""all_reduce and all_reduce_."""
-
 from __future__ import annotations
 
 import itertools
@@ -32,7 +30,6 @@ EVERY_FORM = [(form, dtype) for form in forms() for dtype in (torch.float32, tor
 
 
 def _cases(member: Member, layouts: Sequence[str]) -> list[tuple[torch.dtype, str, Form]]:
-    """Each op of each dtype in some layout, and each dtype and form with some op."""
     each_op = member.in_turn(EVERY_NUMBER, [Form((5, 3), layout) for layout in layouts])
     cases = [(*number, form) for number, form in each_op]
     cases += [(dtype, op, Form((2, 0))) for dtype, op in member.in_turn(REDUCIBLE, REDUCE_OPS)]
@@ -62,7 +59,6 @@ def test_all_reduce(carrier: Carrier) -> None:
 
 
 WRITABLE = [layout for layout in LAYOUTS if layout != "expanded"]
-"""An expanded tensor can't be written to: test_usage_errors covers it."""
 
 
 def _in_place_body(member: Member) -> None:
@@ -90,7 +86,6 @@ def test_all_reduce_in_place(carrier: Carrier) -> None:
 
 
 def _around_it_body(member: Member) -> None:
-    """Elements between and beside those of a slice keep their values."""
     for dtype in (torch.float32, torch.int16, torch.complex64, torch.bool):
         with member.case(f"a slice of {dtype}"):
             whole = member.of_ranks(lambda rank, dtype=dtype: small_numbers(Form((6, 8)), dtype, rank))
@@ -124,7 +119,7 @@ def test_sums_of_real_numbers_are_as_good_as_the_dtype(carrier: Carrier) -> None
 
 
 def _same_everywhere_body(member: Member) -> list[bytes]:
-    """The sum of real numbers, as bytes: ranks that differ in the last bit diverge later."""
+    """Ranks that differ in the last bit diverge later."""
     sums = []
     for dtype in FLOATS:
         with member.case(f"{dtype}"):
@@ -175,7 +170,6 @@ _EXTREMES = [0, 1, -1, 2, -2, 3, -7, 63, -64, 100, 127, -128]
 
 
 def _integer_average_body(member: Member) -> None:
-    """Sums wrap in the dtype, or are odd, with either sign."""
     for dtype in INTEGERS:
         info = torch.iinfo(dtype)
         numbers = torch.tensor(_EXTREMES).clamp(info.min)

@@ -1,5 +1,3 @@
-"""all_to_all: equal slices along any dims, and rows with split sizes."""
-
 from __future__ import annotations
 
 import itertools
@@ -116,7 +114,6 @@ def test_all_to_all_of_nothing(carrier: Carrier) -> None:
 
 
 def _one_side_body(member: Member) -> None:
-    """If one of the two lists is omitted, slices on that side are equal."""
     xs = member.of_ranks(lambda rank: any_bytes(Form((2 * member.size, 3)), torch.int32, rank))
     expected = torch.cat([x.chunk(member.size)[member.rank] for x in xs])
     equal = [2] * member.size
@@ -130,7 +127,6 @@ def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
 
 
 def _bare_op_body(member: Member) -> None:
-    """The op itself takes both lists of splits or neither, and the splits must cover all rows."""
     op, (token, key) = torch.ops.parallel_state.all_to_all, op_arguments(member.group)
     equal = [2] * member.size
     odd, even = torch.zeros(2 * member.size + 1), torch.zeros(2 * member.size)

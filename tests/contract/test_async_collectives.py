@@ -1,5 +1,3 @@
-"""Started collectives give the bits of the blocking ones; and split."""
-
 from __future__ import annotations
 
 import itertools
@@ -26,7 +24,6 @@ ITS_FORMS = list(itertools.product((FORMS[0], FORMS[3]), (0, -1)))
 
 
 def _numbers(form: Form, dtype: torch.dtype, rank: int) -> Tensor:
-    """Whole numbers, whose sums are exact in any order."""
     x = torch.arange(max(1, Form(form.shape).shape and torch.Size(form.shape).numel())) % 3 + rank % 2
     x = x[: torch.Size(form.shape).numel()].to(dtype).view(form.shape)
     return x.transpose(0, -1).contiguous().transpose(0, -1) if form.layout == "transposed" else x
@@ -37,7 +34,6 @@ def _comparable(x: Tensor) -> Tensor:
 
 
 def _pairs(group: ps.GroupCoordinator, x: Tensor, dim: int, op: str) -> list[tuple[str, Callable[[], Any], Tensor]]:
-    """Name, start function, expected result."""
     found = [
         ("all_gather", lambda: group.all_gather_async(x, dim), group.all_gather(x, dim)),
     ]

@@ -1,5 +1,3 @@
-"""barrier."""
-
 from __future__ import annotations
 
 import torch
@@ -11,7 +9,6 @@ ROUNDS = 50
 
 
 def _body(member: Member) -> None:
-    """Each rank increments a counter before the barrier, and finds all increments after it."""
     group = member.group
     if member.simulated or member.size == 1:
         with member.case("nobody to wait for"):

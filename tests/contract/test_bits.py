@@ -1,7 +1,3 @@
-"""The bits of reductions: signed zeros, NaN, slices of a batch, and ranks whose threads have different floating-point
-states.
-"""
-
 from __future__ import annotations
 
 import ctypes
@@ -24,15 +20,13 @@ from tests.contract.cases import FLOATS, Form, bytes_of, real_numbers
 from tests.contract.test_objects import Pools
 
 COUNTS = (12, 12_000)
-"""Elements. Over gloo the first fits the message that compares the calls; each kernel has another path for the second.
-"""
+"""Over gloo the first fits the message that compares the calls; each kernel has another path for the second."""
 FE_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}
 STATES = ("flushes denormals", "rounds upward")
 SPECIAL = (-0.0, 0.0, -0.0, float("nan"), -1.5, 0.0, float("inf"), -float("inf"))
 
 
 def _special(dtype: torch.dtype, rank: int, count: int) -> Tensor:
-    """Zeros of both signs, infinities and a NaN, rotated so that each meets others on the next rank."""
     values = torch.tensor([SPECIAL[(rank * (1 + place // 8) + place) % 8] for place in range(64)])
     return values.repeat(count // 64 + 1)[:count].to(dtype)
 
@@ -59,7 +53,7 @@ def _reference(xs: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _check_bits(found: Tensor, expected: Tensor) -> None:
-    """Any NaN equals any other: processors differ."""
+    """Processors' NaNs differ, so any NaN equals any other."""
     nan = expected.isnan()
     assert torch.equal(found.isnan(), nan), (found[:16], expected[:16])
     same = bytes_of(found.masked_fill(nan, 0)).equal(bytes_of(expected.masked_fill(nan, 0)))
@@ -88,11 +82,10 @@ def test_zeros_keep_their_sign_and_nan_stays(carrier: Carrier) -> None:
 
 
 TOKENS, HIDDEN = 35, 8208
-"""All rows together are sent in pipelined chunks, one row in one exchange."""
+"""One row fits one exchange; all rows need pipelined chunks."""
 
 
 def _slices_body(member: Member) -> None:
-    """A row's bits depend neither on the other rows of the batch nor on its position."""
     draw, cuts = random.Random(TOKENS), [(0, 1), (TOKENS - 1, TOKENS)]
     cuts += [sorted(draw.sample(range(TOKENS + 1), 2)) for _ in range(3)]
     weight = torch.linspace(0.5, 2, HIDDEN, dtype=torch.float64)
@@ -162,7 +155,6 @@ def _machine() -> str:
 
 
 def _delicate(dtype: torch.dtype, rank: int, count: int) -> Tensor:
-    """Denormals of the dtype, and numbers whose sums round."""
     tiny = torch.finfo(dtype).tiny
     values = [tiny / 4, tiny / 2, 1.0, torch.finfo(dtype).eps / 4 + 1, 1 / 3, tiny * 0.75]
     return torch.tensor(values, dtype=torch.float64).mul(1 + rank).repeat(count // 6).to(dtype)
@@ -192,7 +184,7 @@ def _in_states_body(member: Member, kind: str) -> list[bytes]:
 
 
 def _may_differ(member: Member, dtype: torch.dtype, op: str) -> bool:
-    """True where order and rounding aren't promised: gloo's own sums, and those of several hosts."""
+    """gloo's own sums and those of several hosts promise no order or rounding."""
     return member.size > 2 or (dtype.itemsize < 4 and op in ("sum", "avg", "product"))
 
 

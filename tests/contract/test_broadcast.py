@@ -1,5 +1,3 @@
-"""broadcast and broadcast_."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""torch.distributed over `backend="parallel_state"`, compared with the same calls over gloo."""
-
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +30,7 @@ _WORLDS = iter(range(1_000_000))
 
 @contextlib.contextmanager
 def torch_world(backend: str = "parallel_state", timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
-    """Yields this rank and the number of ranks. Each world has its own prefix in the pool's store."""
+    """Each world has its own prefix in the pool's store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     client = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     store = dist.PrefixStore(f"c10d/{next(_WORLDS)}", client)
@@ -48,7 +46,6 @@ def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _collectives(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yields each collective's name and the tensors that it wrote."""
     ops = {
         "sum": dist.ReduceOp.SUM,
         "max": dist.ReduceOp.MAX,
@@ -176,7 +173,7 @@ def test_dtypes_and_sizes_beyond_gloo(pools: Pools) -> None:
 
 
 def take_lists_of_views() -> None:
-    """Tensors of a list that are adjacent in memory aren't copied, unless inputs and outputs share memory."""
+    """Adjacent tensors of a list aren't copied, unless inputs and outputs share memory."""
     with torch_world() as (rank, size):
         whole = torch.arange(4.0 * size).add(100 * rank)
         before = whole.clone()
@@ -291,7 +288,7 @@ def test_started_calls_go_on_by_themselves_and_in_any_order_of_groups(pools: Poo
 
 
 def come_late() -> float:
-    """Rank 1 is late to each call. Returns the CPU seconds of an idle second afterwards."""
+    """Returns the CPU seconds of an idle second after the late calls."""
     with torch_world() as (rank, size):
         store = dist.distributed_c10d._get_default_store()
         for length in (
@@ -373,7 +370,7 @@ def test_nothing_stays_of_a_group_that_was_destroyed(pools: Pools) -> None:
 
 
 def make_a_group_of_ones_own() -> None:
-    """Each rank calls only for its own group, as Megatron's do; torch then gives these groups the same name."""
+    """As Megatron does: torch then gives these groups the same name."""
     with torch_world() as (rank, _):
         mine = [0, 1] if rank < 2 else [2, 3]
         if rank == 3:
@@ -389,7 +386,6 @@ def test_groups_of_one_name_made_by_their_own_ranks_alone(pools: Pools) -> None:
 
 
 def leave_work_behind() -> float:
-    """Rank 0 starts calls without peers. Returns how long destroying the group takes."""
     with contextlib.ExitStack() as stack:
         rank, _ = stack.enter_context(torch_world())
         left = [] if rank else [dist.all_reduce(torch.ones(4), async_op=True), dist.irecv(torch.ones(4), 1)]
@@ -431,7 +427,6 @@ def test_a_forked_child_is_no_rank(pools: Pools) -> None:
 
 
 def misuse() -> None:
-    """Nothing is sent, and the group stays usable."""
     with torch_world() as (rank, size):
         group = dist.group.WORLD
         x, out = torch.ones(1000), torch.empty(1)
@@ -556,7 +551,7 @@ def test_ctrl_c_ends_a_wait_and_not_the_call(pools: Pools) -> None:
 
 
 def transfer_under_detail() -> None:
-    """Transfers between some ranks don't change the sequence numbers that torch compares before collectives."""
+    """Transfers between some ranks don't change the sequence numbers that torch compares."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with torch_world() as (rank, size):

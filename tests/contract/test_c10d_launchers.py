@@ -1,8 +1,5 @@
-"""Programs that other launchers start give the same numbers over `backend="parallel_state"` as over gloo.
-
-Each program is a script that knows only the import and the backend's name. Launcher and ranks are forks of a process
-with torch imported.
-"""
+"""Programs of other launchers give gloo's numbers over `backend="parallel_state"`. Launcher and ranks are forks of a
+process with torch imported."""
 
 from __future__ import annotations
 
@@ -130,7 +127,7 @@ torch.save(found, f"{sys.argv[1]}/{os.environ['RANK']}.pt")
 
 
 def _compare(command: list[str], script: str, folder: Path, before: str = "", **variables: str) -> None:
-    """Compares bit for bit: two ranks have only one order of additions. `before`: code that the launcher runs first."""
+    """Bit for bit: two ranks have only one order of additions. The launcher runs `before` first."""
     (folder / "script.py").write_text(script + _BOTH)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
@@ -150,7 +147,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate, as the extra dev brings it")
 def test_accelerate_launch(tmp_path: Path) -> None:
-    # `--cpu` selects one process, or mpirun's. Here `--multi_gpu` starts several, and the script asks for the CPU.
+    # `--cpu` selects one process, or mpirun's. `--multi_gpu` starts several, and the script asks for the CPU.
     options = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     imports = "import accelerate, accelerate.utils\n"
     _compare(["accelerate.commands.launch", *options], ACCELERATE, tmp_path, imports)

@@ -1,7 +1,3 @@
-"""torch.distributed over `backend="parallel_state"` where torch and programs expect gloo, which is the oracle where it
-has the call.
-"""
-
 from __future__ import annotations
 
 import copy
@@ -202,7 +198,7 @@ def test_several_tensors_a_rank_give_what_gloo_gives(pools: Pools, size: int) ->
 
 
 def _average(off: str | None) -> None:
-    """Every form of an average, of floats and of integers whose sums wrap, compared with NCCL's definition."""
+    """The reference is NCCL's definition."""
     with environment(PARALLEL_STATE_SHARED_MEMORY=off), torch_world() as (rank, size):
         backend: Any = dist.group.WORLD._get_backend(CPU)
         carried = [dtype for dtype in INTEGERS if dtype != torch.int16] if off else [*INTEGERS, *UNSIGNED]
@@ -361,7 +357,7 @@ def test_a_short_child_leaves_its_parent_time(pools: Pools) -> None:
 
 
 def _set_timeouts() -> None:
-    """A timeout set in one of torch's ways applies to later calls. A change to a copy of the options has no effect."""
+    """A timeout set in one of torch's ways applies to later calls; a change to a copy of the options doesn't."""
     with torch_world(timeout_s=PARENT_S):
         world: Any = dist.group.WORLD
         backend = world._get_backend(CPU)
@@ -442,7 +438,6 @@ def test_a_rank_without_shards_is_one_of_cpus(pools: Pools) -> None:
 
 
 def _asked_by(module: str, group: Any = None) -> str:
-    """Returns what code of `module` gets as the backend's name."""
     return str(eval("dist.get_backend(group)", {"__name__": module, "dist": dist, "group": group}))
 
 

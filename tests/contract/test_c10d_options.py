@@ -1,5 +1,3 @@
-"""Options that the torch backend would ignore are refused with their names. No process is started."""
-
 from __future__ import annotations
 
 from datetime import timedelta

@@ -1,8 +1,5 @@
-"""Programs that know only torch.distributed give the same numbers over `backend="parallel_state"` as over gloo.
-
-Each program runs twice in the same ranks from the same seeds. Results of two ranks are equal bit for bit; with four
-ranks the order of additions differs.
-"""
+"""Programs that know only torch.distributed run over our backend and over gloo, from the same seeds. Two ranks'
+results are equal bit for bit; four ranks add in another order."""
 
 from __future__ import annotations
 
@@ -181,7 +178,6 @@ def ddp_with_no_sync(rank: int, size: int) -> Any:
 
 
 def ddp_with_unused_parameters(rank: int, size: int) -> Any:
-    """A branch that some ranks take, then none; then a static graph."""
     found = {}
     model = DistributedDataParallel(Model(branch=True), find_unused_parameters=True, bucket_cap_mb=0.001)  # type: ignore[arg-type]
     found["some"] = _train(model, rank, steps=4, options=lambda step: {"takes_branch": step % 2 == rank % 2})
@@ -213,7 +209,7 @@ def ddp_with_join(rank: int, size: int) -> Any:
 
 
 def ddp_with_hooks(rank: int, size: int) -> Any:
-    """torch's hooks that gloo supports. PowerSGD's callbacks call the group and wait in it."""
+    """PowerSGD's callbacks call the group and wait in it."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -485,7 +481,6 @@ SCHEDULES = {
     pipelining.ScheduleInterleaved1F1B: 2,
     pipelining.ScheduleInterleavedZeroBubble: 2,
 }
-"""Schedule -> stages per rank."""
 
 
 def pipelines(rank: int, size: int) -> Any:
@@ -663,7 +658,7 @@ def test_functions(pools: Pools, program: Callable[..., Any], size: int) -> None
 
 
 def _compiled(call: Callable[..., Any], *args: Tensor, **options: Any) -> tuple[Any, str]:
-    """Returns the compiled result, and the code that inductor wrote. Ranks share the kernels, compiled once."""
+    """Ranks share the kernels, compiled once."""
     from torch._inductor.utils import run_and_get_code  # takes a second; collecting tests must not pay it
 
     torch._dynamo.reset()
@@ -682,9 +677,7 @@ START, WAIT, MATMUL = "_c10d_functional.all_reduce_.default(", "_c10d_functional
 
 
 def compiled(rank: int, size: int) -> Any:
-    """Every functional collective in one graph, and the code that inductor moves between a start and its wait. gloo's
-    reference is eager.
-    """
+    """gloo's reference is eager."""
     world = dist.group.WORLD
     assert world is not None
     x, y = torch.rand(8, 8), torch.rand(8, 8)

@@ -1,5 +1,3 @@
-"""torch's backend if a rank has no compiled part: all ranks use gloo, with one warning."""
-
 from __future__ import annotations
 
 import os

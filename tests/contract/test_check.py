@@ -1,5 +1,3 @@
-"""`python -m parallel_state check`: alone, and as a job over two hosts. Single faults are in tests/clusters."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""docs/coming_from.md names only what exists, here and in SGLang."""
-
 from __future__ import annotations
 
 import inspect
@@ -12,7 +10,6 @@ from tests.references import SGLANG, SGLANG_WIDTHS
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text()
 PAIRS = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE, flags=re.MULTILINE)
 ELSEWHERE = {"src", "dst", "parallel_state"}
-"""Argument names, and the package."""
 
 
 def test_names_of_ours_exist() -> None:

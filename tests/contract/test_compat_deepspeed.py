@@ -1,5 +1,3 @@
-"""The mpu for DeepSpeed: process groups of the right ranks, after torch's own init."""
-
 from __future__ import annotations
 
 import os

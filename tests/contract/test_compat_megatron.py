@@ -1,5 +1,3 @@
-"""Megatron's names over our groups, in a world that torch.distributed made."""
-
 from __future__ import annotations
 
 import os

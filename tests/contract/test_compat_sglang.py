@@ -1,5 +1,3 @@
-"""SGLang's names over our groups: the layouts of its own code, and the results of its coordinator's calls."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

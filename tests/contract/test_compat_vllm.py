@@ -1,5 +1,3 @@
-"""What vLLM's names return over our groups, with two and four ranks."""
-
 from __future__ import annotations
 
 import gc

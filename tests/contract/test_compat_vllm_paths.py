@@ -1,5 +1,3 @@
-"""Other programs find the names of `vllm.distributed` at the same paths in `parallel_state.compat.vllm`."""
-
 from __future__ import annotations
 
 import pytest

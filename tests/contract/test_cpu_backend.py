@@ -1,5 +1,3 @@
-"""With PARALLEL_STATE_CPU_BACKEND=parallel_state, torch.distributed's calls on our groups use our backend."""
-
 from __future__ import annotations
 
 import os

@@ -1,8 +1,4 @@
-"""The cost of making groups doesn't grow with the world, and destroyed groups leave nothing behind.
-
-Calls are counted on one rank of torch's `fake` backend; leaks on real ranks. `benchmarks/init_scaling.py` measures
-times.
-"""
+"""Calls are counted on one rank of torch's `fake` backend, leaks on real ranks."""
 
 from __future__ import annotations
 
@@ -34,9 +30,7 @@ SIZES = {
     "expert_model_parallel_size": 8,
 }
 ROUNDS, ROUNDS_OF_WORLDS = ((20, 100), (20, 100)) if LONG else ((6, 20), (4, 13))
-"""Warm-up rounds and total rounds. A leak of one thread or descriptor per round exceeds the two that may still be
-closing.
-"""
+"""Warm-up rounds and total rounds. One leak per round exceeds the two that may still be closing."""
 
 
 def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:
@@ -114,7 +108,6 @@ def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settl
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """The tensor-parallel group is the world, so no group is made."""
     file = tmp_path / "result.json"
     words = ["--ranks", "2", "--repetitions", "1", "--no-counts", "--json", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,5 +1,3 @@
-"""Every call gives the same result for each kind of deferred tensor as for equal values in plain memory."""
-
 from __future__ import annotations
 
 import contextlib
@@ -24,18 +22,16 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 ROWS = 24
-"""Rows of each tensor. Both ROWS and ROWS + 16 are divisible by each size of group."""
+"""Both ROWS and ROWS + 16 are divisible by each size of group."""
 NO_TENSORS = {"barrier", "empty", "broadcast_flag", "all_sum", "window"}
-"""Calls that neither take a tensor of the caller nor return a tensor that was sent."""
+"""Calls that neither take the caller's tensor nor return a sent one."""
 
 
 class Call(NamedTuple):
     name: str
     run: Callable[[Member, Tensor], Any]
     only: str = ""
-    """`real`: only real numbers. `peers`: only groups of several ranks. `pair`: rank 0 sends to rank 1, and both get
-    equal tensors.
-    """
+    """`real`: only real numbers. `peers`: only groups of several ranks. `pair`: rank 0 sends to rank 1."""
 
 
 def _sends(member: Member) -> bool:
@@ -153,8 +149,6 @@ def _by_spec(member: Member, x: Tensor, out: Tensor | None) -> dict[Any, Any] | 
 
 
 class Writing(NamedTuple):
-    """A call that writes to `out`, and returns it or its handle."""
-
     name: str
     shape: Callable[[Member], Sequence[int]]
     run: Callable[[Member, Tensor, Tensor], Any]
@@ -337,7 +331,6 @@ def test_every_op_that_writes_copies_back() -> None:
 
 KNOWN_KEYS = ("Autograd", "Autocast", "Composite", "FuncTorch", "Python", "StartOf", "EndOf", "Quantized", "Sparse",
               "NestedTensor")  # fmt: skip
-"""Prefixes of dispatch keys that don't mean deferred values."""
 
 
 def test_torch_defers_nothing_else() -> None:
@@ -442,7 +435,7 @@ def _torch_backend() -> None:
         assert not out.any()
         with pytest.raises(ValueError, match="clone"):
             dist.all_reduce(zeros)
-        # torch's own functions view complex numbers as real ones, and refuse conjugated tensors.
+        # torch views complex numbers as real ones, and refuses conjugated tensors.
         values = torch.complex(torch.arange(4.0), torch.arange(4.0))
         for make in deferred.COMPLEX.values():
             x = make(values)
@@ -486,7 +479,7 @@ def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
 
 
 def _torch_backend_of_another() -> None:
-    """Our kernels don't change other backends: torch reads deferred values for them, and loses what they write."""
+    """torch reads deferred values for other backends, and loses what they write."""
     from tests.contract.test_c10d import torch_world
 
     with torch_world():  # registers our kernels

@@ -1,5 +1,3 @@
-"""DeviceMesh over our groups, and our groups from a given mesh."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -57,7 +55,6 @@ def _out(layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
 
 
 def test_ranks_are_those_of_init_device_mesh(pools: Pools) -> None:
-    """Each dim has our group, not a new group of the same ranks."""
     layouts = [
         dict(zip(DENSE, shape, strict=True)) for shape in ((2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 1, 8))
     ]
@@ -157,7 +154,7 @@ DERIVED: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = [
     ({"tp": 2, "pp": 2, "ep": 2, "etp": 2}, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (2, 1, 1, 2, 2)),
     ({"tp": 4, "ep": 4, "order": "torchtitan"}, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (1, 1, 2, 4, 1)),
 ]
-"""Dims that are groups of several axes or of expert layers. Slowest first; ranks count up."""
+"""Slowest first; ranks count up."""
 
 
 def _derived() -> list[tuple[Any, ...]]:
@@ -207,7 +204,7 @@ def _permuted() -> dict[str, Any]:
 
 
 def test_another_order_and_a_part_of_the_world(pools: Pools) -> None:
-    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp. Also dims of axes that aren't adjacent."""
+    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp."""
     for rank, facts in enumerate(pools(8).run(_permuted, timeout_s=DEADLINE_S)):
         around = [each + rank // 2 % 2 * 2 for each in (0, 1, 4, 5)]
         assert facts["around cp"] == (around, _sum_of(around))
@@ -333,7 +330,7 @@ def _in() -> list[dict[str, Any]]:
 
 
 def test_groups_of_a_given_mesh(pools: Pools) -> None:
-    """Our groups are the mesh's own process groups. These outlive ours, so a second init can use them."""
+    """The mesh's process groups outlive ours, so a second init can use them."""
     for rank, found in enumerate(pools(8).run(_in, timeout_s=DEADLINE_S)):
         assert found.pop() == {"by sizes": True}
         for (shape, names, _, title), facts in zip(GIVEN, found, strict=True):
@@ -366,7 +363,7 @@ def _swapped() -> dict[str, Any]:
 
 
 def test_a_mesh_whose_groups_are_not_its_rows(pools: Pools) -> None:
-    """torch accepts any groups for a mesh. With those of dp and tp swapped, it would reduce over the wrong ranks."""
+    """torch accepts any groups for a mesh, and would reduce over the wrong ranks."""
     for rank, facts in enumerate(pools(8).run(_swapped, timeout_s=DEADLINE_S)):
         assert facts["torch takes it"]
         assert facts["on all"].kind == "LayoutError"

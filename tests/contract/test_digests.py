@@ -1,5 +1,3 @@
-"""Every operation, dtype, size class and placement gives the bits of `tests/digests.json`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,3 @@
-"""Every code block of README and docs runs, by `tests/doc_blocks.py`. Its commands exist."""
-
 from __future__ import annotations
 
 import os
@@ -73,7 +71,7 @@ PROGRAMS = [block for block in PYTHON if block.how == "run: program" or block.pa
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
 def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
-    """Programs are forks with forked fork servers. test_launch.py covers a fresh interpreter."""
+    """Programs are forks; test_launch.py covers a fresh interpreter."""
     (tmp_path / "program.py").write_text(block.code)
     (expected,) = re.findall(r"print\((?:ps\.)?launch\(.*#\s+(\[.*\])$", block.code, flags=re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -98,7 +96,7 @@ def test_each_command_exists(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs `plan` and `topology` as written, other commands with --help, which must name each option."""
+    """Other commands than `plan` and `topology` run with --help, which must name each option."""
     words = shlex.split(line)
     while "=" in words[0]:
         del words[0]

@@ -1,9 +1,5 @@
-"""Each operation gives one right answer through every door, on every transport of CPUs.
-
-A door is a way to call: coordinator methods, forms with `out` or a handle, registered ops, compiled calls, functions of
-`parallel_state`, torch.distributed over our backend, the vLLM and SGLang modules. Values are whole numbers, whose sums
-are exact.
-"""
+"""Each operation gives one right answer through every door, on every transport of CPUs. A door is a way to call:
+coordinator methods, forms with `out` or a handle, ops, compiled calls, torch.distributed, compat modules."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ TRANSPORTS = {
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "send")
 Call = Callable[[Tensor], Tensor]
 Found = tuple[str, dict[tuple[str, str], str]]
-"""The row that carried the tp group; and an error text per (door, operation), empty if the answer was right."""
+"""The row that carried the tp group; an error text per (door, operation), empty if right."""
 
 
 def _expected(operation: str, rank: int) -> Tensor:
@@ -56,7 +52,7 @@ def _input(rank: int) -> Tensor:
 
 
 def _sent_around(rank: int, send: Callable[[], object], receive: Callable[[], Tensor]) -> Tensor:
-    """Sends to the next rank and receives from the previous one. The last rank receives first."""
+    """The last rank receives first."""
     if rank == SIZE - 1:
         x = receive()
         send()
@@ -209,7 +205,7 @@ CASES = {
 
 @contextlib.contextmanager
 def _over(transport: str) -> Iterator[None]:
-    """Gives the groups a transport. Ranks without the compiled library use gloo."""
+    """Ranks without the compiled library use gloo."""
 
     def unavailable() -> Any:
         raise native.NativeUnavailableError("a test wants gloo")
@@ -253,8 +249,6 @@ def _wrong(rank: int, operation: str, call: Call) -> str:
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
-    """The ranks' answers by transport; each transport runs once."""
-
     found: dict[str, list[Found]] = {}
 
     def of(transport: str) -> list[Found]:

@@ -1,5 +1,3 @@
-"""examples/ that need only torch print what they say. `make test-engines` runs the others."""
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,5 @@
-"""The edits of docs/extending.md, applied to a copy of the source, add a communicator, an op and an axis that work.
-
-The copy's contract tests, unedited, test the new communicator and axis.
-"""
+"""The edits of docs/extending.md, applied to a copy, add a communicator, an op and an axis. The copy's contract tests
+test them."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def blocks(marker: str) -> list[str]:
 
 
 def apply(block: str, root: Path) -> None:
-    """Writes a new file, or inserts the block before the only line that starts like the block's first line."""
+    """Inserts the block before the only line that starts like the block's first line."""
     first, _, code = block.partition("\n")
     name, _, anchor = first.removeprefix("# ").partition(", before: ")
     path = root / name
@@ -82,7 +80,7 @@ SELECTED = {
         "tests/internals/test_plan.py",
     ),
 }
-"""Selected tests: one size of group, and tests that list what exists. `-k gloo_sums` over tests/contract runs all."""
+"""`-k gloo_sums` over tests/contract runs all."""
 RUN = """
 import os, runpy, sys
 from multiprocessing.forkserver import ensure_running

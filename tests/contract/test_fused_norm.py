@@ -1,4 +1,4 @@
-"""all_reduce + add + rms_norm with a quantized result, over every communicator, against a float64 reference."""
+"""all_reduce + add + rms_norm with a quantized result, against a float64 reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _of_rank(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def _inputs(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's x, residual and weight, and the sum. The first row sums to zeros, the second to small numbers."""
+    """The first row sums to zeros, the second to small numbers."""
     xs = member.of_ranks(lambda rank: _of_rank(shape, dtype, rank))
     residual, weight = _of_rank(shape, dtype, 90), _of_rank(shape[-1:], dtype, 91)
     total = torch.stack([each.double() for each in xs]).sum(0).to(dtype)

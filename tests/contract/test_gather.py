@@ -1,5 +1,3 @@
-"""gather."""
-
 from __future__ import annotations
 
 import torch
@@ -43,7 +41,7 @@ def _defaults_body(member: Member) -> None:
 
 
 def _empty_body(member: Member) -> None:
-    """Strides of an empty tensor can be arbitrary, and torch then can't view it as bytes."""
+    """An empty tensor's strides can be arbitrary, and torch then can't view it as bytes."""
     for x in (torch.ones(8)[::2][:0], torch.ones(6, 4).t()[:, :0], torch.ones(4, 4)[:0, ::2]):
         with member.case(f"nothing, of shape {list(x.shape)} and strides {x.stride()}"):
             found = member.group.gather(x, 0, 0)

@@ -1,5 +1,3 @@
-"""Coordinators over the program's own process groups: gloo, our backend, torch's fake one; on several hosts."""
-
 from __future__ import annotations
 
 import os
@@ -29,7 +27,7 @@ over = GroupCoordinator.from_process_group
 
 @contextmanager
 def default_group(backend: str | None, name: str) -> Iterator[Any]:
-    """Makes torch's default group as a program does, under a name that is new to the pool's store."""
+    """Its name is new to the pool's store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(backend, store=dist.PrefixStore(name, agent), rank=rank, world_size=size)
@@ -131,7 +129,7 @@ def test_it_is_a_whole_group_that_leaves_the_given_one_alone(pools: Pools, backe
 
 
 def _crossing(name: str) -> list[int]:
-    """Transfers over gloo in opposite orders on the two sides: only tags match them."""
+    """Over gloo, transfers in opposite orders match only by tags."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), default_group("gloo", name) as everyone:
         first, second = over(everyone), over(everyone)
         assert "shared_memory: not used" in first.explain()

@@ -1,4 +1,4 @@
-"""tests/gpu without a GPU: each test runs dry on the CPU, and a normal run says why it skips."""
+"""tests/gpu without a GPU: each test runs dry, and a normal run says why it skips."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ OF_CALLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("call", list(OF_CALLS))
 def test_the_gpu_days_script_runs_dry(tmp_path: Path, call: str) -> None:
-    """Only looks up the names of its tests, because the dry run above runs them."""
     program = Program(
         script(ROOT / "benchmarks" / "gpu_proof.py", [call, str(tmp_path), "--dry"]),
         {**os.environ, "PYTHONPATH": python_path(ROOT)},
@@ -113,7 +112,7 @@ def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_borrowed_environment_has_what_the_package_needs() -> None:
-    """The Makefile repeats the list, because the Python that lends its torch may be too old to read pyproject.toml."""
+    """The Makefile repeats the list: the Python that lends its torch may be too old to read pyproject.toml."""
     (needed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (named,) = re.findall(r"^NEEDED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r'"(.*?)"', needed)) <= set(re.findall(r'"(.*?)"', named))
@@ -155,7 +154,7 @@ def test_a_borrowed_environment_needs_neither_ensurepip_nor_an_index(tmp_path: P
 
 
 def test_what_a_fork_server_imports_leaves_cuda_alone() -> None:
-    """After a process has asked CUDA for devices, its forks can't use them. Looking for Triton asks."""
+    """After a process asks CUDA for devices, its forks can't use them; looking for Triton asks."""
     ours = "[*PRELOADED, 'parallel_state.launch.worker', 'parallel_state.launch.preload']"
     code = f"""
 import importlib, sys

@@ -1,4 +1,4 @@
-"""Gradients of ops are those of the sum of all ranks' losses, regions' are Megatron's, and none is lost silently."""
+"""Ops have the gradients of the sum of all ranks' losses, regions those of Megatron."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.workers import WorkerPool
 Group = ps.GroupCoordinator
 Pools = Callable[[int], WorkerPool]
 EPSILON = 1e-14
-"""Relative bound for float64 sums in any order. The cases avoid cancellation."""
+"""Relative bound for float64 sums in any order."""
 
 
 class Op(NamedTuple):
@@ -119,7 +119,7 @@ def _uneven_body(member: Member) -> None:
         (scatter, [(sum(lengths), 3)] * member.size),
         (average, [(3, sum(lengths))] * member.size),
     ]
-    # Rank a sends (2 * a + b) % 3 rows to rank b; in a simulated group every rank receives its own rows.
+    # In a simulated group every rank receives its own rows.
     table = [[1 if member.simulated else (2 * a + b) % 3 for b in range(member.size)] for a in range(member.size)]
     rows = Op(
         "all_to_all of rows",
@@ -140,7 +140,7 @@ def test_gradients_of_uneven_shapes(carrier: Carrier) -> None:
 
 
 def _broadcast_body(member: Member) -> None:
-    """The root's gradient sums all ranks' losses. Other ranks' tensors only give the shape: their gradient is zero."""
+    """The root's gradient sums all ranks' losses; other ranks' is zero."""
     for src in range(member.size):
         if member.can_hear(src):
             with member.case(f"broadcast from rank {src}"):
@@ -272,8 +272,6 @@ def test_a_forward_mode_gradient_raises() -> None:
 
 
 class Region(NamedTuple):
-    """A region's forward and backward for rank r, from all ranks' tensors."""
-
     name: str
     options: dict[str, bool]
     forward: Callable[[Sequence[Tensor], int], Tensor]
@@ -391,7 +389,7 @@ def _sequence_parallel(w: Weights, x: Tensor) -> Tensor:
 
 
 def _trained(weights: Weights, loss_of: Callable[[Weights, int], Tensor], partial: Sequence[str] = ()) -> Weights:
-    """Trains with SGD. Gradients of `partial` cover only this rank's tokens, so they are summed."""
+    """Gradients of `partial` cover only this rank's tokens, so they are summed."""
     for step in range(STEPS):
         loss_of(weights, step).backward()
         with torch.no_grad():

@@ -1,5 +1,3 @@
-"""The address space and descriptors of a group, and the errors if a process has none left."""
-
 from __future__ import annotations
 
 import contextlib
@@ -28,7 +26,7 @@ def _address_space() -> int:
 
 
 def _descriptors() -> tuple[int, int]:
-    """Counts all open descriptors, and those of memory and processes. The difference is gloo's."""
+    """All open descriptors, and those of memory and processes; the difference is gloo's."""
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -47,7 +45,7 @@ def _limit(which: int, soft: int) -> Iterator[None]:
 
 
 def _another(made: list[Any]) -> ps.GroupCoordinator:
-    """A group that shares nothing with earlier ones: its timeout differs."""
+    """Its timeout differs, so it shares nothing with earlier groups."""
     everyone = ps.get_world_group()
     assert everyone.pool is not None
     traits = Traits(everyone.device, everyone.local_rank, GroupOptions("gloo", 100.0 + len(made)))
@@ -103,7 +101,7 @@ def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, ad
 
 
 def _growing() -> list[float]:
-    """MiB of address space besides the tensors' own, after each step. Every sum is checked."""
+    """MiB of address space besides the tensors' own, after each step."""
     beside = []
     with world(2):
         group = ps.get_tp_group()
@@ -144,7 +142,7 @@ def _without_descriptors() -> tuple[Outcome, int]:
 
 
 def test_a_group_for_which_one_rank_has_no_descriptors(pools: Pools) -> None:
-    """gloo would abort that process. All ranks raise the same error and stay usable."""
+    """gloo would abort that process."""
     for refused, total in pools(2).run(_without_descriptors, timeout_s=DEADLINE_S):
         assert refused.kind == "CommunicationError" and refused.suspect_ranks == (1,), refused
         assert "global rank 1 can't" in refused.text and "(ulimit -n; the hard one is" in refused.text

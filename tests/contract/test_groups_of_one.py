@@ -1,5 +1,3 @@
-"""A group of one rank refuses the same calls as a group of two."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,11 +14,11 @@ Group = ps.GroupCoordinator
 
 
 class Unregistered:
-    """A type that can't be sent."""
+    pass
 
 
 def _calls() -> dict[str, Callable[[Group, int], Any]]:
-    """Calls that are wrong in a group of any size. `peer` is the next rank, or this rank if alone."""
+    """`peer` is the next rank, or this rank if alone."""
     x, odd = torch.ones(4, 6), Unregistered()
     calls: dict[str, Callable[[Group, int], Any]] = {
         "broadcast_object": lambda group, _: group.broadcast_object(odd),

@@ -1,4 +1,4 @@
-"""Groups over several hosts, which are namespaces of this machine: routes, bits, bytes sent, failures."""
+"""Groups over several hosts, which are namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ def _carrier(group: ps.GroupCoordinator) -> str:
 
 
 def _inputs(count: int, dtype: torch.dtype, size: int, seed: int = 0) -> list[Tensor]:
-    """Each rank's tensor: sums depend on the order and on the roundings."""
     generator = torch.Generator().manual_seed(seed + count)
     return [torch.randn(count, generator=generator).to(dtype) for _ in range(size)]
 
 
 def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
-    """Adds within each host in rank order, then across hosts in order of their first ranks, and rounds once."""
+    """Adds within each host in rank order, then across hosts in order of their first ranks; rounds once."""
     wide = torch.float32 if inputs[0].itemsize < 4 else inputs[0].dtype
     hosts: dict[int, Tensor] = {}
     for x, host in zip(inputs, placement, strict=True):
@@ -73,7 +72,7 @@ def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1000, 100_000, 2_300_001)
-"""Sent in one exchange, in slices, and in slices of several chunks."""
+"""One exchange; slices; slices of several chunks."""
 
 
 def _bits(placement: Sequence[int], cases: Sequence[tuple[torch.dtype, int]]) -> str:
@@ -92,7 +91,6 @@ def _bits(placement: Sequence[int], cases: Sequence[tuple[torch.dtype, int]]) ->
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
-    """Short runs give each placement all counts and dtypes, and all placements together every pair."""
     turn = PLACEMENTS.index(placement)
     of_short_runs = [(SUMMED[(at + turn) % len(SUMMED)], count) for at, count in enumerate(COUNTS)]
     cases = list(itertools.product(SUMMED, COUNTS)) if LONG else of_short_runs
@@ -101,7 +99,7 @@ def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, pla
 
 
 def _mixed(seed: int, calls: int) -> None:
-    """The same random calls on every rank. Random delays let some ranks run ahead."""
+    """The same calls on every rank; random delays let some ranks run ahead."""
     group = ps.get_tp_group()
     size, rank = group.world_size, group.rank_in_group
     draw, own = random.Random(seed), random.Random(seed * 64 + rank)
@@ -167,7 +165,6 @@ class _Foreign:
 
 
 def _refused(kind: str, large: bool) -> tuple[Outcome, Outcome]:
-    """A message of rank 0 that the others can't take, and the call after it."""
     tensors = torch.ones(1 << 20 if large else 10)
     with pytest.MonkeyPatch.context() as patch, own_group(allow_pickle=ps.get_world_group().rank == 0) as group:
         sends = group.is_first_rank
@@ -242,11 +239,9 @@ CALLS: dict[str, Callable[[ps.GroupCoordinator, Tensor], object]] = {
 }
 COUNT = 1 << 20
 SENT = {"all_reduce": 1.0, "all_gather": 2.0, "reduce_scatter": 0.5, "broadcast": 1.0}
-"""Bytes that host 0 must send to host 1, relative to the tensor; two ranks per host."""
+"""Bytes from host 0 to host 1, relative to the tensor; two ranks per host."""
 SPARED = {"all_reduce": 0.6, "all_gather": 0.6, "reduce_scatter": 0.4, "broadcast": 0.6}
-"""Upper bounds relative to gloo's bytes. With alternating hosts each step of gloo's ring crosses; otherwise its
-broadcast tree crosses twice.
-"""
+"""Upper bounds relative to gloo's bytes. With alternating hosts each step of gloo's ring crosses."""
 
 
 def _twice(operation: str, flat: bool) -> None:
@@ -286,7 +281,7 @@ def _sent_by(count: int) -> dict[int, int]:
 
 
 def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -> None:
-    """A rank sends to its counterpart on the other host: a quarter of the tensor as float32, then one as bfloat16."""
+    """First a quarter of the tensor as float32, then one as bfloat16."""
     count = 1 << 20
     sent = on_hosts((0, 0, 1, 1)).run(_sent_by, count, tp=4)
     for rank, found in enumerate(sent):
@@ -304,7 +299,7 @@ def _large_sums(count: int, placement: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_ranks_that_wait_for_their_host_and_for_others_never_wait_in_a_ring(placement: tuple[int, ...]) -> None:
-    """Small socket buffers leave most bytes unsent when the ranks of a host wait for each other."""
+    """Small socket buffers leave most bytes unsent while a host's ranks wait for each other."""
     with Hosts(max(placement) + 1) as narrow:
         for host in range(max(placement) + 1):
             narrow.run_on(host, "sysctl -qw net.ipv4.tcp_wmem='4096 65536 65536' net.ipv4.tcp_rmem='4096 65536 65536'")
@@ -426,7 +421,6 @@ def test_a_setting_of_one_rank_is_refused_on_all(hosts: Hosts) -> None:
 
 
 def _without_descriptors(victim: int) -> tuple[bool, list[float]]:
-    """Returns whether the group is meshed, and the sums of a receive and an all_to_all."""
     with as_without_descriptors(int(os.environ["RANK"]) == victim), world(_world_size()):
         group = ps.get_tp_group()
         sent = group.isend(torch.full((3,), float(group.rank)), group.next_rank_in_group)
@@ -604,7 +598,7 @@ LARGE_COUNT = 1 << 21
 
 
 def _dying_in(share: float, victim: int) -> Outcome:
-    """Large all_reduces. `victim` is killed in the third, when `share` of its bytes have moved."""
+    """`victim` is killed in the third all_reduce, when `share` of its bytes have moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
         before = moved_bytes(group)
@@ -644,7 +638,7 @@ def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) ->
 
 
 def _dying_in_a_dict(share: float, victim: int) -> Outcome:
-    """Large dicts of rank 0. `victim` is killed in the third, when `share` of its bytes have moved."""
+    """`victim` is killed in the third dict, when `share` of its bytes have moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
         dicts = {"x": torch.ones(2 * LARGE_COUNT), "y": 1} if group.is_first_rank else None
@@ -672,10 +666,7 @@ def test_a_rank_that_dies_within_a_large_dict_fails_all_ranks(hosts: Hosts, shar
 
 
 def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
-    """An all_reduce that works, and one in which host 1 has no link or makes another call.
-
-    Host 0's bytes may arrive before the link is cut. Host 1 then has its sum, and its next call fails.
-    """
+    """Host 0's bytes may arrive before the link is cut. Host 1 then has its sum, and its next call fails."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(_world_size())
     group = ps.get_tp_group()
@@ -738,7 +729,7 @@ def _interrupted(what: str) -> list[Outcome]:
 
 @pytest.mark.parametrize("what", ["recv", "all_reduce", "broadcast_object"])
 def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
-    """Resuming would be wrong: the next receive would get the first one's message."""
+    """After a resumed call the next receive would get the first one's message."""
     with hosts.ranks((0, 1, 1) if what == "all_reduce" else (0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="30") as ranks:
         told = ranks.run(_interrupted, what, timeout_s=60.0)
     assert told[0][0].kind in ("GroupFailedError", "CommunicationError"), told
@@ -843,7 +834,7 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
 
 
 def _send_while_another_thread_sends() -> None:
-    """While rank 0 waits in a large send, its other thread sends the small tensor that rank 1 receives first."""
+    """While rank 0 waits in a large send, its other thread sends the tensor that rank 1 receives first."""
     group, world_group = ps.get_tp_group(), ps.get_world_group()
     if group.is_first_rank:
 

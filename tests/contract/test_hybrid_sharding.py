@@ -1,7 +1,5 @@
-"""Hybrid sharding with tensor parallelism, as fairseq2's `sdp` and `rdp` gangs: shards within a node, copies across.
-
-Gradients are reduced in three steps. Only the middle one leaves the node, with a fraction of the bytes.
-"""
+"""Shards within a node, copies across, as fairseq2's `sdp` and `rdp` gangs. Only the second of three reductions leaves
+the node."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def _groups() -> dict[str, Any]:
 
 
 def test_gradients_reduced_in_three_steps(pools: Pools) -> None:
-    """reduce-scatter over sdp, all-reduce over rdp, all-gather over sdp: equal to one all-reduce over dp. Sums are
-    exact.
-    """
+    """reduce-scatter over sdp, all-reduce over rdp, all-gather over sdp; sums are exact."""
     for rank, facts in enumerate(pools(8).run(_groups, timeout_s=DEADLINE_S)):
         odd, copy = rank % 2, rank // 4
         data = [odd, odd + 2, odd + 4, odd + 6]
@@ -109,7 +105,7 @@ def test_fsdp_by_the_same_groups(pools: Pools) -> None:
 
 
 def test_data_parallel_groups_of_nodes() -> None:
-    """2 nodes of 4 ranks, tp = 2. The dp_intra_node and dp_inter_node groups equal sdp and rdp."""
+    """2 nodes of 4 ranks, tp = 2."""
     for rank in range(8):
         groups = simulate(rank, 8, 2, ranks_per_node=4, data_parallel_shard_size=2)
         inside, across = groups.get("dp_intra_node"), groups.get("dp_inter_node")
@@ -129,14 +125,14 @@ def test_data_parallel_groups_of_nodes() -> None:
     ],
 )
 def test_nodes_and_tensor_parallelism(tp: int, per_node: int, inside: list[int], across: list[int]) -> None:
-    """16 ranks. A node's ranks divided by tp form the group within it, or one rank if tp fills the node."""
+    """A node's ranks divided by tp form the group within it, or one rank if tp fills the node."""
     with simulate(0, 16, tp, ranks_per_node=per_node).use():
         assert ps.get_dp_intra_node_group().ranks == inside
         assert ps.get_dp_inter_node_group().ranks == across
 
 
 def test_without_sharding_the_replicated_group_is_the_data_parallel_one() -> None:
-    """As in fairseq2, where DDP reduces over rdp. `test_engine_layouts` runs its code."""
+    """As in fairseq2, where DDP reduces over rdp."""
     plain, fully, copies = (simulate(3, 8, 2, **sizes) for sizes in ({}, {"dp_shard": -1}, {"dp_replicate": -1}))
     assert plain.rdp is plain.dp
     assert plain.sdp.world_size == 1

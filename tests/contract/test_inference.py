@@ -1,5 +1,3 @@
-"""The demo alone and under torchrun, in forks; and its detection of a wrong layer."""
-
 from __future__ import annotations
 
 import argparse
@@ -79,14 +77,13 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str], tp: int) -> None:
-    """Slow: four ranks on two cores."""
     words = ["--standalone", "--nproc-per-node", str(2 * tp), str(SCRIPT), "--tp", str(tp), "--pp", "1"]
     title = f"TP {tp} x PP 1 x DP 2: {2 * tp} processes on cpu"
     check_report(*run_forked(module("torch.distributed.run", [*words, *demo_arguments])), title)
 
 
 def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> None:
-    """A bias inside the sum counts once per rank: the classic mistake in row-parallel layers."""
+    """A bias inside the sum counts once per rank."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "import sys, torch, demo, minilm\n"
@@ -126,7 +123,7 @@ def test_wrong_arguments_are_told_in_one_line(
 
 
 def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
-    """`run_rank` as with --cuda-graph, with plain calls as replays."""
+    """Plain calls stand in for replays."""
     import demo
 
     with contextlib.redirect_stdout(io.StringIO()) as report:

@@ -1,5 +1,3 @@
-"""`launch` with real processes. Each launch has a deadline."""
-
 from __future__ import annotations
 
 import itertools
@@ -65,7 +63,7 @@ def listening(port: int | None = None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def name():
-    """A name for the test's processes. At the end no process and no port may be left."""
+    """At the end no process of this name and no port may be left."""
     ports = listening()
     name = f"t{os.getpid() % 100_000}.{next(_numbers)}"
     yield name
@@ -289,7 +287,7 @@ def fail() -> None:
 
 
 def meet(world_size: int) -> tuple[list[str | None], float]:
-    """The ranks of the second node outlive rank 0, and use the store that the first node hosts."""
+    """The second node's ranks outlive rank 0, and use the store that the first node hosts."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -477,7 +475,7 @@ def test_an_interrupt_leaves_the_others_time_to_clean_up(name, tmp_path):
 
 
 def has_ended(pid: int) -> bool:
-    """A zombie has exited. Only the fork server can reap it."""
+    """A zombie has exited; only the fork server can reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -598,13 +596,13 @@ if "forkserver" in sys.orig_argv[-1]:
 
 
 def start_program(path: Path, text: str = PROGRAM, **values: object) -> Program:
-    """Starts a forked launcher with torch imported; its fork server is forked too."""
+    """A fork with torch imported; its fork server is forked too."""
     path.write_text(text.format(**values), encoding="utf-8")
     return Program(f"{FORK_SERVERS}{script(path, [])}", environment_of(path))
 
 
 def start_interpreter(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
-    """Starts a launcher in a fresh interpreter, for tests of its exit by a signal or traceback."""
+    """A fresh interpreter, for tests of its exit by a signal or traceback."""
     path.write_text(text.format(**values), encoding="utf-8")
     pipe = subprocess.PIPE
     return subprocess.Popen(

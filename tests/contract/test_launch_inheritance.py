@@ -1,5 +1,3 @@
-"""Ranks inherit the launcher's current state, except signal settings that would break the launcher's supervision."""
-
 from __future__ import annotations
 
 import os
@@ -58,7 +56,7 @@ def run(code: str) -> str:
     "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
 ], ids=["blocked", "ignored"])  # fmt: skip
 def test_sigchld_of_the_launcher(method: str, before: str) -> None:
-    """Launch has no timeout here, so a lost SIGCHLD would hang. Ranks also get their own children's exit codes."""
+    """Launch has no timeout here, so a lost SIGCHLD would hang."""
     out = run(f"{before}\nprint(ps.launch(child, nproc=2, start_method='{method}'))\n"
               "print('handler', signal.getsignal(signal.SIGCHLD).name, 'mask', "
               "sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))")  # fmt: skip
@@ -68,7 +66,7 @@ def test_sigchld_of_the_launcher(method: str, before: str) -> None:
 
 
 def test_a_fork_server_of_the_program_that_has_sigchld_blocked() -> None:
-    """It already runs, so ranks are spawned instead, with one warning."""
+    """The fork server already runs, so ranks are spawned instead, with one warning."""
     out = run(
         "logging.basicConfig()\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})\n"

@@ -1,5 +1,3 @@
-"""`launch` serves its store from the control plane: groups, access control, several nodes, and no compiled library."""
-
 from __future__ import annotations
 
 import gc
@@ -117,7 +115,7 @@ def test_several_nodes(given: bool, tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_several_nodes_with_different_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with a wrong secret is refused at once. The other node waits for one with the right secret."""
+    """A node with a wrong secret is refused at once; the other node still waits."""
     monkeypatch.setenv("PARALLEL_STATE_START_TIMEOUT_S", "3")
     paths = [tmp_path / "one", tmp_path / "other"]
     for path in paths:

@@ -1,5 +1,3 @@
-"""Long runs use bounded resident memory and a bounded number of store keys."""
-
 from __future__ import annotations
 
 import random
@@ -20,9 +18,8 @@ MOST_ELEMENTS = 1 << 20
 KEPT_MIB = 256
 """`Arena::kIdleBytes`: freed memory that a rank keeps for later tensors."""
 SLOTS_MIB = 64
-"""An upper bound for slots and rings of a group of two."""
 GROWN_MIB = 24
-"""Above the heap's noise (it returns memory late), below what a leak of CALLS tensors would add."""
+"""Above the heap's noise, below what a leak of CALLS tensors would add."""
 
 
 def _resident_mib() -> dict[str, float]:
@@ -74,7 +71,7 @@ def _soak() -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_resident_memory_is_bounded(pools: Any) -> None:
-    """Shared memory counts this rank's kept memory and the peer's that it has read."""
+    """Shared memory counts this rank's kept memory and what it has read of the peer's."""
     for start, warm, _, end in pools(2).run(_soak, tp=2, timeout_s=120.0):
         assert end["RssAnon"] - warm["RssAnon"] < GROWN_MIB, "memory of the process itself"
         assert end["RssShmem"] - start["RssShmem"] < 2 * KEPT_MIB + SLOTS_MIB, "shared memory"

@@ -1,5 +1,3 @@
-"""The number of Python frames of a new kind of message, within a host and between hosts."""
-
 from __future__ import annotations
 
 import gc
@@ -88,7 +86,6 @@ SPECIFIED: dict[str, Any] = {"hidden": torch.ones(4, 8), "ids": torch.arange(5),
 
 
 def _exchange_between_hosts() -> dict[str, int]:
-    """Returns the frames of each call on this rank."""
     found: dict[str, int] = {}
     spec = TensorDictSpec.of(SPECIFIED)
     with own_group() as group:

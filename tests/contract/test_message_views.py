@@ -1,5 +1,3 @@
-"""`views=True`: received tensors in their sender's memory."""
-
 from __future__ import annotations
 
 import gc
@@ -70,7 +68,7 @@ def _exchange(group: GroupCoordinator, step: int, way: str, spec: Any, views: bo
 
 
 def _every_way() -> None:
-    """Alternates views and copies. A view keeps its content while later messages reuse memory."""
+    """A view keeps its content while later messages reuse memory."""
     with own_group() as group:
         spec_of_step = lambda step: ps.TensorDictSpec.of(_dict_of(step))  # noqa: E731
         for way, has_spec in (
@@ -108,7 +106,7 @@ def test_views_in_every_way(pools: Pools, ranks: int) -> None:
 
 
 def _held_by_the_reader() -> None:
-    """A reader that holds more bytes than a sender lends gets copies without waiting. Another thread releases them."""
+    """A reader that holds more bytes than a sender lends gets copies without waiting."""
     rows = 48 << 20 >> 2
     with own_group() as group:
         held: list[Tensor] = []
@@ -169,7 +167,7 @@ def test_many_messages_take_no_more_memory(pools: Pools) -> None:
 
 
 def _outliving() -> None:
-    """Views outlive their group. A forked child that drops them releases nothing."""
+    """A forked child that drops views releases nothing."""
     with own_group() as group:
         for step in range(3):
             found = _exchange(group, step, "send", None)
@@ -211,7 +209,7 @@ def test_out_with_views_is_refused(pools: Pools) -> None:
 
 
 def _compiled() -> None:
-    """A receiver in compiled code gets copies, also from a sender that lent its last tensors."""
+    """A receiver in compiled code gets copies."""
     sent = {"x": torch.arange(ROWS, dtype=torch.int32)}
     spec = ps.TensorDictSpec.of(sent)
     with own_group() as group:
@@ -307,7 +305,7 @@ print([int(x[-1]) for x in held])
 
 
 def test_views_at_the_end_of_the_interpreter() -> None:
-    """A destroyed and an undestroyed group. Fresh interpreters, because forks end differently."""
+    """Fresh interpreters, because forks end differently."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

@@ -1,5 +1,3 @@
-"""Metrics of a rank's groups, and observers of operations and failures."""
-
 from __future__ import annotations
 
 import re

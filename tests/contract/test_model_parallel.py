@@ -1,5 +1,3 @@
-"""Dividing the world: sizes that fit or not, destroyed groups, repeated divisions."""
-
 from __future__ import annotations
 
 import gc
@@ -87,7 +85,6 @@ def _misfits() -> dict[str, Outcome]:
 
 
 def test_sizes_that_do_not_fit_are_refused_on_every_rank(pools: Pools) -> None:
-    """The errors have each rank's sizes. The world can be divided afterwards."""
     parts = {
         "3 of 4": ("LayoutError", ["4 ranks are not divisible by tp=3;", "[1, 2, 4]"]),
         "8 of 4": ("LayoutError", ["4 ranks", "tp=2 × pp=4 = 8"]),
@@ -276,7 +273,6 @@ def _after_destroy() -> dict[str, Any]:
 
 
 def test_use_after_destroy(pools: Pools) -> None:
-    """Getters say what to call first. Kept groups, and ops with their names, say that the group was destroyed."""
     for facts in pools(4).run(_after_destroy, timeout_s=DEADLINE_S):
         assert facts["worked"] == [2.0, 2.0]
         assert facts["alive"] == "[4.0, 4.0]"

@@ -1,4 +1,4 @@
-"""NCCL's communicator carries every collective: all contract tests' bodies, over a stand-in for its library."""
+"""The contract tests' bodies, over a stand-in for NCCL's library."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def group_carrier(pools: Callable[[int], WorkerPool], stand_in: Path) -> Carrier
 
 
 def test_nothing_is_left_behind(stand_in: Path) -> None:
-    """The files by which the ranks of a communicator meet are deleted when all have joined."""
+    """The files by which a communicator's ranks meet are deleted when all have joined."""
     assert list(stand_in.parent.iterdir()) == [stand_in]
 
 

@@ -1,5 +1,3 @@
-"""The calls that our communicator makes to NCCL, and its handling of the answers; over a stand-in for the library."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -235,7 +233,7 @@ def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pool
 
 
 def _ring_body(library: str, ahead: bool) -> list[float]:
-    """All ranks send first, to peers without a connection. With `ahead`, a barrier follows the sends."""
+    """All ranks send first, to peers without a connection. With `ahead`, a barrier follows."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, timeout=Timeout(20.0)), (_ROW, CATALOG[-1]))
@@ -457,7 +455,7 @@ def _capture_body(library: str) -> list[str]:
 
 
 def _warm_body(library: str) -> tuple[list[str], list[str]]:
-    """Prepares a capture with the neighbours of a ring, whose order differs on each rank."""
+    """A ring's neighbours have a different order on each rank."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (_ROW,))
@@ -493,7 +491,7 @@ def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
 
 
 def _divided_body(library: str) -> tuple[list[float], list[str], int]:
-    """One split divides four ranks: two in a part, one alone, one in no part."""
+    """Two ranks in a part, one alone, one in no part."""
     world = twin_of(ps.get_world_group()).context
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     whole = Route(world, [StandInNccl(world)], {})
@@ -604,7 +602,7 @@ def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(pools: Pools, sta
 
 
 def _asked_to_divide_body(library: str) -> dict[str, tuple[int | None, int]]:
-    """Returns how the world's communicator is divided while a layout's groups are made: rank in the part, color."""
+    """The rank in the part, and the color, of each split for a layout."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     asked: dict[str, tuple[int | None, int]] = {}
 

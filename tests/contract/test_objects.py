@@ -1,5 +1,3 @@
-"""Objects arrive unchanged. An object that can't be sent raises on every rank, and the group stays usable."""
-
 from __future__ import annotations
 
 import contextlib
@@ -35,12 +33,10 @@ DEADLINE_S = 30.0
 AT_ONCE_S = 2.0  # bound for calls that wait for no peer, on a busy machine
 BODY_TAG = 2
 OVER = ["queue", "connections", "route"]
-"""How messages travel: through queues, over connections, or as transfers of the route."""
+"""Through queues, over connections, or as transfers of the route."""
 
 
 class Custom:
-    """A type that isn't registered. pickle finds it by name."""
-
     def __init__(self, value: object) -> None:
         self.value = value
 
@@ -127,10 +123,8 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
-    """A group of the world with its own process groups, for tests that make it fail. All ranks must enter it.
-
-    Its messages use queues if possible; or connections; or the route over gloo, as if not all ranks were connected.
-    """
+    """A group with its own process groups, for tests that make it fail. All ranks must enter it. "route" acts as if
+    not all ranks were connected."""
     world = ps.get_world_group()
     assert world.pool is not None
     with pytest.MonkeyPatch.context() as patch, as_too_many_to_mesh() if over == "route" else contextlib.nullcontext():
@@ -360,7 +354,7 @@ def test_send_and_recv_object(pools: Pools, world_size: int) -> None:
 
 
 def many_in_flight() -> None:
-    """Long metadata needs a second transfer, which must not match a receive posted for another frame."""
+    """Long metadata needs a second transfer, which must not match a receive for another frame."""
     group = ps.get_world_group()
     values = [["x" * size, torch.full((size,), size)] for size in (1, 5000, 0, 9000, 4100, 3)]
     if group.rank_in_group == 0:
@@ -832,7 +826,7 @@ def test_a_handle_of_cpu_tensors_completes_without_wait() -> None:
 
 
 def test_a_handle_of_device_tensors_is_waited_for_by_its_caller() -> None:
-    """A wait for NCCL makes the *calling thread's* stream wait, so no other thread may wait instead."""
+    """A wait for NCCL makes the calling thread's stream wait, so no other thread may wait instead."""
     work = FakeWork()
     handle = handle_of(work, "meta")
     assert not handle.is_completed()
@@ -874,7 +868,7 @@ def test_groups_that_share_process_groups_keep_their_messages_apart(pools: Pools
 
 
 def on_groups_made_in_turns() -> None:
-    """The process group of [0, 1] has been used more than that of [2, 3] when both become tp groups."""
+    """The process groups of [0, 1] and [2, 3] were used unequally before they become tp groups."""
     ps.init_distributed_environment()
     world = ps.get_world_group()
     for _ in range(3):

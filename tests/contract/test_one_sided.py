@@ -1,4 +1,4 @@
-"""Windows: `group.window`, and torch's over `backend="parallel_state"`, which are the same windows."""
+"""Windows: `group.window`, and torch's over our backend."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ needs_torchs_windows = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 
 def _around() -> int:
-    """Each rank puts to the next one, in every dtype, at several offsets; then reads and writes it in place."""
     cases = 0
     with world(3):
         group = ps.get_world_group()
@@ -106,7 +105,7 @@ def _parts_differ() -> list[Any]:
 
 
 def test_ranks_may_have_different_parts(pools: Pools) -> None:
-    """Also: the memory is used again after `deregister`."""
+    """Memory is used again after `deregister`."""
     assert pools(2).run(_parts_differ, timeout_s=DEADLINE_S) == [[10, True], [1, True]]
 
 
@@ -215,7 +214,7 @@ def test_a_group_of_one_has_windows(pools: Pools) -> None:
 
 
 def _interrupted(route: str) -> tuple[str, int]:
-    """A handler of signals ends a wait, and takes no signal."""
+    """A signal handler ends a wait, and takes no signal."""
 
     def handler(*_: Any) -> None:
         raise InterruptedError("a handler")
@@ -246,11 +245,8 @@ def test_a_signal_handler_ends_a_wait(pools: Pools, route: str) -> None:
     assert pools(2).run(_interrupted, route, timeout_s=DEADLINE_S) == [("InterruptedError", 5), ("", 0)]
 
 
-# Memory order.
-
-
 def _message_passing(rounds: int) -> int:
-    """Rank 0 puts and signals; rank 1 must then read all that was put. Returns how often it didn't."""
+    """Returns how often rank 1 didn't read what rank 0 put before its signal."""
     with world(2):
         group = ps.get_world_group()
         window = group.window([2, 64], torch.int64)
@@ -275,10 +271,8 @@ def test_message_passing(pools: Pools) -> None:
 
 
 def _store_buffering(rounds: int) -> tuple[int, int]:
-    """Each rank puts a number to the other one, then reads what that one put. At least one must read the new number.
-
-    Returns how often neither did, and how often both did.
-    """
+    """Each rank puts, then reads the other's: at least one must read the new number. Returns how often neither did,
+    and how often both did."""
     with world(2):
         group = ps.get_world_group()
         peer = 1 - group.rank_in_group
@@ -302,11 +296,8 @@ def test_store_buffering(pools: Pools) -> None:
     assert results[0][0] == 0, f"in {results[0][0]} of {ROUNDS} rounds neither rank read what the other had put"
 
 
-# torch's door.
-
-
 def _torchs(count: int, dtype: torch.dtype, is_async: bool, registers: bool) -> None:
-    """What torchcomms' WindowRmaTest.py does with a window."""
+    """As torchcomms' WindowRmaTest.py."""
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     memory = torch.ones(count * size, dtype=dtype)

@@ -1,5 +1,3 @@
-"""Windows between hosts, which are namespaces of this machine: puts and signals over connections."""
-
 from __future__ import annotations
 
 import itertools
@@ -40,12 +38,11 @@ LARGE = 64 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 
 def _to_all(placement: Sequence[int], connections: str) -> int:
-    """Each rank puts to each other one, and to itself, in every dtype, at several offsets and sizes."""
     cases = 0
     with environment(PARALLEL_STATE_CONNECTIONS=connections), world(len(placement)):
         group = ps.get_world_group()
@@ -146,7 +143,7 @@ def test_the_target_calls_nothing(on_hosts: OnHosts, tmp_path: Path) -> None:
 
 
 def _both_ways() -> bool:
-    """Both put more than any buffer holds at the same time, beside messages that nobody receives yet."""
+    """Both put more than any buffer holds, beside messages that nobody receives yet."""
     with world(2):
         group = ps.get_world_group()
         peer = 1 - group.rank_in_group
@@ -198,7 +195,7 @@ def _message_passing_to_two(rounds: int) -> int:
 
 
 def _late() -> tuple[Outcome, bool]:
-    """A wait that ends at its timeout fails nothing; and threads share the signals."""
+    """A wait that ends at its timeout fails nothing; threads share the signals."""
     with world(2):
         group = ps.get_world_group()
         peer = 1 - group.rank_in_group
@@ -253,9 +250,6 @@ def test_hostile_frames_write_nothing(on_hosts: OnHosts, frame: str) -> None:
     assert sender.kind != "ok" and is_clean
 
 
-# torch's door.
-
-
 def _over_torch() -> int:
     cases = 0
     with torch_world():
@@ -301,5 +295,5 @@ def _reconfigured(folder: str) -> bool:
 
 @needs_torchs_windows
 def test_windows_of_reconfigured_groups(on_hosts: OnHosts, tmp_path: Path) -> None:
-    """On both hosts, then with fewer ranks, then with all in another order."""
+    """On both hosts, then with fewer ranks, then in another order."""
     assert on_hosts((0, 0, 1)).run(_reconfigured, str(tmp_path), timeout_s=DEADLINE_S) == [True] * 3

@@ -1,7 +1,4 @@
-"""The registered ops: torch's own opcheck of schema, fake kernel, autograd and tracing.
-
-A new op needs a row in CASES; otherwise `test_every_op_has_a_case` fails.
-"""
+"""torch's opcheck of schema, fake kernel, autograd and tracing. A new op needs a row in CASES."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ FORM = "0123456789abcdef" * 2
 
 
 class Case(NamedTuple):
-    """An op's arguments between `x` and the group's name, and its result's shape on rank 0 of two.
-
-    Several results: a list of dtypes and shapes. Otherwise all results are float32 of that shape.
-    """
+    """Arguments between `x` and the group's name, and the results on rank 0 of two: float32 of one shape, or a list of
+    dtypes and shapes."""
 
     op: str
     shape: tuple[int, ...] | None
@@ -104,7 +99,6 @@ CASES = (
 
 
 ALLOCATES = {"empty"}
-"""Ops without a peer: see test_symmetric_tensors."""
 NAMES = sorted(set(OP_NAMES) - ALLOCATES)
 
 
@@ -141,11 +135,10 @@ def test_opcheck_in_one_process(case: Case, requires_grad: bool) -> None:
 
 
 ON_TWO_RANKS = NAMES if LONG else NAMES[::3]
-"""Short runs check a third of the ops, of all kinds: the test above checks all in one process."""
 
 
 def _opcheck_body() -> list[str]:
-    """Both ranks check the same op at once: opcheck runs it equally often on both."""
+    """opcheck runs the op equally often on both ranks."""
     group = ps.get_tp_group()
     checked = []
     for case in {case.op: case for case in CASES}.values():  # the last case of each op
@@ -266,7 +259,7 @@ def test_meta_tensors(case: Case, group_device: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fake_tensors(case: Case) -> None:
-    """The group's token is a real tensor, which the caller's own FakeTensorMode must accept."""
+    """The token is a real tensor, which the caller's own FakeTensorMode must accept."""
     group = ps.simulated_group([0, 1], 0)
     with FakeTensorMode() as mode:
         mine = (mode.from_tensor(each) if isinstance(each, Tensor) else each for each in case.arguments)

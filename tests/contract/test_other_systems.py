@@ -1,8 +1,5 @@
-"""Simulates a system other than Linux: the standard library loses its Linux-only parts before the import.
-
-Two ranks over gloo, from import to exit. Differences in another system's torch, sockets and file systems are not
-covered.
-"""
+"""Simulates a system other than Linux: the standard library loses its Linux-only parts before the import. Another
+system's torch, sockets and file systems are not covered."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Collectives that write into the caller's tensor, torch-like names, lists of sizes, and batched transfers."""
-
 from __future__ import annotations
 
 import pytest
@@ -72,7 +70,7 @@ def _as_torch_body(member: Member) -> None:
             out = torch.empty_like(torch.cat(xs))
             assert group.all_to_all_single(out, torch.cat([x] * size)) is out and torch.equal(out, torch.cat(xs))
             if not member.simulated and size > 1:
-                rows = [1 + rank for rank in range(size)]  # each rank gets as many rows as its number
+                rows = [1 + rank for rank in range(size)]
                 out = x.new_empty((size * rows[member.rank], shape[1]))
                 mine = torch.cat([x[:1]] * sum(rows))
                 group.all_to_all_single(out, mine, [rows[member.rank]] * size, rows)
@@ -161,7 +159,7 @@ def test_lists_with_sizes(carrier: Carrier) -> None:
 
 
 def _batch_body(member: Member) -> None:
-    """Every rank to every rank, more than a ring holds. Orders differ, and all ranks wait for sends first."""
+    """More than a ring holds. Orders differ, and all ranks wait for sends first."""
     peers = [rank for rank in range(member.size) if rank != member.rank]
     if member.simulated or not peers:
         member.cases += 1

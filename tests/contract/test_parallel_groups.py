@@ -1,5 +1,3 @@
-"""Each group's ranks under every name, and groups besides the process-wide ones."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -95,9 +93,6 @@ GETTERS = {
     "get_parallel_groups": lambda g: g,
     "is_global_first_rank": lambda g: g.world.rank == 0,
 }
-"""Every getter -> its value according to the layout's groups."""
-
-
 FACTS = {
     "world_size": lambda group: group.world_size,
     "rank": lambda group: group.rank_in_group,

@@ -1,5 +1,3 @@
-"""Process groups by layouts, lists of ranks, and sub-groups: created once, shared and counted."""
-
 from __future__ import annotations
 
 import gc
@@ -60,7 +58,7 @@ def _sum_by_torch(process_group: Any) -> float:
 
 
 def test_process_groups_are_made_once_and_shared(pools: Pools) -> None:
-    """A group of all ranks is the world's. A group of one rank is real: torch takes None for the world."""
+    """A group of one rank is real, because torch takes None for the world."""
     for rank, facts in enumerate(pools(4).run(_process_groups, timeout_s=DEADLINE_S)):
         for tp, pp in ((4, 1), (1, 4), (2, 1), (1, 1)):
             sizes = {"tp": tp, "pp": pp, "dp": 4 // tp // pp}
@@ -212,7 +210,7 @@ def _sub_groups_of_two_groups() -> tuple[list[int] | None, list[int] | None]:
 
 
 def test_sub_groups_of_different_groups_at_once(pools: Pools) -> None:
-    """The ranks of each group create their own. Global ranks 0 and 5 are never connected."""
+    """Global ranks 0 and 5 are never connected."""
     found = pools(8).run(_sub_groups_of_two_groups, timeout_s=DEADLINE_S)
     assert [pair for pair, _ in found] == [[0, 1], [0, 1], None, None, [4, 5], [4, 5], None, None]
     assert [uneven for _, uneven in found] == [[0, 3], None, None, [0, 3], None, [5, 6, 7], [5, 6, 7], [5, 6, 7]]
@@ -254,7 +252,7 @@ def test_a_world_group_by_hand(pools: Pools) -> None:
 
 
 PAIRED = {name: ps.GroupOptions("cpu:gloo") for name in ("tp", "dp", "cp", "tp_cp", "embedding")}
-"""A backend with another name than gloo gets a gloo group beside it, as NCCL does: CPUs can test that."""
+"""A backend with another name than gloo gets a gloo group beside it, as NCCL does."""
 
 
 def _paired() -> dict[str, Any]:
@@ -346,7 +344,7 @@ def test_derived_groups_are_made_at_their_first_use(pools: Pools) -> None:
 
 
 def _uneven_membership() -> list[Any]:
-    """The ranks belong to different numbers of groups, so torch's group counters differ."""
+    """Ranks belong to different numbers of groups, so torch's group counters differ."""
     with world(1, 4):
         rank = ps.get_rank()
         facts: list[Any] = [ps.get_parallel_groups().try_get("embedding") is not None]
@@ -583,7 +581,7 @@ def _no_descriptor(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_sub_group_that_fails_on_one_rank_fails_on_all(pools: Pools, failing: int) -> None:
-    """All raise at once with the reason. A rank that waits for the other in gloo is free for the next attempt."""
+    """A rank that waits for the other in gloo is free for the next attempt."""
     for rank, (told, sums) in enumerate(pools(2).run(_sub_group_that_fails, failing, timeout_s=DEADLINE_S)):
         assert told.kind == "CommunicationError", told
         assert "no descriptor is left" in told.text
@@ -669,7 +667,7 @@ def test_connecting_has_the_start_s_timeout(pools: Pools) -> None:
 
 
 FAKE_SIZES = (8, 1 << 18)
-"""Over gloo, the first fits the message that compares the calls, the second doesn't."""
+"""Over gloo, only the first fits the message that compares the calls."""
 
 
 def _on_torchs_fake_backend() -> dict[str, Any]:
@@ -739,7 +737,6 @@ def _fake_calls(group: ps.GroupCoordinator, x: torch.Tensor) -> dict[str, tuple[
 
 
 def test_torchs_fake_backend(pools: Pools) -> None:
-    """Groups start at once without peers. All calls give the results of torch's own functions."""
     (facts,) = pools(1).run(_on_torchs_fake_backend, timeout_s=DEADLINE_S)
     assert facts["seconds"] < SOON_S
     assert facts["ranks"] == [[0, 1, 2, 3], [0, 1], [1, 3]]

@@ -1,5 +1,3 @@
-"""Random nested objects through every message call and transport, compared with a reference in one process."""
-
 from __future__ import annotations
 
 import contextlib
@@ -26,9 +24,8 @@ Pools = Callable[[int], WorkerPool]
 SEEDS = 300 if LONG else 12
 DEADLINE_S = 60.0
 Call = Callable[[GroupCoordinator, Any], Any]
-"""Takes the group and the first rank's object. Returns this rank's result."""
+"""Takes the group and the first rank's object; returns this rank's result."""
 SENT = object()
-"""The result on the sending rank."""
 
 
 def _sends(group: GroupCoordinator) -> bool:
@@ -57,7 +54,7 @@ def _last(group: GroupCoordinator) -> int:
 
 
 def _out(given: dict[str, Any]) -> dict[str, Any]:
-    """Buffers for a dict; some are negated views."""
+    """Some are negated views."""
     found = {}
     for key, each in given.items():
         if isinstance(each, torch.Tensor):

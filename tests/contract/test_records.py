@@ -1,5 +1,3 @@
-"""Records of the last operations, the comparison of calls in debug mode, and `python -m parallel_state debug`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""reduce_scatter and reduce_scatterv."""
-
 from __future__ import annotations
 
 import itertools

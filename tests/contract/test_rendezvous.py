@@ -1,5 +1,3 @@
-"""How ranks find each other: every init method, successive worlds, and missing ranks."""
-
 from __future__ import annotations
 
 import json
@@ -32,7 +30,7 @@ RANK = "RANK"
 
 @contextmanager
 def held_port(listen: bool = False) -> Iterator[int]:
-    """A port that no other process is given. Unless it listens, a server with SO_REUSEADDR may still bind it."""
+    """Unless it listens, a server with SO_REUSEADDR may still bind it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -43,7 +41,7 @@ def held_port(listen: bool = False) -> Iterator[int]:
 
 @contextmanager
 def free_ports(count: int) -> Iterator[str]:
-    """Yields a range of `count` free ports for PARALLEL_STATE_PORTS, such as "20000-20003"."""
+    """Yields a range for PARALLEL_STATE_PORTS, such as "20000-20003"."""
     with held_port() as held:
         first = held + 1
         while True:
@@ -62,7 +60,7 @@ def start_timeout(seconds: float) -> Iterator[None]:
 
 
 def _meet(method: str, sizes: list[int | None], start_s: float) -> tuple[Outcome, Outcome] | None:
-    """Each rank tries to join a world of `sizes[rank]`, and to use it. None: it stays away."""
+    """Rank `rank` joins a world of `sizes[rank]`; None: it stays away."""
     rank = int(os.environ[RANK])
     size = sizes[rank]
     if size is None:
@@ -107,7 +105,7 @@ def test_worlds_follow_each_other_on_one_port(pools: Pools) -> None:
 
 
 def _again_though_groups_are_kept(port: int) -> list[float]:
-    """Worlds of 4, 3 and 4 ranks on one port, while the program keeps the first world's group, torch's or ours."""
+    """Worlds of 4, 3 and 4 ranks on one port, while the program keeps the first world's group."""
     rank, kept, totals = int(os.environ[RANK]), [], []
     with start_timeout(AMPLE_S):
         for size in (4, 3, 4):
@@ -122,7 +120,7 @@ def _again_though_groups_are_kept(port: int) -> list[float]:
 
 
 def _at_other_addresses(port: int) -> list[str]:
-    """Worlds at two addresses of this host and one port, while the program keeps their groups."""
+    """Worlds at two addresses of this host and one port."""
     kept, told = [], []
     for host in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
         with start_timeout(AMPLE_S):
@@ -146,7 +144,7 @@ def test_worlds_follow_each_other_though_groups_are_kept(pools: Pools) -> None:
 
 
 def _worlds_of_some(port: int) -> list[float]:
-    """A world of two ranks, one rank alone, then all: the processes were in different numbers of worlds."""
+    """The processes were in different numbers of worlds before they meet."""
     rank = int(os.environ[RANK])
     totals = []
     with start_timeout(AMPLE_S):
@@ -171,7 +169,7 @@ def test_a_rank_needs_not_have_been_in_the_earlier_worlds(pools: Pools) -> None:
 
 
 def _leave_the_name_of_a_world(name: str) -> None:
-    """Leaves the keys of a rank 0 that was killed while it waited."""
+    """The keys of a rank 0 that was killed while it waited."""
     if os.environ[RANK] == "0":
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore("parallel_state/0", agent)
@@ -182,7 +180,6 @@ def _leave_the_name_of_a_world(name: str) -> None:
 
 @pytest.mark.parametrize("library", [True, False])
 def test_the_name_of_a_world_whose_first_rank_was_killed(pools: Pools, library: bool) -> None:
-    """The next ranks find the name without a verdict, and meet in the new world."""
     pool = pools(4)
     assert pool.run(_meet, "env://", [4] * 4, AMPLE_S, timeout_s=DEADLINE_S)[0][1].text == "[6.0]"
     with held_port() as port:

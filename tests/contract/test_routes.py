@@ -1,5 +1,3 @@
-"""Every rank chooses the same communicator by size and dtype, with a reason for each unused one."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -188,7 +186,7 @@ def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
 
 
 def _capturing_body(capturing: bool) -> list[str]:
-    """The group claims that its device is a GPU, but tensors are on the CPU. A graph may be recorded."""
+    """The group claims that its device is a GPU, but tensors are on the CPU."""
     group = _member(SMALL)
     context = dataclasses.replace(group.context, device=torch.device("cuda", 0))
     route = Route(context, group.route.communicators, {})
@@ -242,7 +240,7 @@ def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
 
 
 def test_the_vote_is_the_groups_own(pools: Pools) -> None:
-    """In two groups of two, rank 1 of each refuses. Only its own peer is affected."""
+    """In two groups of two, rank 1 of each refuses; only its own peer is affected."""
     results = pools(4).run(_vote_body, True, tp=2)
     own = "its library is not here"
     others = [f"it is unavailable on global rank {rank} of the group" for rank in (1, 3)]
@@ -272,7 +270,7 @@ def _custom_body(enable: bool) -> tuple[list[str], list[str], str | None, str | 
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_kernels_of_our_own_can_be_turned_off(pools: Pools, enable: bool) -> None:
-    """`set_custom_all_reduce` applies to tensor-parallel groups. Pipeline groups never have such kernels."""
+    """`set_custom_all_reduce` applies to tensor-parallel groups; pipeline groups never have such kernels."""
     off = "custom all-reduce is off for this group (set_custom_all_reduce)"
     for tp_names, pp_names, tp_reason, pp_reason in pools(4).run(_custom_body, enable):
         assert tp_names == (["small_floats", "process_group"] if enable else ["process_group"])

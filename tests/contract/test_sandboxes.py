@@ -1,5 +1,3 @@
-"""`launch` in a sandbox that refuses system calls: it works, or its error names the forbidden call."""
-
 from __future__ import annotations
 
 import errno

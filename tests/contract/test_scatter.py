@@ -1,5 +1,3 @@
-"""scatter: every caller gives the slice's size, or only `src`."""
-
 from __future__ import annotations
 
 import torch

@@ -26,7 +26,7 @@ from tests.references import VLLM
 
 @contextmanager
 def default_group(name: str) -> Iterator[None]:
-    """A default group as made by a program that knows only torch.distributed. No environment variable announces it."""
+    """As a program that knows only torch.distributed makes it: no environment variable announces it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     with no_launcher():
@@ -36,9 +36,6 @@ def default_group(name: str) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
-
-
-# Utilities over the user's default group (T2, T4).
 
 
 def _utilities(path: str, missing: str) -> dict[str, Any]:
@@ -88,9 +85,6 @@ def test_utilities_over_a_default_group_of_the_user_s(pools: Pools, tmp_path: Pa
             "world": None,
             "afterwards": b"content",
         }
-
-
-# all_to_all over any group (M10).
 
 
 def _all_to_all() -> dict[str, Any]:
@@ -146,9 +140,6 @@ def test_all_to_all_over_any_group(pools: Pools) -> None:
         }
 
 
-# all_gather with out (F1).
-
-
 def _out() -> dict[str, bool]:
     torch._dynamo.reset()
     group = ps.get_tp_group()
@@ -188,9 +179,6 @@ def test_all_gather_into_a_tensor(pools: Pools) -> None:
         assert all(facts.values()), facts
 
 
-# Size 1 (V12), and a world of one (K13).
-
-
 def test_tensor_dicts_in_a_group_of_one() -> None:
     tensors = {"x": torch.ones(1)}
     group = ps.simulated_group([3], 3)
@@ -211,7 +199,7 @@ def test_tensor_dicts_in_a_group_of_one() -> None:
 
 
 def test_tensor_dicts_in_a_group_of_one_are_as_vllms() -> None:
-    """Compared with vLLM's own functions, called as its callers do."""
+    """Compared with vLLM's own functions."""
     names = ("send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict", "irecv_tensor_dict")
     theirs: dict[str, Any] = {"torch": torch}
     exec(VLLM.cut(*names, strip_decorators=True), theirs)
@@ -233,7 +221,6 @@ def _alone() -> dict[str, Any]:
         facts["free"] = not dist.is_initialized() and tp.all_reduce(torch.ones(1)).item() == 1.0
         facts["supports"] = tp.supports_process_group
         tp.barrier()
-        # The program's own default group.
         dist.init_process_group("gloo")  # uses the variables that init left for env://
         owners = dist.group.WORLD
         facts["owner's is taken"] = tp.device_group is owners
@@ -274,9 +261,6 @@ def _alone_among_others() -> list[float]:
 
 def test_worlds_of_one_in_a_default_group_of_more(pools: Pools) -> None:
     assert pools(2).run(_alone_among_others, timeout_s=DEADLINE_S) == [[2.0, 1.0]] * 2
-
-
-# Before init, addresses, logs, GPUs (K1, T5, M5, M11, F4, V8, V12).
 
 
 def test_who_am_i_before_init() -> None:
@@ -401,7 +385,7 @@ def test_ranks_that_see_one_gpu_each_of_their_own(pools: Pools) -> None:
 
 @pytest.mark.parametrize("high", [False, True])
 def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyPatch, high: bool) -> None:
-    """Checks the request to torch, as this build has no NCCL."""
+    """This build has no NCCL, so it checks the request to torch."""
     asked: list[Any] = []
 
     class Options(SimpleNamespace):
@@ -462,9 +446,6 @@ def test_an_nccl_group_does_not_tell_who_shares_a_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     with pytest.raises(ps.InvalidArgumentError, match="needs a group for CPU tensors"):
         ps.in_the_same_node_as(group)
-
-
-# The experts' mesh (K10).
 
 
 def _meshes() -> dict[str, Any]:

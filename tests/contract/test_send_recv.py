@@ -1,5 +1,3 @@
-"""send and recv."""
-
 from __future__ import annotations
 
 import torch
@@ -39,7 +37,6 @@ def test_every_rank_to_every_other(carrier: Carrier) -> None:
 
 
 def _ring_body(member: Member) -> None:
-    """Defaults: send to the next rank, receive from the previous one, around the end."""
     group, previous = member.group, (member.rank - 1) % member.size
     with member.case("a ring"):
         x = torch.full((3,), member.rank)
@@ -61,10 +58,8 @@ def test_the_defaults_are_the_next_and_the_previous(carrier: Carrier) -> None:
 
 
 def _order_body(member: Member) -> None:
-    """Messages between two ranks keep their order, and `x` may be reused after send.
-
-    Over gloo some fit the 64 KiB of the message that compares the calls, others just don't.
-    """
+    """Messages between two ranks keep their order. Over gloo some fit the 64 KiB of the message that compares the
+    calls, others just don't."""
     if member.simulated or member.size == 1:
         member.cases += 1
         return

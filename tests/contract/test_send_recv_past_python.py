@@ -1,4 +1,4 @@
-"""send and recv of plain CPU tensors within a host run in C++. Only their time differs from the Python route's."""
+"""send and recv of plain CPU tensors within a host run in C++."""
 
 from __future__ import annotations
 
@@ -360,7 +360,6 @@ def test_records_and_counts(pools: Pools) -> None:
 
 
 def _watched_and_in_debug_mode(debug: bool) -> tuple[int, list[str]]:
-    """Observers receive these operations too."""
     events: list[Any] = []
     with world(2), _pair() as group:
         remove = (lambda: None) if debug else ps.on_operation(events.append)

@@ -1,5 +1,3 @@
-"""The shared-memory communicator beyond the contract tests."""
-
 from __future__ import annotations
 
 import functools
@@ -92,7 +90,7 @@ KINDS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast
 
 
 def _mixed(seed: int, calls: int, pauses: bool) -> str:
-    """The same random calls on every rank. Random delays let some ranks run ahead."""
+    """Random delays let some ranks run ahead."""
     with world(int(os.environ["WORLD_SIZE"])):
         group = ps.get_tp_group()
         draw, own = random.Random(seed), random.Random(seed * 64 + group.rank)
@@ -112,7 +110,7 @@ def _mixed(seed: int, calls: int, pauses: bool) -> str:
 
 @pytest.mark.parametrize(("ranks", "pauses"), [(2, True), (3, False), (4, True), (8, True)])
 def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
-    """No rank may read a slot that is being written, in any order of operations and sizes."""
+    """No rank may read a slot that is being written."""
     for seed in range(3 if LONG else 1):
         found = pools(ranks).run(_mixed, seed, 120 if ranks < 8 else 60, pauses, timeout_s=DEADLINE_S)
         assert found == ["shared_memory"] * ranks
@@ -142,7 +140,7 @@ def test_many_more_ranks_than_cores(pools: Pools, ranks: int) -> None:
 
 
 def _huge_bytes() -> tuple[int, int, bool]:
-    """Returns the reason why this kernel has no huge pages (0: it has), bytes mapped by huge pages, correctness."""
+    """Returns why this kernel has no huge pages (0: it has), bytes mapped by them, correctness."""
     with world(2):
         group = ps.get_tp_group()
         small, x = group.empty((1000,), torch.float32), group.empty((4 << 20,), torch.float32)
@@ -263,7 +261,7 @@ def _touched() -> list[list[float]]:
 
 
 def test_each_rank_touches_its_own_slots(pools: Pools) -> None:
-    """All of its own; of its peers' only what the first calls have read."""
+    """Of its peers' slots, only what the first calls have read."""
     for rank, segments in enumerate(pools(4).run(_touched, timeout_s=DEADLINE_S)):
         assert segments
         for shares in segments:

@@ -1,5 +1,3 @@
-"""A world whose ranks lack the compiled library: gloo with deadlines, or one error with the reason."""
-
 from __future__ import annotations
 
 import os

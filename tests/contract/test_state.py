@@ -1,5 +1,3 @@
-"""Making a world: environment and arguments, an existing default group, and refusals."""
-
 from __future__ import annotations
 
 import gc
@@ -115,7 +113,7 @@ def _link(number: str) -> str:
 
 
 def test_alone_needs_no_address(pools: Pools) -> None:
-    """Without a launcher each process is its own world. Variables that init exports for env:// are removed again."""
+    """Variables that init exports for env:// are removed again."""
     for facts in pools(4).run(_alone, timeout_s=DEADLINE_S):
         exported = facts.pop("exported")
         assert facts == {
@@ -186,7 +184,7 @@ def _join(name: str, backend: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["gloo", None])
 def test_joins_a_default_group_that_is_there(pools: Pools, backend: str | None) -> None:
-    """A group of another size, rank or backend is refused. It survives refusal and destroy."""
+    """A group of another size, rank or backend is refused, and survives that."""
     results = pools(4).run(_join, f"join/{uuid.uuid4()}", backend, timeout_s=DEADLINE_S)
     for rank, facts in enumerate(results):
         size, other, backend_refused = facts.pop("refused")
@@ -199,7 +197,7 @@ def test_joins_a_default_group_that_is_there(pools: Pools, backend: str | None) 
 
 
 def test_the_device_of_a_joined_group_without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has NCCL if there is CUDA. Its device is then the GPU."""
+    """Its device is the GPU if there is CUDA."""
     place = ProcessEnvironment(1, 1, 2, 2, None, None, "torchrun")
     assert startup.device_of("undefined", place) == torch.device("cpu")
     chosen: list[int] = []

@@ -1,5 +1,3 @@
-"""`group.empty` and results in memory that all ranks map; the fused norm; with every build of the library."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Tensor dicts: with metadata or a spec, whole or sliced, blocking or started, eager or compiled."""
-
 from __future__ import annotations
 
 import contextlib
@@ -46,7 +44,6 @@ LARGE = 2 << 20  # 8 MB of float32, more than any socket buffers
 
 
 def dict_of(seed: int) -> dict[str, Any]:
-    """Every kind of tensor, nested dicts, and other values."""
     return {**tensor_zoo(seed), "inner": {"dict": {"deep": torch.full((3, 2), seed)}, "n": seed}, "none": None}
 
 
@@ -56,7 +53,7 @@ def arrived_dict_of(seed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted(group: GroupCoordinator) -> Iterator[dict[str, Traffic]]:
-    """Yields the group's traffic by operation, filled in at the end."""
+    """The traffic by operation is filled in at the end."""
     before = {name: (traffic.calls, traffic.bytes) for name, traffic in group.traffic().items()}
     carried: dict[str, Traffic] = {}
     yield carried
@@ -91,7 +88,6 @@ def send_round() -> None:
     group = ps.get_world_group()
     rank, size = group.rank_in_group, group.world_size
     before = (rank - 1) % size
-    # Defaults: send to the next rank, receive from the previous one. Either call may be first.
     sending = group.isend_tensor_dict(dict_of(rank))
     assert same(group.recv_tensor_dict(), arrived_dict_of(before))
     sending.wait()
@@ -202,9 +198,6 @@ def a_dict_alone() -> None:
 
 def test_a_group_of_one_rank(pools: Pools) -> None:
     pools(2).run(a_dict_alone, tp=1, timeout_s=DEADLINE_S)
-
-
-# Slices: the ranks of the sending stage hold equal dicts, and each sends its part.
 
 
 def sliced_dict(tp_rank: int) -> dict[str, Any]:
@@ -382,7 +375,7 @@ def dropped_handles() -> None:
 
 
 def exchange_both_ways() -> None:
-    """Both ranks send while a receive is posted: each must receive during its own blocking send."""
+    """Each rank must receive during its own blocking send."""
     group = ps.get_world_group()
     peer = 1 - group.rank_in_group
     incoming = [group.irecv_tensor_dict(peer) for _ in range(2)]
@@ -457,9 +450,6 @@ def test_delivered_sends(pools: Pools, over: str) -> None:
     pools(2).run(delivered_sends, over, tp=1, timeout_s=DEADLINE_S)
 
 
-# With a spec on both sides, only tensors are sent.
-
-
 def flat_dict(seed: int) -> dict[str, Any]:
     base = torch.arange(24.0).view(6, 4) + seed
     return {
@@ -520,7 +510,7 @@ def test_with_a_spec_only_tensors_are_sent(pools: Pools, world_size: int) -> Non
 
 
 def exchange_lists(over: str) -> None:
-    """Small tensors, which the route sends as one, and large ones. An earlier receive is still pending."""
+    """Small tensors, which the route sends as one, and large ones."""
     with own_group(over) as group:
         rank = group.rank_in_group
         for values in (flat_dict(1), {**flat_dict(2), "large": torch.arange(LARGE // 4)}):
@@ -672,7 +662,7 @@ def test_dicts_with_a_spec_keep_their_place(pools: Pools) -> None:
 
 
 def large_tensors() -> None:
-    """Received tensors are in the group's memory, which later messages reuse. They outlive the group."""
+    """Received tensors are in the group's memory, and outlive the group."""
     with own_group() as group:
         sent = {"x": torch.arange(LARGE // 4), "small": torch.ones(2)}
         kinds: list[Callable[..., dict[str, Any]]] = [group.recv_tensor_dict, group.broadcast_tensor_dict]
@@ -714,7 +704,6 @@ def other_specs() -> list[dict[str, Any]]:
 
 
 SPEC_MISMATCH = "must pass equal specs, but rank 0|this rank is in broadcast_tensor_dict"
-"""Detected in the message, or in a broadcast by the announced calls."""
 
 
 def small_dict() -> dict[str, Any]:
@@ -722,7 +711,7 @@ def small_dict() -> dict[str, Any]:
 
 
 def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
-    """Either side has another spec or none. Even cases first open the group's queues, so that C++ makes the calls."""
+    """Even cases first open the group's queues, so that C++ makes the calls."""
     spec: ps.TensorDictSpec | None = ps.TensorDictSpec.of(small_dict())
     others = other_specs()
     sent = others[case] if case < len(others) else small_dict()
@@ -758,7 +747,7 @@ def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
 
 @contextlib.contextmanager
 def short_group(over: str) -> Iterator[GroupCoordinator]:
-    """As own_group, but over gloo a sender waits at most two seconds for its receiver."""
+    """As own_group, but over gloo a sender waits at most 2 s."""
     with pytest.MonkeyPatch.context() as patch:
         if over == "route":
             patch.setattr(test_objects, "DEADLINE_S", 7)
@@ -781,7 +770,6 @@ def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -
 
 
 def meet_other_slices() -> str:
-    """Both sides exempt a tensor from slicing, but not the same one."""
     tp = ps.get_tp_group()
     values = {"x": torch.arange(4.0), "y": torch.arange(4.0) + 4}
     spec = ps.TensorDictSpec.of(values)
@@ -796,7 +784,7 @@ def meet_other_slices() -> str:
 
 
 def test_other_slices_are_a_mismatch(pools: Pools) -> None:
-    """The first receiver to detect it fails the group. The other may receive that failure first."""
+    """The first receiver to detect it fails the group; the other may receive that failure first."""
     told = pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)[2:]
     assert any("cut other tensors into slices" in text for text in told), told
     assert all(re.search("cut other tensors into slices|detected a mismatched call", text) for text in told), told
@@ -866,7 +854,7 @@ def misfits() -> list[dict[str, Any]]:
 
 
 def receive_into_buffers(over: str, how: str) -> None:
-    """The first dict of a form is decoded, later ones are expected. Buffers may be strided. Misfits are refused."""
+    """The first dict of a form is decoded, later ones are expected. Buffers may be strided."""
 
     def buffers() -> dict[str, Tensor]:
         return {"hidden": torch.zeros(3, 4, dtype=torch.bfloat16), "residual": torch.zeros(4, 2).t()}
@@ -1048,7 +1036,7 @@ def test_eager_and_compiled_callers_meet(pools: Pools) -> None:
 
 
 def compiled_by_inductor() -> None:
-    """A small graph, because compiling C++ is slow. Nothing may be dropped or reordered."""
+    """A small graph, because compiling C++ is slow."""
     assert torch._inductor.config.compile_threads == 1, "a fork would wait for threads that its fork server has"
     torch._dynamo.reset()
     group = ps.get_world_group()

@@ -1,4 +1,4 @@
-"""Threads and signal handlers that call one group at the same time: row 44. The second call raises at once."""
+"""Threads and signal handlers that call one group at the same time: row 44."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 90.0
 LIMIT_S = 10.0
 
-# This rank's call meanwhile: by its own op, by the Python route, by messages.
 UNDER_WAY: dict[str, Callable[[ps.GroupCoordinator], object]] = {
     "barrier": lambda group: group.barrier(),
     "gather": lambda group: group.gather(torch.ones(3)),
@@ -198,7 +197,7 @@ def test_a_signal_handler_in_the_middle_of_a_transfer(pools: Pools, what: str) -
 
 
 def _sends_of_handlers(seconds: float) -> int:
-    """Rank 0 and its handler send all the time. Returns the number of the handler's messages."""
+    """Returns the number of the handler's messages."""
     (group,) = _groups("shared memory", 1)
     others, until = 0, time.monotonic() + seconds
     large, from_handler = b"x" * (1 << 20), "from the handler"
@@ -331,10 +330,7 @@ PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _interrupted_past_python(what: str, handle: Callable[[ps.GroupCoordinator], object]) -> tuple[list[Any], str]:
-    """Runs `handle` during rank 0's third receive. Returns its result, and the outcomes of this receive and the next.
-
-    The receive re-raises an error of `handle`.
-    """
+    """Runs `handle` during rank 0's third receive. Returns its result, and the outcomes of this and the next."""
     (group,) = _groups("shared memory", 1)
     receive, send = PAST_PYTHON[what]
     told: list[Any] = []
@@ -467,7 +463,6 @@ def test_waiting_for_what_was_started_is_no_call(pools: Pools, route: str) -> No
 
 
 def _in_a_handler_of_a_broadcast() -> list[str]:
-    """Rank 0 waits for an announced broadcast when its handler calls another collective."""
     (group,) = _groups("shared memory", 1)
     told: list[str] = []
     try:

@@ -1,5 +1,3 @@
-"""A group's timeout: one value for collectives, transfers and messages; assigned, for some calls, or extended."""
-
 from __future__ import annotations
 
 import time
@@ -39,7 +37,7 @@ def _call(group: ps.GroupCoordinator, name: str) -> object:
 
 
 def _end_early(way: str, name: str, route: str, folder: str) -> tuple[str, float, float]:
-    """Rank 0 waits for rank 1, which doesn't make the call. Returns the error's kind, its timeout, and the time."""
+    """Returns the error's kind, its timeout, and the time."""
     with environment(**ROUTES[route]):
         ps.init_distributed_environment(timeout=LONG_S)
         try:
@@ -82,7 +80,6 @@ def test_calls_end_at_the_timeout_that_was_set(
 
 
 def _wait_longer(route: str, late_s: float) -> list[float]:
-    """Rank 1 comes later than the timeout at creation."""
     with environment(**ROUTES[route]):
         ps.init_distributed_environment(timeout=SHORT_S * 3)
         try:

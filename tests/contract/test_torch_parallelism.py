@@ -1,5 +1,3 @@
-"""torch's FSDP2, tensor parallelism, pipelining and DTensor on our groups, compared with one process."""
-
 from __future__ import annotations
 
 import math
@@ -28,8 +26,6 @@ STEPS = 2
 
 
 class Block(nn.Module):
-    """Attention and MLP. The number of heads follows from the weights' sizes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
@@ -111,7 +107,6 @@ SHARDED: dict[str, tuple[dict[str, int], tuple[str, ...], str, int]] = {
 
 
 PARTS = ("hybrid", "hybrid, one copy", "one dim")
-"""Only in long runs. "hybrid, cp" covers shards, copies and a dim of two axes; test_device_mesh dims of one rank."""
 
 
 @pytest.mark.parametrize(

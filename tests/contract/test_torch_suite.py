@@ -1,5 +1,3 @@
-"""torch's own tests of torch.distributed that pass over gloo also pass over `backend="parallel_state"`."""
-
 from __future__ import annotations
 
 import re
@@ -21,7 +19,6 @@ needs_reconfigure = pytest.mark.skipif(not hasattr(distributed_c10d, "_reconfigu
 
 
 def _known() -> set[str]:
-    """Returns the failing tests that the documentation lists with a reason."""
     return set(re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(), re.MULTILINE))
 
 
@@ -69,7 +66,6 @@ def test_groups_whose_members_change(tmp_path: Path) -> None:
 @needs_reconfigure
 @pytest.mark.skipif(problem() is not None, reason=f"no hosts can be made here: {problem()}")
 def test_groups_whose_members_change_over_two_hosts(tmp_path: Path) -> None:
-    """The same, with ranks 0 and 2 on one host and rank 1 on another."""
     with Hosts(2) as hosts:
         _check_fault_tolerance(tmp_path / "log", [hosts.pid(0), hosts.pid(1)])
 

@@ -1,5 +1,3 @@
-"""transformers' tensor parallelism on our mesh: its plan and sharded loading for Llama."""
-
 from __future__ import annotations
 
 import re
@@ -21,7 +19,7 @@ DEADLINE_S = 180.0
 
 
 def _on_our_mesh() -> Any:
-    """Llama with meshes over our groups. from_pretrained would make its own with these dims."""
+    """from_pretrained would make its own meshes with these dims."""
     from transformers import LlamaForCausalLM  # slow: the test process doesn't import it
     from transformers.distributed.utils import TransformersDeviceMesh
 
@@ -30,7 +28,7 @@ def _on_our_mesh() -> Any:
         def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
             dense = ps.get_device_mesh("pp", "dp_replicate", "fsdp", "tp")
             experts = ps.get_device_mesh("pp", "dp_replicate", "efsdp", "ep")
-            # No device_map, which requires accelerate. The default is the CPU.
+            # No device_map, which requires accelerate.
             return distributed_config, None, TransformersDeviceMesh(dense, experts)
 
     return OnOurMesh

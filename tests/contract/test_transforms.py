@@ -1,5 +1,3 @@
-"""torch.func and double gradients through collectives and regions: right, or refused with our error."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -129,7 +127,6 @@ def test_jacrev_and_vjp(group_carrier: Carrier) -> None:
 
 
 def _uneven_and_in_place_body(member: Member) -> None:
-    """vmap of calls outside OPS: sizes per rank, in place, the fused norm."""
     group, size = member.group, member.size
     with member.case("sizes"):
         lengths = [2, 1]
@@ -164,8 +161,6 @@ def _uneven_and_in_place_body(member: Member) -> None:
 def test_vmap_of_other_forms(group_carrier: Carrier) -> None:
     group_carrier.run(_uneven_and_in_place_body)
 
-
-# Calls without a rule, and the transforms that must refuse them.
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], object]] = {
     "grad": lambda f, x: func.grad(lambda x: f(x).sum())(x),

@@ -1,7 +1,3 @@
-"""A wrong call raises before anything is sent. The error has the rule, the value, the group and rank; the group stays
-usable.
-"""
-
 from __future__ import annotations
 
 import warnings
@@ -317,7 +313,7 @@ def test_a_global_rank_is_explained() -> None:
 
 
 def _global_rank_body(member: Member) -> None:
-    """In the group of global ranks 2 and 3, rank 2 is refused, and the error names the intended rank."""
+    """The error of the group of global ranks 2 and 3 names the intended rank."""
     with member.case("a global rank"):
         first = member.group.first_global_rank
         with pytest.raises(InvalidArgumentError) as caught:
@@ -362,9 +358,6 @@ def _unsupported_body(member: Member) -> None:
 
 def test_what_no_communicator_carries(group_carrier: Carrier) -> None:
     group_carrier.run(_unsupported_body)
-
-
-# scatter: only `src` can detect these errors.
 
 
 def _scatter_body(member: Member) -> None:
@@ -458,8 +451,6 @@ def _untouched_body(member: Member) -> None:
 def test_a_wrong_call_in_place_changes_nothing(group_carrier: Carrier) -> None:
     group_carrier.run(_untouched_body)
 
-
-# A mistake of one rank, before it has sent anything.
 
 TOO_LARGE = (1 << 50,)
 """Elements of an expanded tensor: no machine has memory for them."""

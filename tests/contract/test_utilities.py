@@ -1,5 +1,3 @@
-"""Utilities: files, "this rank first", seeds, unwrapping, ranks of one host."""
-
 from __future__ import annotations
 
 import errno
@@ -102,8 +100,6 @@ def test_read_file_dist_without_init(tmp_path: Path) -> None:
 
 
 class Log:
-    """Records each rank's progress in the world's store, under keys of this test."""
-
     def __init__(self, name: str) -> None:
         self.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
@@ -185,7 +181,7 @@ def test_local_master_first_on_several_hosts(pools: Pools) -> None:
 
 
 class Odd(Exception):
-    """A local type."""
+    pass
 
 
 def body_fails(first: FirstContext, failing: list[int], error: type[BaseException], text: str) -> None:
@@ -281,7 +277,6 @@ def test_master_first_without_init(first: FirstContext) -> None:
 
 
 def simulated_beside_the_real(path: str) -> None:
-    """Each rank simulates another rank of another world, and waits for none."""
     world, tp = ps.get_world_group(), ps.get_tp_group()
     for turn in range(1 + world.rank):
         with ps.simulate(turn + 3, 8, 2, 2).use(), ps.master_first(), ps.local_master_first():

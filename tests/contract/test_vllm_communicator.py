@@ -1,4 +1,4 @@
-"""The communicator of vLLM's plug-in, over stand-ins for its two base classes in vLLM."""
+"""Over stand-ins for its two base classes in vLLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The queue behind vLLM's interface. Waits end by their deadline or a peer's exit."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The walks of docs/architecture.md name the files that real calls pass, in order."""
-
 from __future__ import annotations
 
 import os
@@ -36,7 +34,6 @@ pytestmark = pytest.mark.skipif(not has_ops, reason="the library has no ops")
 
 
 def _walks() -> dict[str, list[tuple[str, str]]]:
-    """Returns title -> (file, function) of each stop."""
     text = (
         (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Walks")[2].partition("\n## ")[0]
     )
@@ -56,10 +53,7 @@ def _files_of_package(names: Iterable[str]) -> list[str]:
 
 
 def _way_into_the_library(call: Callable[[], Any], prefix: str) -> list[str]:
-    """Returns the packages' files on the Python stack at the first call of a library function, and its name.
-
-    `prefix`: of that function's name.
-    """
+    """Returns the files on the Python stack at the first library call, and its name, which starts with `prefix`."""
     found: list[str] = []
 
     def note(frame: FrameType | None, event: str, argument: Any) -> None:
@@ -115,7 +109,7 @@ def _death() -> list[str]:
 
 
 def _python_stops(title: str) -> list[str]:
-    """Returns a walk's Python files without the getter, which has returned before the call."""
+    """Omits the getter, which has returned before the call."""
     return [file for file, _ in _walks()[title] if file.endswith(".py") and file != "parallel_state/state.py"]
 
 

@@ -1,7 +1,4 @@
-"""A wrong value for any single argument of any call raises UsageError at once, or the call works.
-
-Both ranks pass the same wrong argument.
-"""
+"""A wrong value for a single argument raises UsageError at once, or the call works. Both ranks pass the same one."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ AT_ONCE_S = 1.0
 
 
 class Odd:
-    """A value that no call accepts or sends."""
+    pass
 
 
 WRONG: dict[str, Callable[[], Any]] = {
@@ -41,19 +38,17 @@ ONLY_AT_THE_SOURCE = {
     "scatter": ("x",), "broadcast_tensor_dict": ("out",), "broadcast_object_list": ("obj_list",),
     "broadcast_tensor_dict, spec": ("tensor_dict",),
 }  # fmt: skip
-"""Only one rank can detect these. The other waits until its deadline, as documented."""
+"""Only one rank can detect these; the other waits until its deadline."""
 TOLD_TO_THE_RECEIVER = {
     "send_object": ("obj",), "isend_object": ("obj",),
     "send_tensor_dict": ("tensor_dict",), "isend_tensor_dict": ("tensor_dict",),
 }  # fmt: skip
-"""They can't be sent, so the receiver raises RemoteError instead of receiving."""
+"""They can't be sent, so the receiver raises RemoteError."""
 
 
 class Call(NamedTuple):
-    """A call that is right with its `arguments`.
-
-    `before` sends what a receive needs. `after` receives that if the call failed; `taken` receives what the call sent.
-    """
+    """`before` sends what a receive needs. `after` receives that if the call failed; `taken` receives what the call
+    sent."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
