@@ -1,4 +1,4 @@
-"""GroupCoordinator, and how it is created over process groups."""
+"""GroupCoordinator, and its creation over process groups."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Of our own NCCL communicators; the field of `options` is for the process group."""
+    """Gives our own NCCL communicators a stream of high priority. `options` has the same field for the process group.
+    """
     lazy_cpu_group: bool = False
-    """Creates a device group's gloo group at its first use, by all ranks together."""
+    """If True, the gloo group beside a device group is created at its first use, by all ranks together."""
 
 
 class _Renamed:
-    """A global rank in vLLM; reading it raises."""
+    """An attribute that is a global rank in vLLM. Reading it raises RenamedError."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -128,7 +129,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Python also calls it after a `_Renamed` attribute raised."""
+            """Raises an error with the most similar name. Python also calls this method after a `_Renamed` attribute
+            raised.
+            """
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
             known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
@@ -151,13 +154,15 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     ) -> GroupCoordinator:
         """Returns a coordinator over an existing torch ProcessGroup of any backend.
 
-        Exactly the ranks of the group call it; ranks of several process groups in the same order.
+        Every rank of the group must call it, and no other rank. A rank of several process groups wraps them in the same
+        order as the other ranks.
 
-        - `process_group`: the caller destroys it, and `cpu_group`, after `destroy()`.
+        - `process_group`: the caller still owns it and `cpu_group`, and destroys both after `destroy()`.
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
         - `device`: default: CUDA if the process group has a backend for CUDA alone, else the CPU.
         - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
-        - `within`: a coordinator that contains these ranks and outlives this one, which also fails with it.
+        - `within`: a coordinator that contains these ranks and outlives the new one. If a death fails `within`, the new
+          coordinator fails as well.
 
         Some calls run on `process_group`: all ranks must make direct calls on it and calls on the coordinator in the
         same order. Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument
@@ -266,9 +271,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """Returns the torch ProcessGroup for CPU tensors. Its first use may need a call by every rank of the group.
+        """Returns the torch ProcessGroup for CPU tensors. Some device groups create this group at the first use,
+        which must then be a call by every rank of the group.
 
-        Its backend is PARALLEL_STATE_CPU_BACKEND's, but groups that the program made keep theirs.
+        PARALLEL_STATE_CPU_BACKEND chooses the backend. Groups that the program made keep their own backend.
         """
         found = self._public_cpu_group
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
@@ -314,9 +320,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         """Creates a group of `ranks`, which are ranks *in this group*; returns None on the other ranks.
 
         Every rank of this group calls it with the same distinct ranks in ascending order. The new group has its own
-        process groups, so threads may use both. A sub-group of the world fails only by deaths among its own ranks; one
-        of a parallel group fails with that group. Raises InvalidArgumentError, or ConfigMismatchError if arguments
-        differ.
+        process groups: one thread may use it while another thread uses this group. A sub-group of the world fails only
+        by deaths among its own ranks. A sub-group of a parallel group fails with that group. Raises
+        InvalidArgumentError, or ConfigMismatchError if arguments differ.
         """
         self.route.check_usable()
 
@@ -367,8 +373,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     ) -> AbstractContextManager[GraphCaptureContext]:
         """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter it.
 
-        The current stream is then that of `context`, or a new one, which waits for the previous. `peers`: ranks in the
-        group with which the graphs send or receive for the first time. Each peer must name this rank as well.
+        In the body the current stream is the stream of `context`, or a new stream that waits for the previous one.
+        `peers`: ranks in the group with which the graphs send or receive for the first time. Each peer must name this
+        rank as well.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise InvalidArgumentError(
@@ -452,10 +459,10 @@ def create_group(
     unshared: bool = False,
     given: GivenGroup | None = None,
 ) -> GroupCoordinator:
-    """Creates the group of `ranks` (global, ascending), which include this rank.
+    """Creates the group of the global ranks `ranks`. They ascend and include this rank.
 
-    Callers and further arguments: see ProcessGroupPool.acquire. `domain`: the ranks whose death fails the group;
-    default: all.
+    ProcessGroupPool.acquire says who must call it, and describes the other arguments. `domain`: the ranks whose death
+    fails the group, by default all ranks of the world.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -527,7 +534,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Never shortens gloo's timeout: groups of the same ranks share it."""
+    """Sets the timeouts of both process groups. Never shortens gloo's: groups of the same ranks share one gloo group."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -536,7 +543,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection. Each of `ranks`, which have a process group, must call it."""
+    """Starts failure detection. Each of `ranks` must call it, and they must have a process group."""
     from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 

@@ -1,4 +1,4 @@
-"""The groups that `ParallelGroups.use()` made current, in a context variable; and its propagation:
+"""The groups that `ParallelGroups.use()` made current. A context variable holds them, and they also reach:
 
 - threads: `threading.Thread.start` is wrapped while any groups are in use.
 - backward: autograd numbers a thread's nodes in order, so the numbers at which `use()` was entered and left determine
@@ -34,13 +34,14 @@ _MOST_MARKS = 4096
 _UNKNOWN, _FORGOTTEN, POOLED = object(), object(), object()
 
 _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_groups", default=None)
-"""None, or `POOLED` in a thread-pool worker."""
+"""The current groups; None outside of `use()`; `POOLED` in the workers of a thread pool."""
 
 
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    In an event loop it is unknown which task creates a node: a backward there uses the groups that are current then.
+    In an event loop it is unknown which task creates a node. A backward there uses the groups that are current when it
+    runs.
     """
 
     exist: ClassVar[bool] = False
@@ -108,7 +109,9 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Compiled code guards on `groups`. dynamo doesn't trace an `instancemethod` getter: it assumes C code."""
+    """Holds the groups on which compiled code guards. dynamo doesn't trace an `instancemethod` getter: it assumes C
+    code.
+    """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New
     _new.restype, _new.argtypes = ctypes.py_object, [ctypes.py_object]
@@ -137,7 +140,7 @@ def using(groups: _Groups) -> Iterator[_Groups]:
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-"""Their worker threads run work of any submitter."""
+"""Modules whose worker threads run functions that other threads submit."""
 
 
 class _ThreadStarts:

@@ -54,7 +54,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the dims fastest first, by the distance of neighbouring ranks, and `ep`."""
+    """Returns the mesh's dims and `ep`, ordered by the distance between neighbouring ranks, the smallest first."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

@@ -66,7 +66,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Puts slow axes first: torch can't combine root meshes with other orders of ranks."""
+    """Returns the dims of the root mesh, slow axes first. torch can't combine root meshes that order ranks differently."""
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

@@ -1,4 +1,4 @@
-"""`ParallelGroups`: the groups of one model, of which the singletons of `state` are a view."""
+"""`ParallelGroups`: the groups of one model. The singletons of `state` are a view of such an object."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class VirtualPipeline:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's groups for one model: one of each kind that its layout has, and their world.
+    """This rank's groups for one model: one group of each kind in the layout, and the world that they divide.
 
     Properties: `tp`, `pp`, `dp`; under fairseq2's names `root` (the world), `rdp` and `sdp`.
     """
@@ -62,14 +62,14 @@ class ParallelGroups:
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
-    """Creates a group at its first use; None if this rank is in no group of that kind."""
+    """A function that creates a group at its first use. It returns None if this rank is in no group of that kind."""
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    """Also of groups not yet created; compiled code can't compute them."""
+    """The global ranks of each group, created or not. They are stored because compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
     is_view: bool = False
-    """Another object owns the groups; `close` then does nothing."""
+    """True if another object owns the groups. `close` then does nothing."""
     held: list[Callable[[], None]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
@@ -106,7 +106,7 @@ class ParallelGroups:
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns the global ranks without creating the group. Raises the usage errors of `get`."""
+        """Returns the global ranks of a group without creating the group. Raises the usage errors of `get`."""
         group = self.groups.get(name)
         if group is not None:
             return group.ranks
@@ -159,12 +159,12 @@ class ParallelGroups:
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """fairseq2's replicated data-parallel group; `dp` if the layout isn't sharded."""
+        """fairseq2's replicated data-parallel group. It is `dp` if the layout isn't sharded."""
         return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """fairseq2's sharded data-parallel group; one rank if the layout isn't sharded."""
+        """fairseq2's sharded data-parallel group. It has one rank if the layout isn't sharded."""
         return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
@@ -181,18 +181,18 @@ class ParallelGroups:
     def use(self) -> Iterator[ParallelGroups]:
         """Makes these the current groups: getters return them instead of the process-wide groups.
 
-        They are current in the body, in asyncio tasks and threads started in it, and in the backward of what it
-        computes (in an event loop: only within the body). Call backward in the thread of its forward.
+        They are current in the body, in asyncio tasks and threads that the body starts, and in the backward of its
+        results (in an event loop: only within the body). Call backward in the thread of the forward.
 
-        Getters raise UsageError in a thread-pool worker that was started in the body: submit
-        `contextvars.copy_context().run, function`. Threads started earlier keep their groups.
+        Getters raise UsageError in a thread-pool worker that the body started: submit
+        `contextvars.copy_context().run, function`. Threads that were started before keep their groups.
         """
         with using(self):
             yield self
 
     @host_call(OUTSIDE)
     def close(self) -> None:
-        """Destroys the groups, not the world. Every rank calls it; repeated calls do nothing."""
+        """Destroys the groups, but not the world. Every rank calls it. Repeated calls do nothing."""
         if self.is_view:
             return
         self.meshes.clear()
@@ -205,7 +205,7 @@ class ParallelGroups:
 
 
 def try_get_current_groups() -> ParallelGroups | None:
-    """Returns the groups that `use()` made current here, or None. Raises as getters do in `use()`."""
+    """Returns the groups that `use()` made current here, or None. Raises UsageError in a thread pool."""
     groups = CURRENT.groups
     if groups is POOLED:
         raise UsageError(
@@ -252,9 +252,9 @@ def create_parallel_groups(
 ) -> ParallelGroups:
     """Creates the groups of a layout over the ranks of `world`; leaves the process-wide groups unchanged.
 
-    Every rank of `world` must call it with the same arguments: see initialize_model_parallel. Only deaths in `world`
-    fail these groups. Raises LayoutError for sizes that don't fit, InvalidArgumentError, and ConfigMismatchError on
-    every rank if ranks differ, before any group is created.
+    Every rank of `world` must call it with the same arguments, which are those of initialize_model_parallel. Only
+    deaths in `world` fail these groups. Raises LayoutError for sizes that don't fit, InvalidArgumentError, and
+    ConfigMismatchError on every rank if ranks differ, before any group is created.
     """
     arguments: dict[str, Any] = {**locals()}
     world.route.check_usable()
@@ -325,9 +325,9 @@ def create_parallel_groups(
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
     """Creates groups like `groups` whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 
-    `sdp` is all of `dp`, or, with hybrid sharding, `intra_node_size` neighbours of it; `rdp` has the ranks with equal
-    shards. Every rank of the world must call it with the same arguments and close both objects. Raises LayoutError if
-    `intra_node_size` is below 2 or doesn't divide dp.
+    Without `intra_node_size`, `sdp` is `dp`. With it (hybrid sharding), each `sdp` has `intra_node_size` neighbouring
+    ranks of `dp`, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the same
+    arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
     """
     if groups.divide is None:
         raise GroupNotInitializedError(
@@ -388,7 +388,7 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Every rank of the group must call it."""
+        """Creates a group at its first use. Every rank of the group must call it."""
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()
@@ -401,7 +401,7 @@ class _Division:
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
-        """All ranks of `world` must call it, also those in no such group."""
+        """Creates a group during the init. All ranks of `world` must call it, also ranks that are in no such group."""
         ranks = self._ranks(name)
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
@@ -417,13 +417,13 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """GPUs rendezvous through the gloo group at start, and "global" creation needs all ranks."""
+        """False on GPUs, whose ranks connect through the gloo group at start, and for "global" creation by all ranks."""
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """All ranks must call it."""
+        """Divides the world's communicators into those of the groups of a kind. Every rank of the world must call it."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

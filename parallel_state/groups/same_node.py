@@ -19,9 +19,9 @@ from parallel_state.groups.coordinator import GroupCoordinator
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     """Returns, for each rank of `pg`, True if it shares memory with rank `source_rank`.
 
-    `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors, each of whose ranks must call it. If the source can't
-    create a segment, the result is True for the source only. Raises InvalidArgumentError for a wrong `source_rank`, and
-    for an NCCL ProcessGroup.
+    `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors. Each of its ranks must call this function. If
+    `source_rank` can't create a segment, the result is True for that rank only. Raises InvalidArgumentError for a wrong
+    `source_rank`, and for an NCCL ProcessGroup.
     """
     group = pg.cpu_group if isinstance(pg, GroupCoordinator) else pg
     if "nccl" in (backend := str(dist.get_backend(group))):
@@ -69,7 +69,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Every rank must call it."""
+    """Returns the ranks of each node. Every rank of `pg` must call it."""
     size = pg.size() if isinstance(pg, dist.ProcessGroup) else pg.world_size
     nodes: list[list[int]] = []
     waiting = list(range(size))

@@ -46,13 +46,13 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
-"""In addition to one per rank."""
+"""File descriptors of a gloo group, in addition to one per rank."""
 _LAST_CALL_S = 1.0
-"""For reports after the deadline of whether ranks are connected."""
+"""Time after the deadline in which ranks report whether they are connected."""
 _TOGETHER_S = 0.5
-"""A failed start waits this long for deaths on other hosts."""
+"""A start that failed waits this long for reports of deaths on other hosts."""
 _START_DESCRIPTORS = 20
-"""In addition to one per rank of the world (on rank 0: four)."""
+"""File descriptors that the start needs, in addition to one per rank of the world (four per rank on rank 0)."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
 
 
 def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
-    """Every rank of the default group must call it.
+    """Joins the world of torch's default group. Every rank of that group must call it.
 
-    Raises ConfigMismatchError if it contradicts the arguments, RendezvousError if a rank doesn't call it.
+    Raises ConfigMismatchError if the group contradicts the arguments, RendezvousError if a rank doesn't call it.
     """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
@@ -140,7 +140,10 @@ def join_world(
     *,
     undo: contextlib.ExitStack,
 ) -> JoinedWorld:
-    """A world of one rank gets no default group, unless it binds a device. Callbacks on `undo` revert the effects."""
+    """Creates torch's default group and joins its world. Callbacks on `undo` revert the effects.
+
+    A world of one rank gets no default group, unless a device is bound to it.
+    """
     place = _with_free_port(place)
     undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
     undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
@@ -174,7 +177,7 @@ def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Makes a GPU the current device."""
+    """Returns this rank's device. A GPU becomes the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -342,7 +345,7 @@ def _not_connected(
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
-    """A program that is its world's only rank can then use env://."""
+    """Returns `place` with a free port, so that a program of one rank can use env://."""
     if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
         return place
     with socket.socket() as probe:
@@ -351,7 +354,10 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Each rank must call it. Ranks with one visible GPU may share it, so UUIDs count."""
+    """Raises an error if ranks share a GPU. Compares UUIDs, as ranks with one visible GPU all number it 0.
+
+    Every rank must call it.
+    """
     if world.device.type != "cuda" or world.world_size == 1:
         return
     uuid = uuid_of(world.device)
@@ -367,7 +373,7 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """Every rank must call it."""
+    """Returns the global ranks of each host. Every rank must call it."""
     memory = world.context.host_memory
     if torch_internals.is_fake():
         return [world.ranks]
