@@ -1,4 +1,4 @@
-"""Runs a command's module: most commands don't need torch, whose import takes seconds."""
+"""Imports and runs the module of one command. Most commands don't need torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Returns 128 + signal for a closed pipe and for Ctrl-C."""
+    """Returns the exit code of the command; 128 + the signal's number for a closed pipe and for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""The process-wide groups: made by one init, cleared by one destroy. Only this file uses `global`.
+"""The process-wide groups. One init creates them, one destroy clears them. Only this file uses `global`.
 
 Getters raise GroupNotInitializedError before the init; those with `try_` return None.
 """
@@ -73,9 +73,9 @@ _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: Start | None = None
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
-"""At destroy, undoes init's other changes to this process: exported variables, default group, ports, cores.
+"""The callbacks that destroy runs to undo init's other changes: exported variables, default group, ports, cores.
 
-None while an init runs. A destroy during an init puts a new stack here; the init then fails and cleans up.
+None while an init runs. A destroy during an init puts a new stack here, and the init then fails and cleans up.
 """
 
 
@@ -99,14 +99,15 @@ def init_distributed_environment(
     Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
     - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
-    - `timeout`: of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start has its
-      own, PARALLEL_STATE_START_TIMEOUT_S.
+    - `timeout`: of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start has
+      another timeout, PARALLEL_STATE_START_TIMEOUT_S.
     - `allow_pickle`: as in initialize_model_parallel.
     - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
-    - `high_priority_stream`: of the world's NCCL collectives.
+    - `high_priority_stream`: runs the world's NCCL collectives on a stream of high priority.
 
-    Exports unset variables of torch's `env://`, binds the process to PARALLEL_STATE_CORES, and raises the soft limit of
-    open files. A world of one rank creates torch's default group only when a process group is requested.
+    Exports the variables of torch's `env://` that are unset, binds the process to the cores of PARALLEL_STATE_CORES if
+    set, and raises the soft limit of open files. A world of one rank creates torch's default group only when a process
+    group is requested.
 
     Raises AlreadyInitializedError, SettingError for a wrong environment variable, InvalidArgumentError,
     ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -259,7 +260,7 @@ def init_world_group(
 def destroy_distributed_environment() -> None:
     """Destroys the parallel groups and the world. Keeps a default group that the program made. May be called twice.
 
-    A running init_distributed_environment() then raises GroupDestroyedError.
+    If init_distributed_environment() is running, it raises GroupDestroyedError.
     """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
@@ -305,7 +306,7 @@ def initialize_model_parallel(
     group's ranks first use them. Groups of equal ranks share one process group.
 
     - `sizes`: of the other axes, by parameter or axis name (`context_parallel_size`, `ep`, …): see docs/layouts.md. A
-      size that isn't passed is 1, but dp, or a size of -1, takes the remaining ranks.
+      size that isn't passed is 1. The remaining ranks go to the size that is -1, by default dp.
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
     - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
@@ -362,7 +363,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns None unless the number is equal on all hosts and their ranks are consecutive."""
+    """Returns the number of ranks on each host, or None if it differs or a host's ranks aren't consecutive."""
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -392,8 +393,8 @@ def ensure_model_parallel_initialized(
 ) -> None:
     """Initialises the groups, or checks that the existing ones match these arguments.
 
-    Compares only given arguments: sizes, backend of tp's device group, order. Raises ConfigMismatchError if one
-    differs.
+    Compares the sizes, the order, and the backend of tp's device group, as far as they are given. Raises
+    ConfigMismatchError if one of them differs.
     """
     if backend is not None:
         check_backend(backend)
@@ -461,12 +462,12 @@ def init_model_parallel_group(
     use_custom_allreduce: bool | None = None,
     allow_pickle: bool = False,
 ) -> GroupCoordinator:
-    """Creates groups from lists of global ranks, and returns the one of this rank.
+    """Creates a group for each list of global ranks, and returns this rank's group.
 
-    Each rank of the world is in exactly one list, and calls it with the same arguments.
+    Each rank of the world is in exactly one list, and must call this function with the same arguments.
 
     - `use_device_communicator`: False forbids this library's kernels.
-    - `use_custom_allreduce`: the same, by default the value of `set_custom_all_reduce`.
+    - `use_custom_allreduce`: False forbids them as well. Default: the value of `set_custom_all_reduce`.
     - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers.
     """
     world = get_world_group()
@@ -510,7 +511,7 @@ def destroy_model_parallel() -> None:
 @contextmanager
 @host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `get_tp_group()` return `tp_group` in the body, such as that of a draft model. Doesn't nest."""
+    """Makes `get_tp_group()` return `tp_group`, such as a draft model's group, in the body. Doesn't nest."""
     groups = get_parallel_groups()
     if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
@@ -607,7 +608,7 @@ def get_group(name: str) -> GroupCoordinator:
 def get_group_ranks(name: str) -> list[int]:
     """Returns the global ranks of this rank's group as a new list, without creating the group.
 
-    Raises GroupNotInitializedError also if this rank is in no such group.
+    Raises GroupNotInitializedError before the init, and if this rank is in no such group.
     """
     return get_parallel_groups().ranks_of(name)
 
@@ -619,7 +620,7 @@ def get_group_rank(name: str) -> int:
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """Returns the group, or None, also if this rank is in no such group."""
+    """Returns the group, or None before the init or if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -646,9 +647,9 @@ def get_nodes() -> list[list[int]]:
 
 
 def get_process_environment() -> ProcessEnvironment:
-    """Returns this process's ranks and sizes from the world, torch's default group, or the launcher's variables.
+    """Returns this process's rank, local rank and sizes: of the world, torch's default group, or the launcher.
 
-    Works before any init, and leaves out the address. Raises SettingError for contradictory variables.
+    Works before any init. The result has no address. Raises SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

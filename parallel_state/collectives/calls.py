@@ -4,14 +4,15 @@
   group.
 - Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
   rank, the input itself.
-- Wrong arguments raise InvalidArgumentError before anything is sent, unsupported tensors UnsupportedError, failures
-  during the call CommunicationError.
-- `out` must have the result's shape, dtype and device, and may have any strides. It receives the result with its
-  gradient, as by `copy_`, and is returned. A contiguous `out` without gradient saves the copy.
-- They work under torch.compile(fullgraph=True), except for calls that return handles. If sizes come from a tensor's
-  values, wrong ones raise torch's RuntimeError.
+- Wrong arguments raise InvalidArgumentError, and unsupported tensors UnsupportedError, before anything is sent. A
+  failure during the call raises CommunicationError.
+- `out` must have the result's shape, dtype and device; any strides are valid. The call writes the result with its
+  gradient to `out`, as `copy_` does, and returns `out`. If `out` is contiguous and requires no gradient, nothing is
+  copied.
+- The calls work under torch.compile(fullgraph=True), except for those that return handles. If sizes come from a
+  tensor's values, wrong sizes raise torch's RuntimeError.
 
-For gradients see `ops`.
+The module `ops` describes the gradients.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class GroupFacts:
     device: torch.device
     _key: str
     _ranked_key: str
-    """Replaces `_key` in ops whose compiled code depends on the rank."""
+    """The group's name, with the rank, for ops whose compiled code depends on the rank."""
     _token: Tensor
     _destroyed: bool
     _messenger: Any
     _alone: Any = None
-    """A `NativeGroup` of one rank, for its windows."""
+    """A `NativeGroup` for the windows of a group of one rank."""
 
     def _is_single_rank(self) -> bool:
         if self.world_size > 1:
@@ -76,7 +77,9 @@ class GroupFacts:
         return True
 
     def _is_single_rank_reducing(self, operation: str, x: Tensor, op: str = "sum") -> bool:
-        """Raises UnsupportedError for a reduction that larger groups don't support."""
+        """Returns True for a group of one rank. Raises UnsupportedError for a reduction that larger groups don't
+        support.
+        """
         if not self._is_single_rank():
             return False
         if not is_dynamo_compiling():
@@ -85,7 +88,7 @@ class GroupFacts:
 
 
 def _is_straight(x: Tensor) -> bool:
-    """Returns True if `x` needs nothing of torch's dispatcher, which takes 3 to 10 µs."""
+    """Returns True if `x` can bypass torch's dispatcher, which takes 3 to 10 µs."""
     return not is_dynamo_compiling() and DIRECT.straight(x) is x
 
 
@@ -94,8 +97,8 @@ class TensorCalls(GroupFacts):
         """Reduces `x` over all ranks; returns the same values on every rank, as a new tensor.
 
         `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
-        min and product are AND. The average of integers is as in NCCL: the sum wraps, and the division rounds toward
-        zero. For tensor-parallel layers' gradients see `regions`.
+        min and product are AND. For the average of integers, as in NCCL, the sum overflows as the dtype does, and the
+        division rounds toward zero. `regions` has the all-reduce with the gradient for tensor-parallel layers.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")
@@ -159,7 +162,7 @@ class TensorCalls(GroupFacts):
         return gathered if out is None else out.copy_(gathered)
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gathers into `out`, as torch does: `[n, …]` to `[world_size · n, …]` or `[world_size, n, …]`; returns it."""
+        """Gathers into `out`, and returns `out`: `[n, …]` to `[world_size · n, …]` or `[world_size, n, …]`."""
         if not is_dynamo_compiling() and DIRECT.all_gather_into(x, self._token, out, 0, self._key) is out:
             return out
         name = "all_gather_into_tensor"
@@ -260,7 +263,7 @@ class TensorCalls(GroupFacts):
     ) -> TensorOrList:
         """Reduces and scatters as reduce_scatter does, but rank r gets a slice of length `sizes[r]`.
 
-        `sizes` and lists are as in all_gatherv.
+        `sizes`, and lists of tensors, have the same meaning as in all_gatherv.
         """
         if isinstance(x, list):
             if not all(isinstance(each, Tensor) for each in x):
@@ -302,8 +305,8 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Returns on rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
 
-        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does, which can't be
-        compiled. The result is on the group's device. No gradient.
+        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; without them
+        the call can't be compiled. The result is on the group's device. No gradient.
         """
         if size is not None and not is_dynamo_compiling():
             given = x if type(src) is int and self.rank_in_group == src else None
@@ -373,8 +376,9 @@ class TensorCalls(GroupFacts):
         """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along
         `gather_dim`.
 
-        Split sizes are rows of dim 0 to and from each rank; both dims must be 0 then. `input_split_sizes[b]` of rank a
-        must equal `output_split_sizes[a]` of rank b. If one of the two is missing, it means equal slices.
+        Split sizes are the numbers of rows of dim 0 to and from each rank. With split sizes, both dims must be 0.
+        `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of the two is passed,
+        the other one means equal slices.
         """
         is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
         if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
@@ -473,7 +477,7 @@ class TensorCalls(GroupFacts):
         return _BROADCAST(x, self._token, src, self._ranked_key if torch.is_grad_enabled() else self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
-        """Overwrites every rank's `x` with rank `src`'s; returns `x`."""
+        """Overwrites every rank's `x` with the values of rank `src`; returns `x`."""
         if not is_dynamo_compiling() and DIRECT.broadcast_(x, self._token, src, self._key) is x:
             return x
         checks.check_tensor(self.context, "broadcast_", x)
@@ -518,8 +522,8 @@ class TensorCalls(GroupFacts):
         """Allocates an uninitialized tensor, if possible in memory that all ranks of the group have mapped.
 
         A collective on it needs no copy of its input: compute directly into it (`torch.mm(x, w, out=buffer)`). The
-        memory is reused after the last tensor that views it is deleted. Otherwise (between hosts, if
-        PARALLEL_STATE_SYMMETRIC_BYTES is used up, on GPUs also in compiled code) the result is an ordinary tensor.
+        memory is reused after the last tensor that views it is deleted. Between hosts, if the memory of
+        PARALLEL_STATE_SYMMETRIC_BYTES is used up, and on GPUs in compiled code, the result is an ordinary tensor.
 
         On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
         the same part of the tensor to a collective: see docs/gpus.md.
@@ -543,10 +547,11 @@ class TensorCalls(GroupFacts):
 
     @host_call("make the window before, outside the compiled function")
     def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
-        """Makes a `Window`: a CPU tensor of shape `size`, zeros, on every rank, which the other ranks write.
+        """Creates a `Window`: on every rank a CPU tensor of shape `size`, filled with zeros, that the other ranks
+        write.
 
         Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError on all ranks without
-        the compiled library, or if a rank's PARALLEL_STATE_SYMMETRIC_BYTES is used up.
+        the compiled library, or if the memory of a rank's PARALLEL_STATE_SYMMETRIC_BYTES is used up.
         """
         from device_communicators.cpu.window import Window, group_of_one
 
@@ -567,7 +572,9 @@ class TensorCalls(GroupFacts):
         return Window(collectives, size, dtype, exchange, self.barrier, self.route.failure_of)
 
     def send(self, x: Tensor, dst: int | None = None) -> None:
-        """Sends `x` to rank `dst` (default: the next), which must call recv. Then `x` can be reused. No gradient."""
+        """Sends `x` to rank `dst` (default: the next), which must call recv. `x` can be changed afterwards. No
+        gradient.
+        """
         if not is_dynamo_compiling() and DIRECT.send(x, self._token, dst, self._key) is None:
             return
         checks.check_tensor(self.context, "send", x)
@@ -578,7 +585,7 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Returns the tensor that rank `src` (default: the previous) sends, of shape `size` and dtype `dtype`.
 
-        `device` (default: the group's) must be of the same kind as the sender's.
+        `device` (default: the group's) must be of the same kind as the device of the sender's tensor.
         """
         if not is_dynamo_compiling():
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
@@ -641,7 +648,9 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `all_reduce(x, op)`; `wait()` returns the result, detached. Change `x` only after it."""
+        """Starts `all_reduce(x, op)`. The handle's `wait()` returns the result, detached. Change `x` only after
+        `wait()`.
+        """
         checks.check_started(self.context, "all_reduce_async", x)
         op = checks.check_reduce_op(self.context, "all_reduce_async", op)
         if self._is_single_rank_reducing("all_reduce_async", x, op):
@@ -651,7 +660,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
-        """Starts `all_gather(x, dim)`, as all_reduce_async does."""
+        """Starts `all_gather(x, dim)`; the rules of all_reduce_async apply."""
         checks.check_started(self.context, "all_gather_async", x)
         dim = checks.normal_dim(self.context, "all_gather_async", x, dim)
         x = x.detach()
@@ -664,7 +673,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `reduce_scatter(x, dim, op)`, as all_reduce_async does."""
+        """Starts `reduce_scatter(x, dim, op)`; the rules of all_reduce_async apply."""
         checks.check_started(self.context, "reduce_scatter_async", x)
         op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
@@ -678,7 +687,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
-        """Starts `broadcast(x, src)`, as all_reduce_async does."""
+        """Starts `broadcast(x, src)`; the rules of all_reduce_async apply."""
         checks.check_started(self.context, "broadcast_async", x)
         checks.check_rank(self.context, "broadcast_async", "src", src)
         if self._is_single_rank():
@@ -696,7 +705,7 @@ class TensorCalls(GroupFacts):
         """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`. Differentiable.
 
         `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
-        each rounded to it once. `residual` and `weight` must be equal on all ranks.
+        each rounded to that dtype once. `residual` and `weight` must be equal on all ranks.
         """
         checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm", x):
@@ -709,7 +718,7 @@ class TensorCalls(GroupFacts):
         """Returns `(norm / scale as float8_e4m3fn, y)`: all_reduce_add_rms_norm with a quantized norm.
 
         `scale`: one float32 element, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
-        by its reciprocal, rounded to float32. Raises InvalidArgumentError if an input requires a gradient.
+        by the reciprocal of `scale`, rounded to float32. Raises InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
@@ -726,7 +735,7 @@ class TensorCalls(GroupFacts):
         """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantized by its own scale.
 
         `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least 1 / (448 · 512). A row with a NaN
-        becomes NaN. An infinity makes the scale infinite, itself NaN, and the rest of its row 0. Raises
+        becomes NaN. In a row with an infinity, the scale is infinite, that value becomes NaN and the others 0. Raises
         InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
@@ -741,10 +750,10 @@ class TensorCalls(GroupFacts):
 
 
 def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
-    """On the CPU receives start first, because a send may wait for its receiver.
+    """Returns the order in which a rank starts its transfers.
 
-    A device runs transfers one by one: all ranks order the pairs of ranks alike, and the lower rank of a pair sends
-    first.
+    On the CPU receives start first, because a send can wait for its receiver. A device runs transfers one by one: all
+    ranks put the pairs of ranks into the same order, and the lower rank of a pair sends first.
     """
 
     def place(at: int) -> tuple[int, ...]:

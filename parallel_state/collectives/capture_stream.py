@@ -1,4 +1,4 @@
-"""Prepares a group, and the capture stream, for CUDA graphs."""
+"""Prepares a group and the stream of a capture for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """The new stream starts after the previous one's work, which continues after it.
+    """Makes a new stream current. It waits for the previous stream, which later waits for the new stream.
 
-    After an exception it doesn't: a broken capture makes waiting fail, which would hide the exception.
+    After an exception the previous stream doesn't wait: a broken capture would raise another error, and hide the first.
     """
     if device.type != "cuda":
         yield GraphCaptureContext(None)

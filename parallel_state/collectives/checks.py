@@ -1,6 +1,6 @@
 """Checks a call's arguments against its group, before anything is sent.
 
-torch.compile traces them: they compare, and build text only for a `raise`.
+torch.compile traces these functions. They only compare values, and build text only for a `raise`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from device_communicators.calls.reductions import reduction_refusal
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 _MOST_ELEMENTS = 1 << 58
-"""torch counts bytes in 64 bits."""
+"""A larger number of elements can overflow torch's 64-bit count of bytes."""
 Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns True if unknown during compilation; the compiled code then checks it."""
+    """Returns the condition. If it is unknown during compilation, returns True, and the compiled code checks it."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -49,7 +49,7 @@ def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """A meta tensor is valid in a simulated group or without `needs_values`."""
+    """Raises unless `x` is a valid tensor. Meta tensors are valid in a simulated group or without `needs_values`."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "
@@ -83,7 +83,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Conjugated and negated views are valid: torch's `copy_` writes them."""
+    """Raises unless a call can overwrite `x`. Conjugated and negated views are valid: torch's `copy_` writes them."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -204,7 +204,7 @@ def source(context: GroupContext, operation: str, src: int | None) -> int:
 
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
-    """A 0-d tensor has dims 0 and -1, as in torch."""
+    """Returns `dim` as a number from 0. A 0-d tensor has dims 0 and -1, as in torch."""
     return normal_dim_of(context, operation, x.dim(), dim)
 
 
@@ -300,7 +300,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Reading the value would block the host."""
+    """Checks the tensor, but not its value: reading a value from a device would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(

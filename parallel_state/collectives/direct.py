@@ -53,7 +53,7 @@ def _not_here(*_: object) -> Any:
 class DirectCalls:
     """Functions named after the ops and with their arguments. Not for compiled code.
 
-    They return the method's result (`out` or `x` if they write to it), or NotImplemented: then call the registered op.
+    They return the method's result, or NotImplemented: the caller must then call the registered op.
     """
 
     all_reduce: Callable[..., Any]
@@ -75,7 +75,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self._facts: _Facts | None = None
         self.straight: Callable[[Any], Any] = _not_here
-        """Returns its argument if an op's dispatch on it would have no effect."""
+        """A function that returns its argument if that tensor can bypass torch's dispatcher, else NotImplemented."""
         for name in self.__class__.__annotations__:
             setattr(self, name, _not_here)
 

@@ -14,7 +14,7 @@ from device_communicators.calls.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 
 Rule = Callable[..., tuple[Any, Any]]
-"""(op, batch dim of each argument, *arguments) -> (result, its batch dim)."""
+"""Maps (op, batch dim of each argument, *arguments) to (result, batch dim of the result)."""
 
 
 def _elementwise(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """The all-reduces of one or more graphs."""
+    """The all-reduces of one or more graphs: fused ones, and others with the reason."""
 
     fused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class AllReduceFusionPass:
         self.report.kept += report.kept
 
     def uuid(self) -> str:
-        """Identifies this code in inductor's cache."""
+        """Returns the identity of this code in inductor's cache."""
         sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
@@ -97,7 +97,7 @@ class AllReduceFusionPass:
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Raises NoMatch, without a move, if it can't."""
+    """Moves the op's inputs before the op. Raises NoMatch, and moves nothing, if that is impossible."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))

@@ -29,16 +29,16 @@ _TOKEN = {"_token_base_index", "_all_bases"}
 _ONE_NODE = (_ATEN.rms_norm.default, FUSED_RMS_NORM)
 _CLAMPS = (_ATEN.clamp.default, _ATEN.clamp_min.default, _ATEN.clamp_max.default)
 _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32) | {torch.float64: torch.float64}
-"""Dtype -> the dtype in which its norm must be computed."""
+"""Maps a dtype to the dtype in which its norm must be computed."""
 
 
 class NoMatch(Exception):
-    """The text is the reason."""
+    """No all-reduce can be fused here; the text is the reason."""
 
 
 @dataclass
 class Found:
-    """The nodes that one fused op replaces, of which `inside` are removed."""
+    """The nodes that one fused op replaces. The nodes in `inside` are removed."""
 
     all_reduce: Node
     reduced: Node

@@ -74,7 +74,9 @@ def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) ->
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
-    """Returns the group over which FP8 scales are reduced: `tp_dp`, or `tp` alone; either one also with `cp`."""
+    """Returns the group that reduces FP8 scales: `tp_dp`, or with `tp_only_amax_red` `tp`; with the other argument also
+    cp.
+    """
     if tp_only_amax_red:
         return state.get_group("tp_cp" if with_context_parallel else "tp")
     return state.get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
@@ -130,15 +132,15 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this pipeline rank, and without `ignore_virtual` also its `vp_stage`, is the first.
+    """Returns True if this is the first pipeline rank and, with `ignore_virtual=False`, `vp_stage` is the first stage.
 
-    `vp_stage`: default: the stage that was set.
+    Default of `vp_stage`: the stage that was set.
     """
     return state.get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Works as is_pipeline_first_stage, for the last stage."""
+    """Works as is_pipeline_first_stage does, for the last stage."""
     virtual = state.get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return state.get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
@@ -154,7 +156,7 @@ def _stage(vp_stage: int | None) -> int | None:
 
 @host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this rank shares the word embedding, or with `ignore_virtual=False` its `vp_stage` does."""
+    """Returns True if this rank, or with `ignore_virtual=False` its stage `vp_stage`, shares the word embedding."""
     groups = state.get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")
     if ignore_virtual or not ranks:

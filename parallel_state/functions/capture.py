@@ -1,4 +1,4 @@
-"""CUDA graph capture over the tensor- and pipeline-parallel groups."""
+"""CUDA graph capture for the tensor- and pipeline-parallel groups."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ _EXCHANGES = 8
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Records each operation of each group in the body, and writes a Chrome trace to `folder/rank-R.json`.
 
-    Every rank of the world must enter it, with a shared folder or its own. Times are on rank 0's monotonic clock, with
-    which the hosts compare theirs at the start. A started call lasts until it was waited for. In the body all
-    operations take some microseconds more, and torch.profiler shows them.
+    Every rank of the world must enter it, with a shared folder or a folder of its own. Times are those of rank 0's
+    monotonic clock: at the start, each host measures the offset of its own clock. A started call lasts until its wait
+    returns. In the body all operations take some microseconds more, and torch.profiler shows them.
     """
     world = try_get_world_group()
     target = Path(folder)

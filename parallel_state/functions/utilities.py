@@ -1,4 +1,4 @@
-"""Helpers, which also work without any init: over torch's default group, otherwise as in one process."""
+"""Helpers that also work without an init: over torch's default group if it exists, otherwise in this process alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world's group, or one over torch's default group, and the ranks of each host; None without peers."""
+    """Yields a group (the world's, or one over torch's default group) and each host's ranks; None without peers."""
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -50,9 +50,9 @@ def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]
 
 @host_call(OUTSIDE)
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
-    """Returns the file's content, which rank 0 reads and broadcasts. Every rank must call it.
+    """Returns a file's content on every rank: rank 0 reads and broadcasts it. Every rank must call this function.
 
-    If it can't be read, rank 0 raises its error and the other ranks RemoteError.
+    If rank 0 can't read the file, it raises the error, and the other ranks raise RemoteError.
     """
     with _world_or_default_group() as found:
         return io.BytesIO(Path(path).read_bytes()) if found is None else _read_and_broadcast(path, found[0])
@@ -224,7 +224,7 @@ def _all_to_all_over(
 
 @host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random, and numpy; returns the seed used: `seed` + 1000 per pipeline stage."""
+    """Seeds torch (all devices), random and numpy, and returns the seed: `seed` + 1000 × this rank's pipeline stage."""
     pp = try_get_pp_group()
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
     torch.manual_seed(seed)
@@ -254,7 +254,9 @@ def split_tensor_along_last_dim(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the layers of stage `pp_rank` as (first, last + 1). Remaining layers go to the stages before the last."""
+    """Returns the layers of stage `pp_rank` as (first, last + 1). A remainder is spread over the stages before the
+    last.
+    """
     if not 0 <= pp_rank < pp_size <= num_hidden_layers:
         raise InvalidArgumentError(
             f"pp_rank must be below pp_size, and pp_size at most the number of layers, "

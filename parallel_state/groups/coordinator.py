@@ -534,7 +534,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts of both process groups. Never shortens gloo's: groups of the same ranks share one gloo group."""
+    """Sets both timeouts. Never shortens gloo's, as groups of the same ranks share one gloo group."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))

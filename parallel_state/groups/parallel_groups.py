@@ -417,13 +417,13 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """False on GPUs, whose ranks connect through the gloo group at start, and for "global" creation by all ranks."""
+        """Returns False for "global" creation by all ranks, and on GPUs, whose ranks connect over gloo at start."""
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Divides the world's communicators into those of the groups of a kind. Every rank of the world must call it."""
+        """Divides the world's communicators among the groups of a kind. Every rank of the world must call it."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

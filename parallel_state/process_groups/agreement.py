@@ -1,6 +1,6 @@
-"""Checks that all ranks request the same thing before any of them waits for peers; all raise the same error.
+"""Checks that all ranks request the same group before a rank waits for its peers. All ranks raise the same error.
 
-Without a control plane, different requests fail at the first call's deadline.
+Without a control plane, nothing is checked: different requests fail at the first call's deadline.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Agreement:
         self._meetings: Counter[str] = Counter()
         self._topic = f"{prefix}/not made"
         self._failures: dict[str, tuple[int, str]] = {}
-        """Group name -> the rank that failed to create it, and why."""
+        """Maps a group's name to the rank that failed to create the group, and to the reason."""
         watcher.answers[self._topic] = self._note_failure
 
     def resolve_and_agree(
@@ -80,9 +80,10 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """`wrong`: replaces the request, and is raised after the agreement.
+        """Waits until all `ranks` have made the same request.
 
-        `domain`: further ranks whose death ends the wait, because a rank of `ranks` may not call after it.
+        `wrong`: an error that this rank sends instead of a request, and that all ranks raise. `domain`: further ranks
+        whose death ends the wait, because a rank of `ranks` can then be unable to call.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
@@ -163,7 +164,7 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Waits at most 0.5 s for replies."""
+        """Tells the other ranks that this rank failed to create the group. Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
@@ -177,7 +178,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes those of the previous attempt, which no rank uses after `meet`."""
+        """Deletes the store's addresses of the previous attempt. No rank uses them after `meet`."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

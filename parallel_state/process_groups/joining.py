@@ -29,7 +29,7 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""High channels, of which tags are made, differ from the program's own tags."""
+"""The first channel of this library. Tags are made from channels: high ones differ from the program's own tags."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -47,11 +47,11 @@ class GivenGroup(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns a text that is equal on all ranks, but not in other groups of these ranks."""
+        """Returns a text that is equal on all ranks, and differs from that of other groups of the same ranks."""
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:
-        """Every rank calls it in the same order."""
+        """Returns a channel that this process group hasn't used. Every rank must call it in the same order."""
         number = _CHANNELS.get(self.process_group, _FIRST_CHANNEL)
         _CHANNELS[self.process_group] = number + 1
         return number
@@ -116,7 +116,7 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 def prepare(world_size: int) -> None:
     """Compiles the native code before deadlines start (a minute on a busy machine). Removes leftovers in /dev/shm.
 
-    GPU groups need it too: their messages use shared memory of the host.
+    GPU groups need the code as well: their messages use shared memory of the host.
     """
     from device_communicators.c10d import control_store, extension
     from device_communicators.cpu import native
@@ -141,7 +141,10 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """All `ranks` call it. `backend` and `timeout_s`: the values in effect, which arguments may have overridden."""
+    """Raises ConfigMismatchError if settings differ between `ranks`. All `ranks` must call it.
+
+    `backend` and `timeout_s`: the values in effect, after arguments have overridden settings.
+    """
 
     def own() -> tuple[None, Request]:
         values = {setting.name: str(setting.get()) for setting in settings.ALL if setting.equal}

@@ -18,12 +18,13 @@ from device_communicators.base.torch_internals import set_nccl_timeout
 class GroupOptions:
     """Options for the process groups of one axis. None: the value given to initialize_model_parallel.
 
-    The last four are for NCCL only: `cga_cluster_size` is that of thread-block clusters; CTAs are per communicator.
+    The last four are for NCCL only. `cga_cluster_size` is the size of thread-block clusters. The numbers of CTAs are
+    per communicator.
     """
 
     backend: str | None = None
     timeout: timedelta | float | None = None
-    """Of each operation, in seconds or as a timedelta, also on the axis's gloo group."""
+    """The timeout of each operation, in seconds or as a timedelta. It also applies to the axis's gloo group."""
     high_priority_stream: bool = False
     cga_cluster_size: int | None = None
     min_ctas: int | None = None
@@ -65,7 +66,7 @@ class GroupOptions:
 
     @property
     def meets(self) -> bool:
-        """With NCCL the first call waits for the other ranks, not the creation."""
+        """True if creating the group waits for the other ranks. With NCCL only the first call does."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property
@@ -74,16 +75,18 @@ class GroupOptions:
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """Names as in the C struct ncclConfig_t."""
+        """Returns the options of NCCL under their names in the C struct ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Creating a group may take `limit_s`; afterwards the caller sets its own timeout."""
+        """Returns options with the timeout `limit_s` for creating a group. The caller sets the group's timeout
+        afterwards.
+        """
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
-        """Returns None if no option of NCCL is set."""
+        """Returns torch's options object for the backend, or None if no option of NCCL is set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
@@ -110,7 +113,7 @@ def check_backend(backend: object) -> None:
 
 
 def seconds(timeout: object) -> float:
-    """Reads None as PARALLEL_STATE_TIMEOUT_S."""
+    """Returns a timeout in seconds; for None, PARALLEL_STATE_TIMEOUT_S."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

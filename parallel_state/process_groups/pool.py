@@ -46,16 +46,16 @@ RankLists = Sequence[Sequence[int]]
 
 
 _Key = tuple[tuple[int, ...], GroupOptions, int, str]
-"""Ranks, options, kind and root of the failure domain.
+"""Ranks, options, kind, and root of the failure domain.
 
-Kind: 0 if its members created it, 1 if all ranks did, 2 and up for unshared groups. Groups of different roots share no
-connections: one may keep working when the other failed in the middle of a call.
+The kind is 0 if the members created the group, 1 if all ranks did, and 2 or more for unshared groups. Groups of
+different roots share no connections: one of them can keep working after the other failed in the middle of a call.
 """
 
 
 @dataclass(frozen=True)
 class Acquired:
-    """A group in use by one caller, who passes it to `release` once."""
+    """A group that one caller uses. The caller passes it to `release` once."""
 
     process_group: Any
     keys: tuple[_Key, ...]
@@ -102,7 +102,7 @@ class ProcessGroupPool:
         self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=torch_internals.is_fake())
         self.address = ""
         self.neighbours: tuple[int, ...] = ()
-        """Core mask of each rank of the world on this host."""
+        """Masks of the CPU cores of each rank on this host."""
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the pool must not destroy the default group
         self._channels: Counter[tuple[int, ...]] = Counter()
@@ -116,7 +116,7 @@ class ProcessGroupPool:
         self._lock = threading.RLock()
         """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
-        """None: for groups that all ranks create together."""
+        """The lock of each group; that of None is for groups that all ranks create together."""
 
     @property
     def groups_made(self) -> int:
@@ -150,9 +150,9 @@ class ProcessGroupPool:
         """Returns the group of `ranks` (global, ascending, including this one). Every member calls it in the same
         order.
 
-        - `division`: returns all rank lists of this kind, which together are the world. Every rank of the world must
-          then call.
-        - `near`: longer-lived groups. One with the same ranks, options and root is used.
+        - `division`: a function that returns all rank lists of this kind, which together are the world. If given, every
+          rank of the world must call.
+        - `near`: groups that live longer. If one has the same ranks, options and root, it is returned.
         - `unshared`: always creates a new group, as threads need: gloo matches operations of one group by their order.
         """
         if self._closed:
@@ -190,13 +190,13 @@ class ProcessGroupPool:
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """Members call it in the same order. Transfer tags are derived from it."""
+        """Returns a number from which transfer tags are made. The group's members must call it in the same order."""
         with self._lock:
             self._channels[tuple(ranks)] += 1
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """A call of all ranks then splits the world's communicator."""
+        """Returns True if all ranks together split the world's communicator to make these groups."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -243,7 +243,7 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Uses a new name: the store keeps the addresses of a failed attempt."""
+        """Creates a group by its members, under a new name: the store keeps the addresses of a failed attempt."""
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
@@ -324,7 +324,7 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Uses the caller's process group, which it still owns, for `ranks`. Every member calls it."""
+        """Uses the caller's process group for `ranks`. The caller still owns it. Every member must call this method."""
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
             return Acquired(None, ())
@@ -336,7 +336,7 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """`everyone`: counts the default group, too."""
+        """Returns True if the program made the group. With `everyone`, also for the default group."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
@@ -369,9 +369,9 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Ends waits in (failed) process groups: destroying a gloo group would wait for them.
+        """Ends the waits in process groups, or only in failed ones.
 
-        Their open connections also keep other ranks waiting until their deadlines.
+        Destroying a gloo group would otherwise block, and other ranks would wait until their deadlines.
         """
         for key in list(self._failed if failed_only else self._groups):
             self._abandon(key, self._groups.get(key))
@@ -387,7 +387,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Destroys all groups. Repeated calls do nothing."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:
