@@ -95,7 +95,7 @@ void Core::cancel_call(RoundEntry* entry) {
   round.decide_by = now_;
   round.deadline = std::min(round.deadline, now_ + config_.margin);  // bounds the wait for a silent decider
   round.expires = std::min(round.expires, now_);
-  round.sent_on = -1;  // sends the value again
+  round.sent_on = -1;
   advance(entry);
 }
 
@@ -171,7 +171,7 @@ bool Core::on_round(int connection, const Frame& frame) {
     if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
-  if (frame.kind == FrameKind::kForget) {  // has no valid seat
+  if (frame.kind == FrameKind::kForget) {
     if (is_known && found->second.called && found->second.is_over()) rounds_.erase(found);
     return true;
   }
@@ -255,7 +255,6 @@ bool Core::advance(RoundEntry* entry) {
   return true;
 }
 
-// Decides as member 0.
 void Core::reach_verdict(Round* round) {
   if (round->checked != ends_digest_) {
     round->checked = ends_digest_;
@@ -367,7 +366,7 @@ bool Core::decide(RoundEntry* entry) {
   round.seats[round.me].done = round.delivered;
   Message message = message_of(*entry);
   message.verdict = round.verdict;
-  std::shared_ptr<Bytes> verdict;  // large: encoded once
+  std::shared_ptr<Bytes> verdict;
   bool all = true;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
     Round::Seat& seat = round.seats[i];
@@ -437,7 +436,7 @@ bool Core::on_question(int connection, const Frame& frame) {
   const Bytes bytes = reader.text();
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check
+  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {
     send(connection, FrameKind::kReply, Writer().number(id).text("").take());
     return true;
   }

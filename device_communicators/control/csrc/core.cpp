@@ -62,7 +62,7 @@ std::string versions(const Hello& hello, std::uint32_t build) {
 
 Roster::Roster(std::vector<Member> all) : members(std::move(all)) {
   std::sort(members.begin(), members.end(), [](const Member& a, const Member& b) { return a.rank < b.rank; });
-  std::map<std::uint64_t, int> numbers;  // numbered by their first rank
+  std::map<std::uint64_t, int> numbers;
   for (const Member& member : members) {
     const int index = static_cast<int>(domain_of.size());
     const int domain = numbers.emplace(member.domain, static_cast<int>(numbers.size())).first->second;
@@ -431,7 +431,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
   dirty_ = true;
   if (!ends_.empty()) send_state(connection);
   if (link.beating) send_beat(connection);
-  if (is_dead(frame.from)) close(connection);  // it has received the state
+  if (is_dead(frame.from)) close(connection);
   return true;
 }
 
@@ -500,7 +500,6 @@ void Core::close(int connection) {
   drop(connection, false);
 }
 
-// Logs the first, the tenth, the hundredth.
 void Core::refuse(int connection, const char* reason) {
   std::uint64_t logged = 1;
   while (logged < refused_ + 1) logged *= 10;

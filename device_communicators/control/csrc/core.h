@@ -28,7 +28,7 @@ inline constexpr Nanos kMillisecond = 1'000'000;
 inline constexpr Nanos kSecond = 1'000 * kMillisecond;
 inline constexpr Nanos kNever = INT64_MAX;
 inline constexpr std::size_t kMostDomains = 512;
-inline constexpr std::uint64_t kEmptyDigest = 1;  // of a state without ends
+inline constexpr std::uint64_t kEmptyDigest = 1;
 
 struct Endpoint {
   std::string host;
@@ -54,8 +54,8 @@ struct Roster {
   int index_of(Proc proc) const;  // -1: no member
 
   std::vector<Member> members;
-  std::vector<std::vector<int>> domains;  // indices, ascending
-  std::vector<int> domain_of, place_of;   // by index; `place_of`: in its domain
+  std::vector<std::vector<int>> domains;
+  std::vector<int> domain_of, place_of;  // by index; `place_of`: in its domain
   std::unordered_map<Proc, int> indices;
 };
 
@@ -132,8 +132,8 @@ struct Verdict {
 // All frames of an agreement have this layout. Unused fields are empty.
 struct Message {
   AgreementKey key;
-  std::uint32_t seat = 0;    // the sender's index
-  std::uint32_t ballot = 0;  // of the ask that this answers
+  std::uint32_t seat = 0;
+  std::uint32_t ballot = 0;
   Nanos remaining = 0;
   Bytes value = {};
   std::vector<Proc> members = {};  // for receivers that may not know the agreement
@@ -178,7 +178,7 @@ struct Event {
   std::uint8_t flags = 0;
   Nanos deadline = 0, age = 0;
   Bytes bytes;
-  Bytes nonce;  // 16 random bytes
+  Bytes nonce;
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
@@ -225,7 +225,6 @@ class Core {
   // `now`: equal in all processes of the domain.
   void step(Nanos now, const Event& event, std::vector<Action>* actions);
   Nanos wake_at() const { return alarm_ == kNever ? kNever : alarm_ - skew_; }
-  // Covers all that later steps depend on.
   std::uint64_t digest() const;
 
   const Ends& ends() const { return ends_; }
@@ -307,7 +306,7 @@ class Core {
       Bytes value;
       PARALLEL_STATE_FIELDS(has_value, answered, done, told, connection, asked_on, value)
     };
-    std::vector<Seat> seats;  // at the decider
+    std::vector<Seat> seats;
     std::size_t values = 0, bytes = 0;
     bool hinted = false;
     std::uint64_t checked = 0;  // digest of the ends when last compared with the members
@@ -450,8 +449,8 @@ class Core {
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
-  std::uint64_t refused_ = 0;           // strangers
-  std::vector<Action>* out_ = nullptr;  // in `step` only
+  std::uint64_t refused_ = 0;  // strangers
+  std::vector<Action>* out_ = nullptr;
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,

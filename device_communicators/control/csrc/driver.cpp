@@ -26,8 +26,8 @@ constexpr Nanos kDialTime = 2 * kSecond;
 constexpr Nanos kCloseTime = 2 * kSecond;
 constexpr Nanos kPoll = 5 * kMillisecond;  // interval of polling acknowledgements and boards, which raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
-constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
-constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
+constexpr Nanos kQuiet = 60 * kSecond;
+constexpr Nanos kAttach = kSecond;
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
 constexpr int kReads = 4;  // reads of one connection before others are read
@@ -716,7 +716,6 @@ class Driver {
 }  // namespace
 
 void Unsent::add(const Bytes& bytes) {
-  // Small frames are written together.
   if (!parts.empty() && parts.back().use_count() == 1 && parts.back()->size() < kReadBytes) {
     parts.back()->append(bytes);
     size += bytes.size();

@@ -52,13 +52,13 @@ class Inbox {
 
 struct Unsent {
   std::deque<std::shared_ptr<Bytes>> parts;
-  std::size_t at = 0;  // written bytes of the first part
+  std::size_t at = 0;
   std::size_t size = 0;
 
   bool empty() const { return size == 0; }
   void add(const Bytes& bytes);
   void add(std::shared_ptr<Bytes> part);
-  void take(std::size_t count);  // from the front
+  void take(std::size_t count);
   void clear() { *this = Unsent(); }
 };
 
@@ -74,7 +74,6 @@ struct Connection {
   bool is_dialing() const { return dialed != 0; }
 };
 
-// Another process of this domain.
 struct Neighbour {
   Proc proc = 0;
   int pid = 0;

@@ -34,7 +34,6 @@ int post_event(std::int64_t handle, Event::Kind kind, Make make, std::vector<int
   });
 }
 
-// Copies what fits, and returns the size.
 std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity) {
   std::memcpy(buffer, bytes.data(), std::min<std::uint64_t>(bytes.size(), capacity));
   return bytes.size();

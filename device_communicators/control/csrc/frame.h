@@ -41,17 +41,17 @@ struct Hello {
 enum class FrameKind : std::uint16_t {
   kNonce = 1,
   kIdentity,  // proof of the listener's token
-  kBeat,      // digest of the state
+  kBeat,
   kState,
-  kValue,    // member -> decider
-  kAsk,      // new decider -> members
-  kAnswer,   // member -> new decider
-  kVerdict,  // decider -> members
-  kDone,     // member -> decider: delivered
-  kForget,   // decider -> members: all are done
+  kValue,
+  kAsk,
+  kAnswer,
+  kVerdict,
+  kDone,    // member -> decider: delivered
+  kForget,  // decider -> members: all are done
   kQuestion,
   kReply,
-  kStoreCall,  // guest -> listener
+  kStoreCall,
   kStoreReply
 };
 
@@ -227,10 +227,8 @@ class Parser {
   void push(std::string_view bytes) { buffer_.append(bytes); }
   // After kMalformed nothing else is returned.
   Result next(Hello* hello, Frame* frame);
-  // Allows full-size bodies.
   void trust() { most_body_bytes_ = kMostBodyBytes; }
   std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
-  // Of an identified peer.
   static Parser after_hello(std::string_view rest) {
     Parser parser;
     parser.push(rest);

@@ -23,10 +23,10 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
-constexpr std::size_t kMostShown = 64;  // quoted bytes of a foreign answer
-constexpr Nanos kPause = 20'000'000;    // before redialing after an early close
-constexpr Nanos kEnd = 200'000'000;     // for a running server to end a cancelled wait
-constexpr std::size_t kMostFree = 4;    // idle connections per client
+constexpr std::size_t kMostShown = 64;
+constexpr Nanos kPause = 20'000'000;  // before redialing after an early close
+constexpr Nanos kEnd = 200'000'000;   // for a running server to end a cancelled wait
+constexpr std::size_t kMostFree = 4;
 // Keepalives keep firewalls from dropping idle connections. A connection ends 70 s after the server's host vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
 

@@ -32,7 +32,7 @@ namespace {
 
 constexpr off_t kAreaBytes = 2 << 20;  // exceeds a state of 4,096 members with causes
 constexpr off_t kFirstArea = 4096;
-constexpr int kExitingFlag = 4;  // PF_EXITING
+constexpr int kExitingFlag = 4;
 #ifndef SYS_pidfd_open
 constexpr long SYS_pidfd_open = 434;
 #endif
@@ -90,7 +90,7 @@ bool is_thread_ending(const std::string& path) {
   const Descriptor file = open_file(path);
   if (!file) return errno == ENOENT || errno == ESRCH;
   const auto fields = stat_fields(*file);
-  if (fields.size() < 29) return true;  // the process has exited
+  if (fields.size() < 29) return true;
   const unsigned long pending = std::strtoul(fields[28].c_str(), nullptr, 10);
   return (std::strtoul(fields[6].c_str(), nullptr, 10) & kExitingFlag) != 0 || (pending >> (SIGKILL - 1) & 1) != 0;
 }

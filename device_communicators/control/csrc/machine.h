@@ -9,7 +9,6 @@
 
 namespace parallel_state::control {
 
-// Equal for all processes of a watch domain.
 Nanos monotonic_now();
 
 Bytes random_bytes(std::size_t count);
@@ -59,7 +58,6 @@ int dial_error(int socket);
 // Sets `port` to the listener's. Returns no descriptor, and sets errno, if it fails.
 Descriptor listen_at(const std::string& address, int* port);
 
-// An eventfd, or a pipe if a sandbox refuses one.
 class Wake {
  public:
   bool make();

@@ -8,7 +8,7 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kPartBytes = 4;  // size of a part's length
+constexpr std::size_t kPartBytes = 4;
 constexpr std::size_t kMostHeldBytes = 64U << 10;
 
 // The request can't be carried out.

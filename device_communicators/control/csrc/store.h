@@ -18,7 +18,6 @@ inline constexpr std::size_t kMostStoreBytes = kMostBodyBytes - 4096;  // withou
 inline constexpr std::size_t kMostParts = 1U << 17;
 inline constexpr std::size_t kSealBytes = 32;
 
-// Proves that one side has the listener's token.
 Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_dialer,
             std::string_view nonce_of_listener, Proc dialer, Proc listener);
 
@@ -69,7 +68,6 @@ inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<
   return reader.finished();
 }
 
-// Replies as torch's TCPStore does.
 class Store {
  public:
   struct Output {
@@ -106,7 +104,7 @@ class Store {
   std::map<int, Guest> guests_;
   std::map<Bytes, Bytes> values_;
   std::map<Bytes, int> holders_;
-  std::map<Bytes, std::set<int>> waiting_;  // guests, by missing key
+  std::map<Bytes, std::set<int>> waiting_;
 };
 
 }  // namespace parallel_state::control
