@@ -1,5 +1,3 @@
-"""Ranks that answer questions about their status, in one process."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,12 +10,10 @@ Replies = dict[int, bytes]
 
 
 class Peers:
-    """Ranks that ask each other. Tests add ranks to `holding` and `stopped`."""
-
     def __init__(self) -> None:
         self.watchers: dict[int, Watcher] = {}
         self.holding: set[int] = set()
-        """Ranks whose control plane replies, but whose Python doesn't."""
+        """Their control plane replies, but their Python doesn't."""
         self.stopped: set[int] = set()
         self.hosts: dict[int, int] = {}
 

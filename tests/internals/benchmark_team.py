@@ -1,4 +1,4 @@
-"""A benchmark team that exchanges nothing. The team named "failing" has the requested fault."""
+"""A benchmark team that exchanges nothing; the one named "failing" has the requested fault."""
 
 from __future__ import annotations
 

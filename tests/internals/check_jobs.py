@@ -1,9 +1,5 @@
-"""Runs `python -m parallel_state check` as jobs on the hosts of `tests.hosts`, with faulty ranks.
-
-A rank is a fork that enters its host's namespaces and runs the user's command without importing torch again. Its
-environment, limits, files and interfaces can be faulty. A `Shim` simulates other faults before the command begins:
-versions, the wall clock, a slow core, a hang.
-"""
+"""Runs `check` as jobs on the hosts of `tests.hosts`. A rank is a fork that enters its host's namespaces. A
+`Shim` simulates faults before the command begins: versions, clock, a slow core, a hang."""
 
 from __future__ import annotations
 
@@ -65,7 +61,7 @@ def run_check(
     absent: Sequence[int] = (),
     port: int = 21_000,
 ) -> Ended:
-    """Runs one rank per entry of `placement` (its host) except `absent` ranks. None unsets an environment variable."""
+    """One rank per entry of `placement` (its host) except `absent` ones. None unsets a variable."""
     context = fork_context()
     began = time.monotonic()
     address = hosts.addresses[placement[0]] if hosts is not None else "127.0.0.1"

@@ -1,5 +1,3 @@
-"""User-defined classes for the codec's tests, registered as `test.Color` and so on."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -27,10 +27,7 @@ def c10d_module() -> Path:
 
 
 def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Callable[[Path], object]) -> Path:
-    """Returns the cached file that `make` wrote for these facts (compiler, flags) and source bytes.
-
-    Only one process makes it; others wait.
-    """
+    """Only one process makes the file for these facts and sources; others wait."""
     content = hashlib.sha256(repr([str(fact) for fact in facts]).encode())
     for path in sorted(sources):
         content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -48,7 +45,7 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
 
 
 def plain_library(compiler: Sequence[str], more: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
-    """Returns the library without torch, at -O0. `flags` apply to `more` only."""
+    """At -O0; `flags` apply to `more` only."""
     recipe = native_build.plain_recipe()
     command = [*compiler, *native_build._FLAGS, *native_build.objects_recipe().flags, "-O0"]
 

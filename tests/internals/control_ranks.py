@@ -34,7 +34,7 @@ class _Rank:
 
 
 class Party:
-    """The ranks of a pool. Ranks with different `hosts` entries can't watch each other."""
+    """Ranks with different `hosts` entries can't watch each other."""
 
     def __init__(self, pool: WorkerPool, hosts: Sequence[object], addresses: Sequence[str] | None = None) -> None:
         self.pool, self.hosts = pool, hosts
@@ -50,7 +50,7 @@ class Party:
         port_range: str = "",
         only: Sequence[int] | None = None,
     ) -> None:
-        """Opens a world on every rank. All ranks, or `only` these, join it."""
+        """All ranks, or `only` these, join the new world."""
         if not self.pool._processes:
             self.pool._start()
         for rank, address in enumerate(self.addresses):
@@ -87,7 +87,7 @@ class Party:
         return [rank for rank in range(self.size) if rank not in ranks]
 
     def signal(self, number: int, *ranks: int) -> float:
-        """Sends a signal to ranks and returns the time. After SIGSTOP all their threads have stopped on return."""
+        """Returns the time. After SIGSTOP all threads of the ranks have stopped."""
         pids = [self.pool._processes[rank].pid for rank in ranks]
         for pid in pids:
             os.kill(pid, number)
@@ -97,7 +97,7 @@ class Party:
         return sent_s
 
     def latest(self, ranks: Iterable[int], kind: str, about: Iterable[int], since_s: float, timeout_s: float) -> float:
-        """Returns the seconds until the last of `ranks` saw this change for every rank in `about`."""
+        """Seconds until the last of `ranks` saw this change for every rank in `about`."""
         found = self.each(ranks, wait_for, [(kind, each) for each in about], timeout_s)
         return max(seen.at_s for each in found.values() for seen in each) - since_s
 
@@ -106,13 +106,10 @@ class Party:
 
     def restart(self) -> None:
         for process in self.pool._processes:
-            with contextlib.suppress(ProcessLookupError):  # it may exit meanwhile
+            with contextlib.suppress(ProcessLookupError):
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGCONT)
         self.pool.kill()
-
-
-# The functions below run in the ranks.
 
 
 def open_world(address: str, limit_s: float, beat_s: float, port_range: str) -> tuple[int, str, str, str]:
@@ -143,7 +140,6 @@ def seen_so_far() -> list[Seen]:
 
 
 def wait_for(wanted: list[tuple[str, int]], timeout_s: float) -> list[Seen]:
-    """Returns the first change for each wanted kind and rank. Raises if one is missing after the timeout."""
     until_s = time.time() + timeout_s
     while True:
         found = {(seen.change.kind, seen.change.rank): seen for seen in reversed(seen_so_far())}

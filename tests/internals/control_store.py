@@ -1,5 +1,3 @@
-"""A client of the job's store, and the raw bytes of its handshake."""
-
 from __future__ import annotations
 
 import os

@@ -1,8 +1,5 @@
-"""Runs the kernels of peer/csrc on a CPU, a CPU thread for each CUDA thread.
-
-`CpuKernels` replaces the launcher of a GPU. Ranks are threads of one process or processes over shared memory. `launch`
-blocks until the kernel has finished and releases the GIL.
-"""
+"""Runs the kernels of peer/csrc on a CPU, a CPU thread for each CUDA thread. Ranks are threads, or processes
+over shared memory. `launch` blocks until the kernel has finished, and releases the GIL."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ DEADLINE_S = 300
 
 
 class KernelTrappedError(Exception):
-    """A kernel executed a trap. On a GPU that ends the CUDA context."""
+    """On a GPU a trap ends the CUDA context."""
 
 
 class CpuKernels:
-    """Launches at most `max_threads` threads a block and `max_blocks` blocks. All ranks need equal values."""
+    """All ranks need equal values."""
 
     def __init__(self, max_blocks: int = 2, max_threads: int = 4, library: Path | None = None) -> None:
         self.max_blocks, self.max_threads = max_blocks, max_threads
@@ -56,7 +53,7 @@ class CpuKernels:
         return self.max_blocks
 
     def disturb(self, per_mille: int, longest_us: int = 0, seed: int = 1) -> None:
-        """Delays `per_mille` of 1,000 accesses to shared memory in this process, some by up to `longest_us`."""
+        """Delays `per_mille` of 1,000 accesses to shared memory in this process."""
         self._library.on_cpu_disturb(per_mille, longest_us, seed)
 
     def layout(self, count: int) -> list[int]:
@@ -65,7 +62,7 @@ class CpuKernels:
 
 @functools.cache
 def build(*flags: str, sources: Path = CUDA_SOURCES) -> Path:
-    """Returns the library. Skips the test if there is no compiler."""
+    """Skips the test without a compiler."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

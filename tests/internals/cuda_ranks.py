@@ -27,7 +27,6 @@ class CpuRanks:
         self.aborts = (ctypes.c_uint64 * size)()
 
     def call(self, rank: int, **fields: Any) -> Call:
-        """Replaces tensors by their addresses."""
         call = Call(rank=rank, size=self.size, deadline_ns=int(self.deadline_s * 1e9))
         call.regions[: self.size] = self.regions
         call.report = ctypes.addressof(self.reports) + 8 * rank
@@ -65,7 +64,6 @@ class CpuRanks:
 
 
 def sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Adds in float32 and rounds once."""
     total = inputs[0].float()
     for each in inputs[1:]:
         total = total + each.float()

@@ -1,5 +1,3 @@
-"""Forces groups to split their communicators from the world's."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -15,8 +13,7 @@ __all__ = ["INTERNAL_ERROR", "INVALID_USAGE", "REMOTE_ERROR", "dividing"]
 
 @contextmanager
 def dividing(when_acquired: Callable[[], object] | None = None) -> Iterator[None]:
-    """Makes groups split their communicators from the world's. With `when_acquired`, creates all groups at once and
-    calls it before each process group."""
+    """With `when_acquired`, creates all groups at once and calls it before each process group."""
     divides, acquire, is_lazy = ProcessGroupPool.divides, ProcessGroupPool.acquire, _Division._is_lazy
 
     def acquired(pool: Any, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calls the registered ops as compiled code does, and simulates a group whose peers answer."""
+"""Calls ops as compiled code does, and simulates a group whose peers answer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from parallel_state.messages.messenger import Messenger
 OP_NAMES = tuple(ops.OP_NAMES)
 CALLS_OF_MESSAGES = frozenset(name for name in vars(MessageCalls) if not name.startswith("_"))
 CALLS = CALLS_OF_MESSAGES | {name for name in vars(TensorCalls) if not name.startswith("_")}
-"""Methods of a group that all its ranks call together."""
+"""Methods that all ranks of a group call together."""
 
 
 def token_of(group: GroupCoordinator) -> Tensor:
-    """Returns the token, which keeps compilers from reordering ops."""
     return group._token
 
 
@@ -32,7 +31,7 @@ def op_arguments(group: GroupCoordinator) -> tuple[Tensor, str]:
 
 
 def call_op(group: GroupCoordinator, name: str, x: Tensor | Sequence[Tensor] | None, *arguments: Any) -> Any:
-    """Calls an op with the group's token and name. `x` is None if the op takes no tensor."""
+    """`x` is None if the op takes no tensor."""
     first = () if x is None else (x,)
     return getattr(torch.ops.parallel_state, name)(*first, group._token, *arguments, group._key)
 

@@ -1,4 +1,4 @@
-"""Functions of a rank's start, run and exit at which tests inject faults, by name."""
+"""Functions of a rank's start, run and exit at which tests inject faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STARTS: dict[str, Place] = {
     "before the proof": (state, "verify_group"),
     "at the end": (world, "closing_barrier"),
 }
-"""Calls of init_distributed_environment and initialize_model_parallel, in order."""
+"""In the order of their calls."""
 STAGES: dict[str, Place] = {
     "meeting": (_Meeting, "_judge"),
     "reachability": (reachability, "prove"),
@@ -64,7 +64,7 @@ OF_A_WATCHER = "Watcher.close"
 
 
 def after_entering(then: Callable[[], object], of_backend: bool = False) -> None:
-    """`of_backend`: the meeting of a group of torch's backend, not of init_distributed_environment."""
+    """`of_backend`: the meeting of a group of torch's backend."""
     meeting: Any = _Roll if of_backend else _Meeting
     enter = meeting._enter
 
@@ -77,7 +77,6 @@ def after_entering(then: Callable[[], object], of_backend: bool = False) -> None
 
 
 def count_planes() -> int:
-    """Returns the number of this process's control planes."""
     return len(find_endpoints()[os.getpid()])
 
 
@@ -87,5 +86,5 @@ def met_alone() -> Met:
 
 
 def report_nothing_to_python() -> None:
-    """Hides the control plane's reports from Python: only the compiled library detects deaths."""
+    """Only the compiled library detects deaths then."""
     Watcher._take_in = lambda self, change: None  # type: ignore[method-assign]

@@ -1,5 +1,3 @@
-"""Inspects the connections of groups on several hosts, and injects faults into them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -33,13 +31,12 @@ def connections_of(group: GroupCoordinator) -> dict[int, list[Any]]:
 
 
 def transfer_socket(group: GroupCoordinator, rank: int) -> socket.socket:
-    """Returns this rank's connection for transfers with a rank of another host."""
     carrier: Any = group.route.communicators[0]
     return carrier._connections.sockets[rank][0]  # type: ignore[no-any-return]
 
 
 def _moved(connection: socket.socket) -> tuple[int, int]:
-    """Returns the bytes received and sent. Retransmitted bytes count twice."""
+    """Retransmitted bytes count twice."""
     with contextlib.suppress(OSError):
         received, sent = _BYTES.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size))
         return received, sent
@@ -55,13 +52,12 @@ def moved_bytes(group: GroupCoordinator) -> int:
 
 
 def is_meshed(group: GroupCoordinator) -> bool:
-    """Returns True if each rank has connections to each rank of other hosts."""
     return _memory(group).is_meshed
 
 
 @contextmanager
 def as_without_descriptors(is_victim: bool) -> Iterator[None]:
-    """Makes groups with two ranks per host connect all ranks. A victim has no file descriptors left."""
+    """Groups with two ranks per host connect all ranks; a victim has no descriptors left."""
     shortage, unasked = limits.descriptor_shortage, host_memory.MESHED_UNASKED
     if is_victim:
         limits.descriptor_shortage = lambda needed: "none left"
@@ -74,7 +70,7 @@ def as_without_descriptors(is_victim: bool) -> Iterator[None]:
 
 @contextmanager
 def as_too_many_to_mesh() -> Iterator[None]:
-    """Makes groups over several hosts connect leads only, as groups of more than 256 ranks do."""
+    """Groups connect leads only, as those of more than 256 ranks do."""
     most, host_memory.MOST_MESHED = host_memory.MOST_MESHED, 1
     try:
         yield
@@ -83,7 +79,7 @@ def as_too_many_to_mesh() -> Iterator[None]:
 
 
 def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], object]) -> None:
-    """Calls `then` on a thread once this rank's connections have moved `size_bytes` in total."""
+    """Calls `then` on a thread once this rank's connections have moved `size_bytes`."""
 
     def wait() -> None:
         while moved_bytes(group) < size_bytes:

@@ -21,8 +21,7 @@ MEET_S = 30.0
 
 
 class KernelRank:
-    """One rank. `at(offset, shape, dtype)` is a tensor in its arena; `call(name, ...)` returns a collective's
-    status."""
+    """`at` returns a tensor in its arena, `call` a collective's status."""
 
     def __init__(self, folder: str, timeout_s: float, spin_us: int = 5, yields: int = 100) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -38,7 +37,7 @@ class KernelRank:
         )  # fmt: skip
         pages = [self._mapped(f"{folder}/arena{rank}", mmap.PAGESIZE, ARENA_BYTES) for rank in range(self.size)]
         with open(f"{folder}/arena{self.rank}", "r+b") as file:
-            # Rank 0 populates its arena through a descriptor, as on kernels without MADV_POPULATE.
+            # Rank 0 populates its arena as kernels without MADV_POPULATE need.
             descriptor = file.fileno() if self.rank == 0 or not self._library.ps_has_populate() else -1
             self._library.ps_group_arenas(self.group, (ctypes.c_void_p * self.size)(*pages), ARENA_BYTES, descriptor, 0)
         # The group finds arena tensors by the address at which it mapped the arena.
@@ -81,7 +80,7 @@ class KernelRank:
         return [told[0], told[7], told[7 + 67]]
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Returns all ranks' inputs: small whole numbers, whose sums are exact."""
+        """Small whole numbers, whose sums are exact."""
         return [
             torch.randint(0, 8, (count,), generator=torch.Generator().manual_seed(seed * 64 + rank)).to(dtype)
             for rank in range(self.size)

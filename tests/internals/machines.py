@@ -1,5 +1,3 @@
-"""Recorded machines with GPUs, and stand-ins for NVIDIA's libraries."""
-
 from __future__ import annotations
 
 import copy
@@ -23,7 +21,7 @@ _SOURCES = Path(__file__).parents[1] / "native"
 
 
 class Recording:
-    """Answers `topology` from a record: question -> arguments ("0 5", or "*" for all others) -> answer."""
+    """Answers `topology` by question -> arguments ("0 5", or "*" for all others) -> answer."""
 
     def __init__(self, record: Mapping[str, Mapping[str, Any]]) -> None:
         self._record = record
@@ -37,7 +35,7 @@ class Recording:
 
 
 def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` replace answers: `record("dgx-h100", link_is_active={"3 0": False})`."""
+    """`changes` replace answers: `link_is_active={"3 0": False}`."""
     told: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     for question, answers in copy.deepcopy(changes).items():
         told.setdefault(question, {}).update(answers)

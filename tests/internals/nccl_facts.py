@@ -1,10 +1,6 @@
-"""Reads facts from NCCL's header and library. tests/nccl_versions holds the recorded facts by version.
-
-    python -m tests.internals.nccl_facts 2.32.3 ...  # fetches each wheel of nvidia-nccl-cu13, records it, removes it
-
-The facts are prototypes, the layout of ncclConfig_t, enumerators, and which functions the library has. Needs pip, a C
-compiler and about 600 MB of disk, but no GPU.
-"""
+"""Reads facts from NCCL's header and library; tests/nccl_versions holds them by version. `python -m
+tests.internals.nccl_facts 2.32.3 ...` records versions from wheels of nvidia-nccl-cu13. It needs pip, a C
+compiler and 600 MB of disk, but no GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ _CONSTANTS = ("NCCL_UNIQUE_ID_BYTES", "NCCL_CONFIG_UNDEF_INT", "NCCL_WIN_COLL_SY
 
 
 def fetch(version: str, folder: Path) -> tuple[Path, Path]:
-    """Raises CalledProcessError if the wheel can't be downloaded."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", str(folder)]
     subprocess.run([*command, f"nvidia-nccl-cu13=={version}"], check=True, capture_output=True, timeout=600)
     (wheel,) = folder.glob("*.whl")

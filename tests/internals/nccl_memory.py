@@ -1,5 +1,3 @@
-"""Counts memory windows that outlive their NCCL communicators."""
-
 from __future__ import annotations
 
 from device_communicators.nccl import windows

@@ -1,7 +1,4 @@
-"""NCCL without a GPU: stand_in_nccl.c, and streams that are numbers, for CPU tensors.
-
-The communicator is the real one. The library logs its arguments: counts, dtypes, streams, groups.
-"""
+"""stand_in_nccl.c, and streams that are numbers, under the real communicator. The library logs its arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from tests.internals import compiled
 SOURCE = Path(__file__).parents[1] / "native" / "stand_in_nccl.c"
 LIBRARY, FOLDER = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR"
 CURRENT = 7
-"""Number of the current stream. Side streams count from 100."""
+"""Side streams count from 100."""
 
 
 def compiler() -> str | None:
@@ -45,7 +42,7 @@ def build(folder: Path, *flags: str) -> Path:
 
 
 class Streams:
-    """Replaces CudaStreams. All work completes at once."""
+    """All work completes at once."""
 
     def __init__(self) -> None:
         self.sides = 0
@@ -56,7 +53,7 @@ class Streams:
         self.on_release: Callable[[], object] = lambda: None
         self.number = CURRENT
         self.stuck = False
-        """True if the device makes no further progress."""
+        """The device makes no further progress."""
 
     def current(self) -> int:
         return self.number

@@ -1,7 +1,4 @@
-"""Peer memory without a GPU: regions in files that the ranks map, and streams that are numbers.
-
-The communicator and the kernels are the real ones, compiled for the CPU.
-"""
+"""The real communicator and kernels on the CPU: regions in files that ranks map, and streams that are numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ FOLDER, LIBRARY, ARCH = "STAND_IN_PEERS_DIR", "STAND_IN_PEERS_KERNELS", "STAND_I
 
 
 class FileWay:
-    """Shares memory through files in a folder. `fails` names a step that fails on this rank."""
+    """`fails` names a step that fails on this rank."""
 
     def __init__(self, name: str = "files", fails: str | None = None) -> None:
         self.name = name
@@ -71,7 +68,7 @@ class _Files:
 
 
 class Streams(nccl_stand_in.Streams):
-    """Replaces CudaStreams. `current` can be set; `waits` records (stream, awaited stream)."""
+    """`waits` records (stream, awaited stream)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +101,14 @@ class Kernels(CpuKernels):
 
 
 class Device(PeerDevice):
-    """A rank's device: the CPU. Set its attributes before the communicator is made."""
+    """Set its attributes before the communicator is made."""
 
     def __init__(self) -> None:
         self.streams: Any = Streams()
         self.ways = (FileWay(),)
         self.problem: str | None = None
         self.deaf = False
-        """If True, kernels read zeros instead of their input."""
+        """Kernels read zeros instead of their input."""
         self.max_blocks = 2
         """Most blocks that run at the same time."""
         self.fails_at: str | None = None

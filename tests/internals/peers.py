@@ -1,5 +1,3 @@
-"""Restricts how ranks share peer memory, and finds a group's peer communicator."""
-
 from __future__ import annotations
 
 from typing import Any

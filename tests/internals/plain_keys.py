@@ -1,4 +1,4 @@
-"""A Python reference for the library's check of dict keys (`KeyCheck` in cpu/csrc/plain_tree.cpp)."""
+"""A reference for `KeyCheck` in cpu/csrc/plain_tree.cpp."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from parallel_state.messages.codec.values import _NESTED, MAX_DEPTH, MOST_NUMBER
 
 
 def has_plain_keys(data: bytes) -> bool:
-    """Returns True if every dict in msgpack has the kinds of keys that `Encoder.mapping` writes.
-
-    Other keys, such as lists, can be chosen to collide, and msgspec's building of a dict can't be interrupted.
-    Malformed data is left to msgspec.
-    """
+    """Other keys than `Encoder.mapping` writes can be chosen to collide, and msgspec can't be interrupted.
+    Malformed data is left to msgspec."""
     try:
         _key_check(memoryview(data), 0, MAX_DEPTH + 1)
     except (IndexError, struct.error):  # malformed: msgspec rejects it, too
@@ -24,7 +21,7 @@ def has_plain_keys(data: bytes) -> bool:
 
 
 class _KeyFoundError(Exception):
-    """A key of a kind that no sender uses."""
+    pass
 
 
 _NUMBER, _TEXT, _OTHER = range(3)
@@ -39,7 +36,7 @@ _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")
 
 
 def _key_check(data: memoryview, at: int, extensions: int) -> tuple[int, int]:
-    """Returns where the value at `at` ends, and its kind. It may nest at most `extensions` extensions."""
+    """Returns where the value at `at` ends, and its kind."""
     head = data[at]
     at += 1
     if head <= 0x7F or head >= 0xE0 or head in (0xC0, 0xC2, 0xC3):

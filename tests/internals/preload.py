@@ -1,8 +1,5 @@
-"""The fork server imports this module last: it holds what test modules and first groups need.
-
-That is a third of the CPU time of ranks that make one group and are killed. The garbage collector is frozen: it would
-write into each inherited object and so copy its page.
-"""
+"""The fork server imports this last: what test modules and first groups need, a third of the CPU time of
+short-lived ranks. The garbage collector is frozen, because it would copy inherited pages."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ _MADV_COLLAPSE = 25
 
 
 def collapse_heap() -> None:
-    """Moves this process's heap into huge pages (Linux 6.1 or later).
-
-    Fork and exit handle each page table entry: for 170 MB that takes 26 ms in 4 KiB pages, and 8 ms mostly in huge
-    ones.
-    """
+    """Needs Linux 6.1. Forking and exiting with 170 MB takes 26 ms in 4 KiB pages, 8 ms in huge ones."""
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]

@@ -1,4 +1,4 @@
-"""Memory for message queues without a group: a file that all ranks of a test map."""
+"""Message queues without a group, in a file that all ranks map."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class FileMemory(QueueMemory):
         self.pids: list[int] = [os.getpid()] * size
 
     def meet(self, rank: int) -> None:
-        """Publishes this process's pid and waits for the other ranks."""
         self._pids[rank] = os.getpid()
         deadline = time.monotonic() + _DEADLINE_S
         while not all(self._pids):
@@ -60,7 +59,7 @@ def members_of(rank: int, size: int, timeout_s: float = 30.0) -> Members:
 def channels(
     path: Path, rank: int, size: int, timeout_s: float = 30.0, spin_ns: int = 20_000, meet: bool = True
 ) -> Iterator[Channels]:
-    """Opens this rank's queues. With `meet`, waits for all ranks first."""
+    """With `meet`, waits for all ranks first."""
     memory = FileMemory(path, size)
     if meet:
         memory.meet(rank)

@@ -1,13 +1,7 @@
-"""Explores every interleaving of the message queue's protocol: csrc/queue.cpp and the waiting in csrc/wait.cpp.
-
-One writer sends chunks through a ring to readers. An atomic variable is the list of its stores, oldest first. A
-process's *view* holds the oldest store of each variable that it may still load. A load returns that store or any later
-one. An acquire load also merges the view that a release store left with its value. A chunk's bytes are not atomic. A
-process that touches them must know, by its view, every access that may not overlap with its own. Otherwise the two
-accesses race, and a message can be torn or overwritten.
-
-No test compares the model with the C++. A `Variant` weakens one step of the protocol at a time.
-"""
+"""Explores every interleaving of the message queue's protocol: csrc/queue.cpp and the waiting in
+csrc/wait.cpp. An atomic variable is the list of its stores. A process's view holds the oldest store of each
+variable that it may still load. An acquire load merges the view that a release store left. Accesses to a
+chunk's bytes race unless the process's view orders them. No test compares the model with the C++."""
 
 from __future__ import annotations
 
@@ -20,8 +14,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Variant:
-    """The protocol, possibly without one of its parts. With `barriers`, sleepers use membarrier and publishers no
-    fence."""
+    """With `barriers`, sleepers use membarrier and publishers no fence."""
 
     barriers: bool = True
     writer_releases: bool = True
@@ -29,9 +22,9 @@ class Variant:
     reader_releases: bool = True
     writer_acquires: bool = True
     sleeper_orders: bool = True
-    """A sleeper's barrier. Without it, the sleeper may read the value before its announcement is visible."""
+    """Otherwise the sleeper may read the value before its announcement is visible."""
     publisher_orders: bool = True
-    """A publisher stores its value before it reads the sleepers, by a compiler fence or a processor fence."""
+    """A publisher stores its value before it reads the sleepers."""
     rechecks: bool = True
     """A sleeper reads the value again after its announcement, and the kernel compares it."""
     wakes_all: bool = True
@@ -42,7 +35,7 @@ class Variant:
 
 
 class Process(NamedTuple):
-    """`at`: the next step; `chunk`: the current chunk; `peer`: the process whose counter this one waits for."""
+    """This process waits for the counter of `peer`."""
 
     at: str
     chunk: int
@@ -61,15 +54,15 @@ class State(NamedTuple):
     """Index 2 p is the counter of process p, 2 p + 1 its sleepers. A counter's last store is its true value."""
     fence_view: View
     kernel_view: View
-    """Counters at the last wake-up. The kernel's lock passes this view to the next process that sleeps."""
+    """The kernel's lock passes the view of the last wake-up to the next process that sleeps."""
 
 
 class Violation(Exception):
-    """The protocol was violated."""
+    pass
 
 
 class Model:
-    """All reachable states of the protocol. The writer is process 0."""
+    """The writer is process 0."""
 
     def __init__(self, variant: Variant, readers: int, chunks: int) -> None:
         self.variant = variant
@@ -82,7 +75,7 @@ class Model:
         self.of_use = [self._of_use(process) for process in range(readers + 1)]
 
     def _of_use(self, me: int) -> tuple[bool, ...]:
-        """Returns which parts of its view a process uses or passes on. Masking the rest merges equal states."""
+        """Masking the unused rest merges equal states."""
         slots = range(self.atomics, self.atomics + self.variant.slots)
         useful = {2 * me, 2 * me + 1, *(2 * peer for peer in self._peers(me)), *slots}
         useful.update(2 * peer + 1 for peer in self._peers(me))
@@ -102,7 +95,7 @@ class Model:
         return State((writer, *readers), (((0, zero),),) * self.atomics, zero, zero)
 
     def explore(self) -> int:
-        """Returns the number of states. Raises Violation."""
+        """Returns the number of states."""
         start = self._normal(self.first())
         known, waiting = {start}, deque([start])
         while waiting:
@@ -219,7 +212,6 @@ class Model:
     # A chunk is accessed and its counter published in one step. Overlaps are found by comparing views.
 
     def _touched(self, me: int, process: Process, state: State) -> Process:
-        """Raises Violation if the access may overlap with another one."""
         slots, view = self.variant.slots, process.view
         slot = (process.chunk - 1) % slots
         written = self.atomics + slot
@@ -269,7 +261,7 @@ class Model:
             yield _put(state, me, after._replace(at="wake")) if sleepers else self._next(state, me, after)
 
     def _look_early(self, state: State, me: int, process: Process) -> Iterator[State]:
-        """A reordering that a compiler could make: the load of the sleepers before the store."""
+        """A compiler could load the sleepers before the store."""
         for sleepers, after in self._loads(state, process, 2 * me + 1, False):
             yield _put(state, me, after._replace(at="publish_late", seen=sleepers))
 

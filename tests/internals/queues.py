@@ -1,5 +1,3 @@
-"""Inspects and slows down the message queues of a group in shared memory."""
-
 from __future__ import annotations
 
 import time
@@ -16,7 +14,7 @@ RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 
 
 def carried_calls(group: GroupCoordinator, name: str) -> int:
-    """Returns how many calls of this name C++ carried without Python."""
+    """Calls of this name that C++ carried without Python."""
     found: dict[str, Any] = group.context.host_memory.collectives.traffic(group._key)
     return int(found.get(name, (0, 0))[0])
 
@@ -47,7 +45,7 @@ def only_sender(group: GroupCoordinator) -> Any:
 
 
 class _StoppedLibrary:
-    """A library in which a started message is never continued."""
+    """A started message is never continued."""
 
     def __init__(self, library: Any, seconds: float) -> None:
         self._library, self._seconds = library, seconds
@@ -61,7 +59,7 @@ class _StoppedLibrary:
 
 
 def stop_writing(group: GroupCoordinator, seconds: float) -> None:
-    """Makes this rank stop after the beginning of its next message."""
+    """This rank stops after the beginning of its next message."""
     sender = only_sender(group)
     sender._library = _StoppedLibrary(sender._library, seconds)
 

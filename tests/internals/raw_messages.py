@@ -1,5 +1,3 @@
-"""Builds valid and invalid messages from bytes."""
-
 from __future__ import annotations
 
 import random
@@ -72,14 +70,14 @@ def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
 
 
 def lists_that_claim(size: int, depth: int) -> Outgoing:
-    """Returns nested lists, each of which claims about as many items as the message has bytes."""
+    """Each list claims about as many items as the message has bytes."""
     lists = b"".join(struct.pack(">BI", 0xDD, size - 5 * depth) for _ in range(depth))
     body = struct.pack("<BI", codec.FORMAT_VERSION, 0) + lists + bytes(size - len(lists))
     return Outgoing(wire.head_of(wire.Header(0, 0, 0, len(body), 0), body), [])
 
 
 def false_reference() -> Outgoing:
-    """Returns a message with one tensor whose head refers to the eighth."""
+    """The head of a message with one tensor refers to the eighth."""
     outgoing = encode(torch.ones(3))
     head = bytearray(outgoing.head)
     head[-5] = 7  # it ends with the tensor's index (four bytes) and its cut flag
@@ -93,19 +91,17 @@ def head_of_tensor(numel: int) -> Outgoing:
 
 
 def without_queue_calls(monkeypatch: Any) -> None:
-    """Removes the queue calls that are recorded in Python."""
     for name in ("isend", "broadcast", "_receive_recorded"):
         monkeypatch.setattr(LibraryMedium, name, None)
 
 
 def without_list_calls(monkeypatch: Any) -> None:
-    """Removes Python's calls for lists of tensors."""
     for name in ("send_list", "recv_list", "broadcast_list"):
         monkeypatch.setattr(Messenger, name, None)
 
 
 def sends_past_python(group: GroupCoordinator, spec: TensorDictSpec) -> Callable[[dict[str, Any]], bool] | None:
-    """Returns a call that sends a dict to rank 1 by C++ and returns whether it did. None for unknown forms."""
+    """The call returns whether C++ sent the dict. None for unknown forms."""
     known, past_python = tensor_dicts._known_form(spec), group._messenger.past_python
     if known is None or past_python is None:
         return None

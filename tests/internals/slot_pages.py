@@ -10,10 +10,8 @@ from device_communicators.cpu.host_memory import mapped_bytes
 
 
 def touched_slots(name: str, size: int) -> list[list[float]]:
-    """Returns the share of each rank's slots that this process has mapped, for each segment with `name` in its path.
-
-    A read also maps up to 15 neighbor pages.
-    """
+    """The mapped share of each rank's slots, for each segment with `name` in its path. A read also maps up to
+    15 neighbor pages."""
     library = native.load()
     page, size_bytes = os.sysconf("SC_PAGESIZE"), mapped_bytes(library, size)
     starts = [

@@ -1,4 +1,4 @@
-"""Agreements over the control plane. Each rank is a thread with a control plane of its own."""
+"""Each rank is a thread with a control plane of its own."""
 
 from __future__ import annotations
 
@@ -78,8 +78,6 @@ def test_a_group_that_disagrees_is_told_so_whatever_another_one_agreed_on(world:
 
 
 def test_the_first_verdict_counts(world: World) -> None:
-    """A rank that asks late gets the verdict of the others, although all have asked by then."""
-
     def ask(agreement: Agreement, rank: int) -> None:
         if rank == 3:
             time.sleep(2 * TIMEOUT_S)
@@ -93,8 +91,6 @@ def test_the_first_verdict_counts(world: World) -> None:
 
 
 def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> None:
-    """A rank that is late for one attempt joins the next."""
-
     def come(agreement: Agreement, rank: int) -> str:
         if rank == 3:
             time.sleep(2 * TIMEOUT_S)
@@ -117,7 +113,7 @@ def test_a_rank_that_can_not_make_a_group_tells_its_members(world: World) -> Non
 
 
 def test_records_of_any_size_come_whole(world: World) -> None:
-    """Records below, at and above the size of one agreement arrive in the order of `order`."""
+    """Records below, at and above the size of one agreement."""
     sizes, order = (0, 4092, 4093, 20_000), (2, 0, 3, 1)
     records = [bytes([rank]) * size for rank, size in enumerate(sizes)]
     for _ in range(2):
@@ -163,7 +159,7 @@ class Silent:
 
 
 class Told:
-    """Records reports of unreachable ranks and answers nothing."""
+    """Answers nothing."""
 
     def __init__(self, error: Exception) -> None:
         self.unreachable: list[int] = []

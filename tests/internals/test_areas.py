@@ -1,4 +1,4 @@
-"""All-reduce over several simulated areas (NUMA nodes, caches): result bits, and bytes between areas."""
+"""All-reduce over several simulated areas (NUMA nodes, caches)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _with_and_without(folder: str, area_ranks: int, seed: int) -> int:
 
 @pytest.mark.parametrize(("ranks", "area_ranks"), PLACEMENTS)
 def test_the_bits_are_those_of_the_flat_way(pools: Pools, folder: str, ranks: int, area_ranks: int) -> None:
-    """Both ways add in rank order and round once; float sums would show any other order."""
+    """Both add in rank order and round once."""
     found = pools(ranks).run(_with_and_without, folder, area_ranks, ranks + area_ranks, timeout_s=DEADLINE_S)
     assert found == [len(DTYPES) * len(OPS) * 3] * ranks
 
@@ -96,12 +96,9 @@ def _crossed(folder: str, area_ranks: int, dtype: torch.dtype, count: int) -> tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("ranks", "area_ranks"), [(4, 2), *([(8, 4), (16, 8)] if LONG else [])])
 def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dtype: torch.dtype) -> None:
-    """The bytes that cross between two sockets exceed the lower bound by at most 5 %.
-
-    A sum in rank order must bring the first socket's sum to the second, in the type of the sum (float32 for 16-bit
-    floats), and the result back: `wide + width` bytes per element. Flat, each rank reads its slice of all ranks of the
-    other socket, then all their slices: 2 * (ranks - ranks per socket) * width.
-    """
+    """A sum in rank order must bring the first socket's sum to the second, as float32 for 16-bit floats, and
+    the result back: `wide + width` bytes per element. Flat, each rank reads its slice of all ranks of the
+    other socket, then all their slices: 2 * (ranks - ranks per socket) * width."""
     count = 1 << 20
     found = pools(ranks).run(_crossed, folder, area_ranks, dtype, count, timeout_s=DEADLINE_S)
     chained, flat = (sum(crossed[way] for crossed, _ in found) for way in range(2))

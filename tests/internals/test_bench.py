@@ -1,5 +1,3 @@
-"""The benchmark harness counts samples correctly and hides times of wrong answers."""
-
 from __future__ import annotations
 
 import html
@@ -35,7 +33,7 @@ PLAN = Plan(rounds=5, round_s=0.001)
 
 
 class FakeTeam:
-    """Two ranks that take 1 and 2 us a call. `problems` are the results of successive checks."""
+    """Two ranks that take 1 and 2 us a call."""
 
     def __init__(self, names: list[str], problems: dict[str, list[str | None]] | None = None, fails: str = "") -> None:
         self.name, self.pids = "fake", []
@@ -196,9 +194,6 @@ def test_a_graph_of_several_calls_gives_the_time_of_those_that_were_asked_for() 
     assert len(replays) == 2
 
 
-# Cases disturbed by other processes.
-
-
 def busy_machine(monkeypatch: pytest.MonkeyPatch, cores: list[float]) -> None:
     monkeypatch.setattr(Strangers, "cores", lambda self: cores.pop(0))
 
@@ -254,9 +249,6 @@ def test_progress_on_a_terminal_is_one_bar(monkeypatch: pytest.MonkeyPatch) -> N
     shown.hide()
     assert "50 %" in stream.getvalue() and "left: messages" in stream.getvalue()
     assert all(len(line) < 160 for line in stream.getvalue().splitlines())
-
-
-# The page.
 
 
 def findings(**changes: Any) -> Findings:
@@ -363,12 +355,9 @@ def test_a_version_that_became_slower_is_named_and_gives_the_exit_code() -> None
     assert "wrong: before: op: the answer is wrong" in report_against([row])[0]
 
 
-# What the page and its pictures show.
-
-
 @pytest.mark.slow
 def test_variants_and_lower_bounds_are_not_judged() -> None:
-    """A ratio to a variant of this library says nothing about a peer; 1.67 in red would mean that it is faster."""
+    """1.67 in red would mean that a variant of this library is a faster peer."""
     found = findings()
     names = (OWN, OP, OP_AND_LAYERS, LAYERS, CARRIED, COPY, VIEWS, "gloo")
     case = {"part": "torch", "kind": "dist", "operation": "all_reduce", "bytes": 8192}

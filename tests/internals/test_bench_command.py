@@ -1,4 +1,4 @@
-"""`python -m parallel_state bench` and `benchmarks/report.py`, started as by users. No test judges a time."""
+"""No test judges a time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_every_installation_has(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith(VLLM_TORCH), reason="a peer for another torch isn't started")
 def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
-    """The peer's package is installed, but its processes die of SIGILL."""
+    """The peer's processes die of SIGILL."""
     package = tmp_path / "peers" / "vllm" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
@@ -147,7 +147,7 @@ def test_an_interrupted_bench_keeps_what_was_measured(tmp_path: Path, number: si
 def test_a_launcher_that_cannot_start_is_left_out_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder of an MPI is gone, or the Python in it; the launcher's banner isn't the reason."""
+    """The folder of an MPI is gone, or its Python; the launcher's banner isn't the reason."""
     banner = tmp_path / "mpiexec"
     banner.write_text("#!/bin/sh\nprintf 'no python there\\n-----\\n' >&2\nexit 3\n")
     banner.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Every benchmark runs in its smallest form and writes its JSON. No test judges a time."""
+"""No test judges a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 400
 
 
 def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, Any]:
-    """Returns the JSON of a short benchmark without peers. `before` is code that runs first."""
+    """`before` is code that runs first."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
     environment["PYTHONPATH"] = str(ROOT)
@@ -103,7 +103,7 @@ decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
 
 
 def test_decode(tmp_path: Path) -> None:
-    """Two ranks: four spinning ranks on fewer cores are slow."""
+    """Four spinning ranks on fewer cores are slow."""
     ours, spinning = "parallel_state", "parallel_state, spinning"
     arguments = ["--models", "0.5B", "--batches", "2"]
     content = run("decode", tmp_path / "m.json", *arguments, "--only", ours, "gloo", before=TINY)
@@ -130,7 +130,7 @@ def compile_library(recipe, target, compiler, seal=None, base=None):
 
 native_build.compile_library = compile_library
 """
-"""Uses the tests' cached library, compiled without optimization."""
+"""The tests' cached library, compiled without optimization."""
 
 
 def test_failure_costs(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""The rules of `check` over constructed facts. Sound jobs have no findings."""
-
 from __future__ import annotations
 
 import ast
@@ -269,9 +267,6 @@ def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pyt
     assert facts.cpu.affinity == [4, 5, 6, 7]
 
 
-# Missing ranks, and their expected hosts.
-
-
 def test_a_missing_rank_is_named_with_its_host() -> None:
     two_hosts = job(2, 2)
     (text,) = findings(two_hosts[:3])["rank-missing"]
@@ -316,9 +311,6 @@ def test_torchrun_below_srun_is_no_contradiction() -> None:
         }  # fmt: skip
         facts.place.started_by = ["python3 -m torch.distributed.run", "slurmstepd"]
     assert findings(arrivals) == {}
-
-
-# Measurements.
 
 
 def _links(speeds: dict[tuple[int, int], float], **also: Any) -> dict[int, Measured]:
@@ -436,9 +428,6 @@ def test_every_pair_of_hosts_meets_once_in_each_direction() -> None:
     for pairs in schedule(list(range(100))):
         assert len(pairs) <= 50
     assert schedule([1]) == []
-
-
-# Facts, output, and the table.
 
 
 def test_the_interface_that_nccl_takes() -> None:

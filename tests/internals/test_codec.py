@@ -1,5 +1,3 @@
-"""The codec by itself: each value is decoded as it was encoded."""
-
 from __future__ import annotations
 
 import collections
@@ -74,7 +72,6 @@ SAMPLE = {
     "tensors": {"a": torch.arange(6).reshape(2, 3), "b": (torch.zeros(0, 4, dtype=torch.bfloat16),)},
 }
 
-# Values that can be sent.
 
 HASHABLE = st.recursive(
     st.none()
@@ -292,8 +289,6 @@ def test_the_last_byte_within_the_limit(monkeypatch, value):
     with pytest.raises(MessageDecodeError, match="must be at most"):
         codec.read(data)
 
-
-# Depth --------------------------------------------------------------------------------------------------------------
 
 NESTINGS = {
     "list": lambda inner: [inner],

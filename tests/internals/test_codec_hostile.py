@@ -1,4 +1,4 @@
-"""Bytes from a hostile peer become an object or a MessageDecodeError, and allocate no more than was sent."""
+"""A hostile peer's bytes become an object or a MessageDecodeError, and allocate no more than was sent."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ LEAVES += [f"test.{cls.__name__}" for cls in (Color, Access, Pair, Span, Record)
 
 
 def random_msgpack(rng: random.Random, depth: int) -> Any:
-    """Returns well-formed msgpack with our Ext codes in right and wrong places."""
+    """Our Ext codes are in right and wrong places."""
     kind = rng.randrange(5) if depth else 0
     if kind == 0:
         return rng.choice(LEAVES)
@@ -413,7 +413,6 @@ WAYS = ["python", "library"]
 
 
 def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiled library, as in groups that share memory, or without."""
     monkeypatch.setattr(codec_values, "_library", codec_values._Library())
     if way == "library":
         try:

@@ -1,5 +1,3 @@
-"""Which classes the codec registers, and its errors for others."""
-
 from __future__ import annotations
 
 import collections

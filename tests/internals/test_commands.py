@@ -1,5 +1,3 @@
-"""The command line as a process: its imports, exit codes and errors."""
-
 from __future__ import annotations
 
 import argparse
@@ -115,7 +113,7 @@ def test_text_of_a_plan_has_the_width_of_the_terminal(
 def test_help_has_the_width_of_the_terminal(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but examples and tables, which are indented; names of options can't be cut."""
+    """Examples, tables and names of options can't be cut."""
     monkeypatch.setenv("COLUMNS", "60")
     with pytest.raises(SystemExit):
         main([*command, "--help"])

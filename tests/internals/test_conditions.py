@@ -1,5 +1,3 @@
-"""Why a process makes no progress, by the kernel, and the program lines of its threads."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """The core of the control plane under any fault in any order: seeded simulation and exhaustive exploration.
-
-Both programs check invariants. Faults patched into the core prove that these checks can fail.
-"""
+Faults patched into the core prove that the checks can fail."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     else [(5, 30_000), (16, 10_000), (96, 1000), (1000, 10_000)],
 )
 def test_any_fault_at_any_moment(ranks: int, seeds: int) -> None:
-    """A program's results are cached, as they depend on its bytes and arguments only. Failures are not."""
+    """A program's results are cached, failures are not."""
     program, half = _program("simulator"), seeds // 2
 
     def simulate(made: Path) -> None:
@@ -144,7 +142,7 @@ def test_the_events_of_a_core_replay(tmp_path: Path) -> None:
     ],
 )
 def test_all_orders(hosts: str, crashes: int, drops: int, first: int) -> None:
-    """`first` is the lowest member of the agreement. A lower rank is the lead, but no member."""
+    """`first` is the lowest member of the agreement; a lower rank is the lead, but no member."""
     done = _run(_program("explorer"), "--hosts", hosts, "--crashes", crashes, "--drops", drops, "--first", first)
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.split(" states")[0]) > 1000, "the exploration ended early"

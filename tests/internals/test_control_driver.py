@@ -25,7 +25,7 @@ ADDRESS = (
     "-Wno-mismatched-new-delete",
 )
 PLAIN = ("-Wno-mismatched-new-delete",)
-"""With forks, which the address sanitizer can't follow."""
+"""The address sanitizer can't follow forks."""
 THREAD = ("-fsanitize=thread", "-Wno-mismatched-new-delete")
 
 

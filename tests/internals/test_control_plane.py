@@ -1,8 +1,5 @@
-"""The control plane on real processes: what each rank detects, how soon, and what is left behind.
-
-Ranks of different "hosts" only have different watch domains and connect over loopback.
-tests/failure/test_control_plane_hosts.py has hosts with their own networks.
-"""
+"""The control plane on real processes. Ranks of different "hosts" only have different watch domains and
+connect over loopback."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def kept_pool() -> Iterator[Ranks]:
 
 @pytest.fixture
 def pool(kept_pool: Ranks, request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """After a failed test, which may leave ranks stopped or in a call, they are replaced."""
+    """A failed test may leave ranks stopped or in a call, so they are replaced."""
     failed = request.session.testsfailed
     yield kept_pool
     if request.session.testsfailed > failed:
@@ -80,9 +77,6 @@ def _joined(pool: Ranks, hosts: list[int], **options: Any) -> Party:
 
 def _within(trial: Callable[[], float], folder: Path) -> None:
     assert_in_time(lambda _: trial(), folder, WITHIN_S)
-
-
-# Exits.
 
 
 @LAYOUTS
@@ -210,9 +204,6 @@ def _report_failed(text: str) -> None:
     world().report_failed(text)
 
 
-# Leaving.
-
-
 def _leave_and_exit() -> None:
     leave()
     os._exit(0)
@@ -278,9 +269,6 @@ def _error_of_agree() -> str:
         return str(agree("late", ALL, b"", 1.0))
     except ControlError as error:
         return str(error)
-
-
-# Agreement and questions.
 
 
 @LAYOUTS
@@ -603,9 +591,6 @@ def test_the_callback_thread_does_not_wait_for_replies(pool: Ranks) -> None:
     party.each(ALL, leave)
 
 
-# Forks, sandboxes, strangers and limits.
-
-
 def _fork(seconds: float) -> tuple[int, list[str], list[str]]:
     reader, writer = os.pipe()
     child = os.fork()
@@ -834,9 +819,6 @@ def test_an_endpoint_travels_as_text() -> None:
     assert Endpoint.parse(str(endpoint)) == endpoint
     with pytest.raises(ValueError):
         Endpoint.parse("[1]")
-
-
-# Costs.
 
 
 def _cpu_s(pid: int) -> float:

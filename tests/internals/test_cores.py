@@ -1,5 +1,3 @@
-"""Which cores a rank gets, on simulated machines, and the kernel's files."""
-
 from __future__ import annotations
 
 import os
@@ -14,7 +12,7 @@ from device_communicators.base.errors import InvalidArgumentError
 
 
 def machine(nodes: int, caches: int, physical: int, threads: int) -> list[Core]:
-    """Numbered as on x86 servers: the first threads of all nodes, then the second ones."""
+    """As on x86 servers: the first threads of all nodes, then the second ones."""
     total = nodes * caches * physical
     return [
         Core(thread * total + core, core, core // physical * physical, core // (caches * physical))

@@ -1,5 +1,3 @@
-"""The C++ of the CPU path under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: `make sanitize`."""
-
 from __future__ import annotations
 
 import os
@@ -82,7 +80,7 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
 
 
 def test_a_weaker_order_is_noticed(tmp_path: Path) -> None:
-    """Proves that the sanitizer sees these programs: a counter is stored without release."""
+    """A counter is stored without release."""
     order = "value.store(next, std::memory_order_{})"
     programs = _built(tmp_path / "build", THREAD, weakened=(order.format("release"), order.format("relaxed")))
     done = _run([programs["cpu_ranks"], "threads"], TSAN_OPTIONS="exitcode=66")

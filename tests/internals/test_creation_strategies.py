@@ -1,4 +1,4 @@
-"""How a group is created, and which calls of torch that takes: one rank of eight over torch's fake backend."""
+"""The calls of torch that create a group: one rank of eight over torch's fake backend."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ NCCL = GroupOptions("nccl", 5.0)
 
 
 class Calls(list[Any]):
-    """Records calls of torch instead of making them."""
-
     named: Any = None
 
     def split(self, *, split_ranks: list[list[int]], **options: Any) -> object:
@@ -75,7 +73,7 @@ def test_members_make_a_group_where_no_device_is_bound(pool: ProcessGroupPool, c
 
 @pytest.mark.usefixtures("bound")
 def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool, calls: Calls) -> None:
-    """Only lists that are missing are split; repeated lists need no call."""
+    """Only missing lists are split."""
     first = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     second = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     assert calls == [("split", PAIRS)] and calls.named is dist.group.WORLD

@@ -44,7 +44,7 @@ needs_nvrtc = pytest.mark.skipif(reason() is not None, reason=f"needs NVRTC: {re
 
 
 def kept(name: str, make: Callable[[], str]) -> str:
-    """Caches the output of NVRTC or nvcc by sources, options and this test."""
+    """Cached by sources, options and this test."""
     files = [*peer_kernels.source_files(), Path(peer_kernels.__file__), Path(__file__)]
     version = peer_kernels.nvrtc_version() if reason() is None else None
     return compiled.kept(name, [version], files, lambda path: path.write_text(make())).read_text()
@@ -234,7 +234,7 @@ def test_another_source_or_version_is_another_cubin(
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Counts compilations, and fakes them: each takes seconds."""
+    """Fakes compilations, which take seconds each."""
     calls: list[str] = []
 
     def compile_kernels(arch: str) -> bytes:

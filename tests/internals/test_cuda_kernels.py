@@ -1,7 +1,4 @@
-"""The kernels of peer/csrc on the CPU: exact results, many calls in a row, and late or dead ranks.
-
-The sources are those of GPUs. Each CUDA thread is a CPU thread, so blocks are small.
-"""
+"""Each CUDA thread is a CPU thread, so blocks are small."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def made(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Several magnitudes, so that another order gives other bits, and special values."""
+    """Several magnitudes, so that another order gives other bits."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 4, (numel,), generator=generator)
     for i, special in enumerate((-0.0, float("inf"), 1e-7, 65504.0)):
@@ -184,7 +181,7 @@ def steps_of(seed: int, count: int) -> list[tuple[str, int, int]]:
 
 
 def run_steps(ranks: CpuRanks, steps: list[tuple[str, int, int]], seed: int) -> None:
-    """Runs all steps without synchronization, so that ranks get ahead of each other."""
+    """No synchronization, so that ranks get ahead of each other."""
     size = ranks.size
     rows = [[torch.randint(-99, 99, (size * numel,)).float() + rank for rank in range(size)] for _, numel, _ in steps]
     outputs = [[torch.full((size * numel,), 77.0) for _ in range(size)] for _, numel, _ in steps]
@@ -225,8 +222,7 @@ def test_a_thousand_replays(how: str) -> None:
 
 @pytest.mark.parametrize("first", [2**30 - 3, 2**32 - 4, 2**32 - 5])
 def test_what_is_left_from_long_ago_is_not_taken_for_new(first: int) -> None:
-    """Flags and packets in both slots hold the epochs that come next, as after 2^32 epochs: the slots must be
-    cleared."""
+    """Flags and packets in both slots hold the next epochs, as after 2^32 epochs: slots must be cleared."""
     steps = [("all_reduce_push_float32", 1, 1)] * 8  # uses one packet and no flag
     steps += [("all_reduce_push_float32", 40, 1)] * 2 + [("all_reduce_pull_float32", 5, 1)] * 2
     ranks = CpuRanks(3)
@@ -300,7 +296,7 @@ def test_an_abort_ends_the_kernel_without_a_trap(how: str) -> None:
 
 
 def test_a_rank_that_stopped_gives_nobody_a_result() -> None:
-    """Rank 0 aborts its first barrier. If it went on, the others would add its old data."""
+    """If rank 0 went on after its aborted barrier, the others would add its old data."""
     ranks = CpuRanks(3, deadline_s=0.5)
     tensors = [torch.ones(40) for _ in range(3)]
     ranks.aborts[0] = 1

@@ -81,7 +81,7 @@ def test_threads_do_not_share_what_a_launch_fills_in(driver: Any) -> None:
 
 
 def test_a_thread_without_a_context_gets_one_and_one_that_has_keeps_it(driver: Any) -> None:
-    """Such threads, autograd's for example, report device 0 as current although it isn't ready."""
+    """Threads of autograd report device 0 as current although it isn't ready."""
     kernels, found = PeerKernels.load(0), []
 
     def launch(own: ctypes.c_void_p | None) -> None:
@@ -124,7 +124,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
 
 
 def test_structures_and_numbers_are_those_of_cuda() -> None:
-    """Layouts of CUDA 12.9 and 13.0. The next test compares them with an installed toolkit."""
+    """Layouts of CUDA 12.9 and 13.0; the next test compares them with an installed toolkit."""
     offsets = [
         getattr(LaunchConfig, name).offset for name in ("shared_bytes", "stream", "attributes", "attribute_count")
     ]

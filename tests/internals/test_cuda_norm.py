@@ -1,5 +1,3 @@
-"""The fused all-reduce, add and norm kernels on a CPU, compared with norms.py."""
-
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The kernels of peer/csrc under ThreadSanitizer, on the CPU: flags order what ranks exchange."""
+"""The kernels of peer/csrc under ThreadSanitizer: flags order what ranks exchange."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Streams by CUDA's handles, with a fake torch.cuda."""
-
 from __future__ import annotations
 
 from typing import Any

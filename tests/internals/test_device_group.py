@@ -1,4 +1,4 @@
-"""Our calls of torch's process groups use the same streams as torch's own functions."""
+"""Our calls of process groups use the same streams as torch's own functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RENAMED = {
 
 
 class Recording:
-    """Records each call's name and `asyncOp`. As with NCCL, a synchronous call returns no work."""
+    """As with NCCL, a synchronous call returns no work."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []

@@ -147,7 +147,6 @@ def test_plain_calls_give_what_the_ops_do(pools: Pools) -> None:
 
 
 def _carried_by_python() -> int:
-    """Without C++, direct calls and ops give the same results."""
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, CATALOG[-1:])
     register_route(group.route)

@@ -1,5 +1,3 @@
-"""Both ends of a group's messages in one process: messages of any kind and order."""
-
 from __future__ import annotations
 
 import contextlib
@@ -85,7 +83,7 @@ def test_whatever_comes_arrives(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("value", [step(0), [1, {"t": (torch.ones(3), 2)}]], ids=["library", "codec"])
 def test_bytes_that_a_head_does_not_tell_of(tmp_path: Path, value: Any) -> None:
-    """Bytes that exceed the head's count are detected before any is written."""
+    """Detected before any byte is written."""
     with messengers(tmp_path / "queue") as (sender, receiver):
         outgoing = sender.encode(value)
         told = outgoing.cpu_bytes

@@ -1,5 +1,3 @@
-"""Which of several failures `launch` reports, even if reports arrive out of order."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Tensors over foreign memory share it and keep its owner alive."""
-
 from __future__ import annotations
 
 import ctypes

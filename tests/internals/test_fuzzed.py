@@ -1,8 +1,5 @@
-"""Row 36: truncated, changed, invented or deeply nested frames, at each reader of another process's bytes.
-
-Thousands run by default, a million with FAILURE_TESTS=long. Each becomes an object or a MessageDecodeError within a
-constant multiple of its size in memory.
-"""
+"""Row 36: damaged frames become an object or a MessageDecodeError, within a constant multiple of their size in
+memory. Thousands run by default, a million with FAILURE_TESTS=long."""
 
 from __future__ import annotations
 
@@ -147,7 +144,7 @@ def test_row_36_frames_of_a_group() -> None:
 
 
 class Ring:
-    """A queue with both ends in this process. Each message gets new ends."""
+    """Both ends are in this process; each message gets new ends."""
 
     def __init__(self) -> None:
         self._library = native.load()

@@ -1,5 +1,3 @@
-"""The script of a GPU day, with small programs as steps: deadlines, evidence, failures."""
-
 from __future__ import annotations
 
 import json
@@ -147,7 +145,6 @@ def test_the_second_call_has_the_firsts_evidence(folder: Path, monkeypatch: pyte
 
 
 def test_a_script_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
-    """Its steps exit with it."""
     (tmp_path / "first.py").write_text("print('evidence')")
     pid = tmp_path / "pid"
     slow = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"

@@ -1,5 +1,3 @@
-"""The report of the GPU tests, for made-up outcomes."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,4 @@
-"""What ranks conclude from their exchanged GPU facts: sharing, NVLink, peer access, variables. One process simulates
-all ranks."""
+"""What ranks conclude from their exchanged GPU facts; one process simulates all ranks."""
 
 from __future__ import annotations
 

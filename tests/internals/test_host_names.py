@@ -1,5 +1,3 @@
-"""One function resolves all names, and reports an impossible name like an unknown one."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""The compiled kernels by themselves: tensors in arenas, the fused norm, idle waits."""
-
 from __future__ import annotations
 
 import ctypes
@@ -97,7 +95,7 @@ def _broadcast(rank: KernelRank, seed: int, count: int, dtype: torch.dtype, own:
 
 
 def _mixed(folder: str, seed: int, calls: int) -> None:
-    """Every rank makes the same calls, at its own places, and overwrites the inputs after each call."""
+    """Inputs are overwritten after each call."""
     with kernel_rank(folder) as rank:
         draw, own = random.Random(seed), random.Random(seed * 64 + rank.rank)
         for number in range(calls):
@@ -199,7 +197,7 @@ def test_a_waiting_rank_sleeps(pools: Pools, folder: str) -> None:
 
 
 def _pairs(folder: str, calls: int) -> int:
-    """Returns how many waits were slow. A lost wake-up would end at the deadline."""
+    """Returns how many waits were slow; a lost wake-up would end at the deadline."""
     with kernel_rank(folder, timeout_s=10.0, spin_us=0, yields=0) as rank:
         own = random.Random(rank.rank)
         slow = 0

@@ -1,5 +1,3 @@
-"""The address on which rank 0 listens."""
-
 from __future__ import annotations
 
 import socket

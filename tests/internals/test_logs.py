@@ -1,5 +1,3 @@
-"""Logs of a program without logging configuration, and host faults that one rank reports."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Explores all orders of posts, arrivals and cancels in the matcher of transfers, and finds injected faults."""
+"""Explores all orders of posts, arrivals and cancels, and finds injected faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks that are threads of one process, over a launcher's store in memory."""
+"""Rendezvous of ranks that are threads, over a launcher's store in memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def job() -> Iterator[Job]:
 
 
 def _entered(monkeypatch: pytest.MonkeyPatch) -> dict[int, BoundedStore]:
-    """Fills the returned dict with the store of each rank that enters."""
+    """The dict gets the store of each rank that enters."""
     entered: dict[int, BoundedStore] = {}
     enter = _Meeting._enter
 
@@ -237,7 +237,7 @@ def test_a_rank_that_can_not_listen_ends_the_start_of_all(job: Job) -> None:
 def _enter_and_lose(
     job: Job, monkeypatch: pytest.MonkeyPatch, cause: Callable[[], Exception], lost_s: float, timeout_s: float = AMPLE_S
 ) -> tuple[Future[BoundedStore], Future[BoundedStore]]:
-    """Returns ranks 0 and 1 of 3. Once rank 1 has entered, its requests fail for `lost_s`."""
+    """Once rank 1 has entered, its requests fail for `lost_s`."""
     entered = _entered(monkeypatch)
     opened, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3, timeout_s))
     _until(lambda: 1 in entered)

@@ -1,5 +1,3 @@
-"""Tensors as bytes: deferred values, strides, dtypes, and objects outside of groups."""
-
 from __future__ import annotations
 
 import random
@@ -75,7 +73,7 @@ def test_every_dtype_is_copied() -> None:
 
 
 def test_a_dtype_is_refused_where_torch_makes_no_plain_tensor_of_it() -> None:
-    """A receiver must be able to allocate each dtype as a plain tensor and to fill it byte by byte."""
+    """A receiver must allocate each dtype as a plain tensor and fill it byte by byte."""
     for dtype in DTYPES.values():
         made = torch.empty(2, dtype=dtype)
         assert (dtype_refusal(dtype) is not None) == made.is_quantized == (dtype in QUANTIZED), dtype

@@ -1,5 +1,3 @@
-"""Message queues between processes: messages of any size and order, and failures that name the cause."""
-
 from __future__ import annotations
 
 import os
@@ -109,7 +107,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(pools: Pools, tmp_path: 
 
 
 def _pairs(path: str, rank: int, size: int) -> None:
-    """All ranks send to all at once. Receives are started first and waited for in reverse."""
+    """Receives are started first and waited for in reverse."""
     with channels(Path(path), rank, size) as ends:
         others = [other for other in range(size) if other != rank]
         for n in (1, 70_000, LARGE_BYTES):
@@ -207,11 +205,8 @@ def test_a_buffer_of_another_form_stays_untouched(pools: Pools, tmp_path: Path, 
     assert "mismatched: this rank receives" in str(text)
 
 
-# Failures.
-
-
 def _report(path: str, call: Callable[[], object]) -> None:
-    """Writes the outcome to a file, because the pool returns nothing after a death."""
+    """A file, because the pool returns nothing after a death."""
     started = time.monotonic()
     try:
         call()
@@ -246,7 +241,7 @@ def _read_in_part(ends: Channels, large: Tensor, tell: bool) -> None:
     with receiver.lock:
         receiver.next()
         receiver.read(*pieces_of([large[: 1 << 20]]))
-        if tell:  # The writer is at most a ring ahead. Stop reading until it is dead.
+        if tell:  # The writer is at most a ring ahead.
             ends.transfers.send(torch.zeros(1), 0)
             with pytest.raises(PeerDiedError):
                 ends.transfers.irecv_(torch.empty(1), 0).wait()
@@ -273,7 +268,6 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path, who: str) -> None:
 
 
 def _late(path: str, rank: int, size: int) -> list[str]:
-    """The peer never writes and never reads."""
     told = []
     with channels(Path(path), rank, size, timeout_s=0.5) as ends:
         calls: list[Callable[[], object]] = [

@@ -1,5 +1,3 @@
-"""The compiled library is built once, under a lock; otherwise the reason is reported."""
-
 from __future__ import annotations
 
 import os
@@ -38,7 +36,7 @@ COMPILE_S = 300
 SOURCES = Path(native.__file__).parent / "csrc"
 VERSION = f"version {native._VERSION} "
 MADE = [".lock", ".lock", ".o", ".so"]
-"""What a compile leaves in the cache: the object of all that needs no torch, and the library."""
+"""The object of all that needs no torch, and the library."""
 
 
 def _start(cache: Path, umask: int | None = None, **variables: str) -> Program:
@@ -89,7 +87,7 @@ def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
 
 
 def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, str]:
-    """Returns the environment in which a script replaces the compiler. The build doesn't use torch's headers."""
+    """A script replaces the compiler. The build doesn't use torch's headers."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -159,7 +157,7 @@ def test_a_compile_says_what_it_makes_and_for_how_long(quick: dict[str, str], tm
 
 
 def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[str, str], tmp_path: Path) -> None:
-    """As for another torch: its own files are compiled, and nothing else again."""
+    """Another torch's own files are compiled, and nothing else again."""
     assert VERSION in _run(tmp_path, **quick)
     words = tmp_path / "words"
     script = f'echo "$@" >> {words}\nexec {quick["CXX"]} "$@"'
@@ -172,7 +170,7 @@ def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[st
 
 
 def test_the_command_compiles_all_parts_at_once(linked: Path, tmp_path: Path) -> None:
-    """As an image of a container is built. Both parts are in the making at the same time."""
+    """As an image of a container is built; both parts are in the making at the same time."""
     full, module = native.load(), extension.try_load()[0]
     assert full.has_ops, full.note
     script = f"""

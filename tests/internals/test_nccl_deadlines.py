@@ -1,5 +1,3 @@
-"""The thread that watches a group's streams: deadlines by fake markers."""
-
 from __future__ import annotations
 
 import threading

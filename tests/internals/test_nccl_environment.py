@@ -1,4 +1,4 @@
-"""NCCL's variables for a world, set in mappings: os.environ stays unchanged."""
+"""NCCL's variables are set in mappings: os.environ stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The binding matches NCCL's signatures, layouts and numbers, by version.
-
-tests/nccl_versions records the headers (see nccl_facts). With NCCL_WHEELS=2.28.9,2.32.3 (or `all`) the wheels of these
-versions are downloaded one by one and compared with the records.
-"""
+"""The binding matches NCCL's headers as recorded in tests/nccl_versions. NCCL_WHEELS=2.28.9,2.32.3 (or `all`)
+also downloads these wheels and compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`group.empty` in memory that is registered with NCCL: the stand-in logs offsets."""
+"""`group.empty` in memory that is registered with NCCL; the stand-in logs offsets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def _group(library: str, **changes: Any) -> Iterator[tuple[Any, Any]]:
-    """`changes` apply to the group's context."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group: Any = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, **changes), (_ROW, CATALOG[-1]))
@@ -228,7 +227,7 @@ def test_a_full_device_gets_what_torch_keeps(pools: Pools, stand_in: str) -> Non
 
 
 def _late_body(library: str, how: str) -> tuple[str, str, float]:
-    # Without host memory, which later tests also use: a failed group gives it up.
+    # A failed group gives up host memory, which later tests use.
     with _group(library, timeout=Timeout(1.0), host_memory=None) as (group, nccl):
         nccl.set_up()
         started = time.monotonic()
@@ -346,7 +345,7 @@ def test_a_rank_that_turned_it_off_turns_it_off_for_all(pools: Pools, stand_in: 
 
 
 def _error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """For a communicator's own call, without the route's time."""
+    """A communicator's own call, without the route's time."""
     with pytest.raises(ps.CommunicationError) as raised:
         call()
     return type(raised.value).__name__, str(raised.value)

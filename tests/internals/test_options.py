@@ -1,5 +1,3 @@
-"""GroupOptions: defaults, invalid values, and torch's arguments."""
-
 from __future__ import annotations
 
 from datetime import timedelta

@@ -1,5 +1,3 @@
-"""Peer kernels on the CPU: kernel choice, refusals, and late or dead ranks."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -99,9 +97,6 @@ def _launched(device: Device, call: Callable[[], object]) -> list[str]:
     return list(device.made.launched)
 
 
-# Kernel choice.
-
-
 def _choice_body(env: Env) -> dict[str, list[str]]:
     group, device = _group(env)
     size = group.world_size
@@ -144,7 +139,7 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
 
 
 def _without_room(group: GroupCoordinator, x: Tensor) -> None:
-    """Calls the norm of a row that is too long for the device: with no blocks, any row is."""
+    """With no blocks, any row is too long for the device."""
     group.all_reduce(x)
     made = group.route.communicators[0].group  # type: ignore[attr-defined]
     made.max_blocks, kept = 0, made.max_blocks
@@ -275,9 +270,6 @@ def test_a_pinned_algorithm_has_one_norm_for_every_size(pools: Pools, env: Env) 
     assert all(pools(2).run(_pinned_norm_body, {**env, ALGORITHM: "two_shot"}, tp=2))
 
 
-# Many calls.
-
-
 CALLS = 1000 if LONG else 200
 
 
@@ -345,7 +337,7 @@ def test_ranks_on_one_gpu_divide_its_blocks(pools: Pools, env: Env) -> None:
 
 
 def _threads_body(env: Env) -> int:
-    """Two threads per rank. Either may meet either thread of the other rank."""
+    """Each of a rank's two threads may meet either thread of the other rank."""
     group, _ = _group(env)
     communicator = group.route.communicators[0]
     wrong: list[bool] = []
@@ -386,9 +378,6 @@ def _streams_body(env: Env) -> list[tuple[int, int]]:
 
 def test_calls_on_other_streams_wait_for_each_other_but_not_in_a_capture(pools: Pools, env: Env) -> None:
     assert pools(2).run(_streams_body, env, tp=2) == [[(8, 7), (7, 8)]] * 2
-
-
-# Refusals.
 
 
 def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
@@ -525,9 +514,6 @@ def test_two_ranks_need_no_nvlink(pools: Pools, env: Env) -> None:
     assert pools(2).run(_two_without_links_body, env, tp=2) == [["peer_memory", CATALOG[-1].name]] * 2
 
 
-# Late, dead and closed.
-
-
 def _late_body(env: Env) -> tuple[str, tuple[int, ...], str, float, str]:
     group, _ = _group(env, timeout=Timeout(1.0))
     started = time.monotonic()
@@ -658,9 +644,6 @@ def test_a_closed_one_is_of_no_use(pools: Pools, env: Env) -> None:
     pools(2).run(_closed_body, env, tp=2)
 
 
-# auto.
-
-
 def _auto_body(env: Env, table: str, changes: dict[str, Any]) -> tuple[bool, str]:
     """`changes` apply to the last rank."""
     os.environ.update(env, **{TABLE: table, "PARALLEL_STATE_PEER_MEMORY": "auto"})
@@ -702,9 +685,6 @@ def test_auto_takes_what_was_measured_under_the_same_conditions(
     for is_on, explained in pools(2).run(_auto_body, env, str(tmp_path / "rows.json"), changes, tp=2):
         assert is_on == (reason is None), explained
         assert reason is None or reason in explained, explained
-
-
-# Tables.
 
 
 def test_a_table_that_cant_be_read_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/peer_kernels.py over the kernels on the CPU: answers, checks and targets. No test judges a time."""
+"""benchmarks/peer_kernels.py over the kernels on the CPU. No test judges a time."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_bytes_that_must_be_moved() -> None:
 
 
 def test_others_in_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo replaces NCCL. symm_mem has no CPU and says so."""
+    """gloo replaces NCCL; symm_mem has no CPU."""
     start = dist.init_process_group
 
     def over_gloo(backend: str, store: Any, rank: int, world_size: int, device_id: Any) -> None:

@@ -1,4 +1,4 @@
-"""Both methods of sharing GPU memory, without a GPU: torch's part is faked."""
+"""Both methods of sharing GPU memory; torch's part is faked."""
 
 from __future__ import annotations
 

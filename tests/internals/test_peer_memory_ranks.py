@@ -1,5 +1,3 @@
-"""All ranks of a group try the methods of sharing regions together."""
-
 from __future__ import annotations
 
 import ctypes
@@ -27,7 +25,7 @@ def _share_body(folder: str) -> tuple[str, list[int], int]:
     os.environ[FOLDER] = folder
     context, way = _context(), FileWay()
     memory = share(context, 1 << 16, [way])
-    # Each rank writes its number into every region. Every region then has all numbers.
+    # Each rank writes its number into every region.
     for address in memory.addresses:
         ctypes.c_uint64.from_address(address + 8 * context.rank).value = 100 + context.rank
     run_on_all_ranks(context, "test", lambda: None)

@@ -96,9 +96,6 @@ def test_what_does_not_travel_is_told_with_its_path(value: Any, match: str) -> N
     assert not codec_values.use_library().takes_apart(value, LIMIT)
 
 
-# Whole messages, packed in one pass in C.
-
-
 def message(value: Any) -> tuple[bytes, list[tuple[int, int]]] | None:
     """Returns the head, and address and size of each nonempty tensor. None if Python packs it."""
     objects = codec_values.use_library()

@@ -1,5 +1,3 @@
-"""`python -m parallel_state plan`: numbers match Layout; remarks, suggestions and exit codes."""
-
 from __future__ import annotations
 
 import itertools
@@ -52,8 +50,6 @@ def codes(plan: Plan) -> set[tuple[str, str]]:
 def changes(world_size: int, order: str = "megatron", gpus_per_node: int = 8, **sizes: int) -> list[str]:
     return [str(change) for change in changes_that_fit(Request(world_size, sizes, order, gpus_per_node))]
 
-
-# --- Numbers
 
 plans = st.builds(
     lambda tp, cp, pp, dp, ep, node, order: (tp * cp * pp * dp, {"tp": tp, "cp": cp, "pp": pp, "ep": ep}, node, order),
@@ -146,9 +142,6 @@ def test_abbreviate(ranks: Any, text: str) -> None:
     assert abbreviate(ranks) == text
 
 
-# --- Remarks
-
-
 REMARKS = [
     (plan_of(8, tp=8), set()),
     (plan_of(4, tp=4), set()),  # a part of one node is normal
@@ -196,9 +189,6 @@ def test_advice_for_tp_depends_on_the_cause() -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_each_check_has_a_case(check: Any) -> None:
     assert any(list(check(plan)) for plan, _ in REMARKS)
-
-
-# --- What would fit
 
 
 @pytest.mark.parametrize(
@@ -264,9 +254,6 @@ def test_the_search_is_quick(world_size: int, sizes: dict[str, int]) -> None:
     start = time.process_time()
     changes_that_fit(Request(world_size, sizes, "megatron", 8))
     assert time.process_time() - start < FIT_S
-
-
-# --- The command
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,9 +362,6 @@ def test_a_groups_ranks_follow_from_its_steps(capsys: pytest.CaptureFixture[str]
         steps = [range(0, step["size"] * step["stride"], step["stride"]) for step in group["steps"]]
         ranks = sorted(sum(offsets) for offsets in itertools.product(*steps))
         assert set(group["first"]) <= set(ranks) if group["ends_of"] else group["first"] == ranks
-
-
-# --- python -m parallel_state
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,3 @@
-"""The page of a plan, without a browser: what its script draws from matches Layout.groups; colors; escaping."""
-
 from __future__ import annotations
 
 import json
@@ -101,9 +99,6 @@ def test_default_kind() -> None:
     assert default_kind(make_plan(PLANS["64"])) == "tp"
     assert default_kind(make_plan(Request(8, {"pp": 2}, "megatron", 8))) == "dp"
     assert default_kind(make_plan(PLANS["one"])) == "tp"
-
-
-# --- The page
 
 
 def locate(rank: int, kind: dict[str, Any], data: dict[str, Any]) -> tuple[int, int]:

@@ -1,5 +1,3 @@
-"""One process at both ends of a message queue: deadlines and wrong chunk headers."""
-
 from __future__ import annotations
 
 import ctypes
@@ -29,7 +27,7 @@ except native.NativeUnavailableError as error:
 
 @pytest.mark.slow
 def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
-    """Median of five, for waiting readers and for waiting writers."""
+    """Median of five."""
     readers: list[float] = []
     writers: list[float] = []
     x = torch.zeros(8 << 20, dtype=torch.uint8)

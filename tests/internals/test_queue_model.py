@@ -1,5 +1,3 @@
-"""The message queue's protocol holds in every interleaving, and fails if one of its orders is weakened."""
-
 from __future__ import annotations
 
 import pytest

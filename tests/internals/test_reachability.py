@@ -1,5 +1,3 @@
-"""Which process answers at a host's address, and how findings fit into a report."""
-
 from __future__ import annotations
 
 import contextlib

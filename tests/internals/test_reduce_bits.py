@@ -1,5 +1,3 @@
-"""Reductions give the same bits with every instruction set, and on another processor."""
-
 from __future__ import annotations
 
 import itertools
@@ -56,7 +54,7 @@ def _own_compiler() -> Sequence[str]:
 
 
 def _drawn(dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """Draws numbers of either sign that round at each step, zeros, denormals, and integers of all bits."""
+    """Numbers that round at each step, zeros, denormals, and integers of all bits."""
     if not dtype.is_floating_point:
         return torch.randint(0, 256, (COUNT * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
     numbers = torch.randn(COUNT, dtype=torch.float64, generator=draw)

@@ -1,5 +1,3 @@
-"""What ranks conclude from each other's failure reports, without a control plane."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,3 @@
-"""Ranks that share only a torch store find each other's control planes."""
-
 from __future__ import annotations
 
 import os

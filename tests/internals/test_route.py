@@ -1,5 +1,3 @@
-"""Which errors end a group, what later calls raise, and which observers are called."""
-
 from __future__ import annotations
 
 import gc
@@ -37,8 +35,6 @@ X = torch.ones(3)
 
 
 class Server:
-    """Carries registered ops without the route."""
-
     def __init__(self) -> None:
         self.served: list[bool] = []
 
@@ -285,7 +281,7 @@ def test_a_destroyed_group_keeps_nothing(route: Route, failing: Failing, told: l
 
 
 class Graph:
-    """A capture's remains, in a reference cycle as in an exception's frames."""
+    """In a reference cycle, as in an exception's frames."""
 
     def __init__(self) -> None:
         self.own = self

@@ -65,7 +65,6 @@ def test_a_wait_takes_the_interpreter_lock_for_signals_only(options: list[str], 
 
 @pytest.fixture
 def reader() -> int:
-    """The read end of the library's signal pipe, drained."""
     value = wakeup.SignalPipe.from_address(native.load().signal_pipe).reader
     assert value >= 0
     _drain(value)

@@ -1,5 +1,3 @@
-"""Ranks exchange the states of their calls, with control planes in one process."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Identifies the service at a store's address: torch's, a launch's, or another, which the error names."""
-
 from __future__ import annotations
 
 import socket
@@ -39,7 +37,7 @@ def reads_lines(connection: socket.socket) -> None:
 
 
 def hangs_up(connection: socket.socket) -> None:
-    """Closes the connection."""
+    pass
 
 
 def is_silent(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Transfers between ranks on different hosts. Ranks are threads, connected by socket pairs."""
+"""Ranks on different hosts are threads, connected by socket pairs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ BYTE = DTYPE_NUMBERS[torch.uint8]
 MESSAGE = 1 << 20
 """`kMessageDtype` of csrc/transfer_call.h."""
 MESSAGES = 5
-"""The tag of messages here."""
 MOST_HEAD_BYTES = 1 << 20
 Taker = Callable[[bytes, int, int], bytes]
 
@@ -102,13 +101,13 @@ class Rank:
     def receive_message(
         self, src: int, take: Callable[[bytes, int, int], bytes], most: int = MOST_HEAD_BYTES
     ) -> object:
-        """Has `take`, given the head and the sizes of head and tensors, say where the tensors go."""
+        """`take` gets the head and the sizes of head and tensors, and returns where the tensors go."""
         past, report = use_library().past_python, native.QueueReport()
         wanted = (most, 0, None, None, False, None, 0)
         return self.transfers.receive_message(past, src, MESSAGES, 0, report, *wanted, take)
 
     def receive_pieces(self, src: int, sizes: Sequence[int] = ()) -> tuple[bytes, list[torch.Tensor]]:
-        """Returns the head of a message and its tensors, which have these sizes; one of all bytes without sizes."""
+        """Without sizes, all bytes are one piece."""
         heads, tensors = list[bytes](), list[torch.Tensor]()
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
@@ -121,7 +120,7 @@ class Rank:
         return heads[0], tensors
 
     def facts(self, peer: int) -> tuple[int, int, int, int]:
-        """Returns the bytes stored for later receives, sent at once, received of these, and taken by this rank."""
+        """Bytes stored for later receives, sent at once, received of these, and taken by this rank."""
         words = (ctypes.c_uint64 * 4)()
         native.load().ps_streams_facts(self.transfers.address, peer, words)
         return tuple(words)
@@ -266,7 +265,7 @@ def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Rank, Rank]
 
 @pytest.mark.parametrize("striped", [299, 300, 301])
 def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
-    """Bodies around the smallest striped one. One of four connections carries nothing of three bytes."""
+    """One of four connections carries nothing of three bytes."""
     near, far = _two(4, striped_bytes=min(striped, 300))
     for size in (striped, 1000, 3):
         body, out = _bytes(random.Random(size).randbytes(size)), _room(size)
@@ -348,7 +347,7 @@ def test_a_message_of_another_size_is_refused(ends: tuple[Rank, Rank], kind: byt
 
 
 def test_strangers_hold_nobody_up() -> None:
-    """Some are silent, have another token or leave. The expected peer sends byte by byte."""
+    """The expected peer sends byte by byte."""
     meeting = SimpleNamespace(has_lost_a_rank=lambda: False)
     token, made, began = bytes(range(16)), dict[tuple[int, int], socket.socket](), time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -403,7 +402,7 @@ def test_who_has_sent_all_may_go(three: tuple[Rank, dict[int, Rank]]) -> None:
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 def test_a_receive_from_any_rank_takes_the_next_message(three: tuple[Rank, dict[int, Rank]], count: int) -> None:
-    """Before and after it arrives. The wait fails only when all ranks have left."""
+    """The wait fails only when all ranks have left."""
     here, theirs = three
     out = torch.zeros(count)
     received = here.irecv(out, Transfers.ANY_SOURCE)
@@ -649,7 +648,7 @@ def test_threads_wait_at_once(ranks: tuple[Rank, Rank]) -> None:
 
 @pytest.mark.parametrize("count", [SMALL, LARGE // 4])
 def test_only_so_much_is_kept_before_it_is_received(ranks: tuple[Rank, Rank], count: int, early_bytes: int) -> None:
-    """A hundred other tensors arrive first, but no more than the bound is kept."""
+    """A hundred other tensors arrive first."""
     xs = [torch.full((count,), float(number)) for number in range(100)]
     kept: list[int] = []
 
@@ -712,9 +711,6 @@ def test_tags_are_those_that_messages_have_room_for(ranks: tuple[Rank, Rank]) ->
     for tag in (-8, MOST_TAG + 1, 1 << 62):
         with pytest.raises(InvalidArgumentError, match=f"must be from 0 to {MOST_TAG}, but is {tag}"):
             ranks[0].isend(out, 1, tag)
-
-
-# Messages of a head and tensors, whose receiver knows no size.
 
 
 def _messages(seed: int, count: int) -> list[tuple[bytes, list[bytes]]]:
@@ -837,7 +833,7 @@ def test_a_receive_of_a_message_has_a_deadline() -> None:
 
 
 def test_a_call_of_a_taker_is_refused(ends: tuple[Rank, Rank]) -> None:
-    """Nothing is read from the source while the taker runs: a receive in it would wait for itself."""
+    """A receive in the running taker would wait for itself."""
 
     def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
         ends[1].recv(_room(1), 0)

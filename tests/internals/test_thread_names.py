@@ -78,7 +78,6 @@ def _threads_at_rest() -> list[str]:
 
 
 def _threads_of_started_transfers() -> tuple[int, list[float]]:
-    """Returns how many threads move the pending transfers of three groups, and the results."""
     ps.init_distributed_environment(timeout=DEADLINE_S)
     ps.initialize_model_parallel(2)
     groups = [ps.get_tp_group().make_sub_group(range(2)) for _ in range(3)]

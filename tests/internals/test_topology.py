@@ -1,4 +1,4 @@
-"""Topologies of machines recorded from public descriptions, and of this one if it has a GPU."""
+"""Machines recorded from public descriptions, and this one if it has a GPU."""
 
 from __future__ import annotations
 
@@ -131,9 +131,6 @@ def test_unknown_numbers_of_newer_drivers() -> None:
     assert text_of(found)
 
 
-# The text.
-
-
 def test_the_matrix_is_drawn() -> None:
     lines = text_of(machine("h200-nvl-2x4")).splitlines()
     start = next(number for number, line in enumerate(lines) if line.split() == [f"GPU{gpu}" for gpu in range(8)])
@@ -160,9 +157,6 @@ def test_peer_access_is_drawn() -> None:
     assert "peer access, as the driver reports it: OK between all" in text_of(machine("dgx-h100"))
 
 
-# The command, and NVML itself.
-
-
 def run_command(library: Path, *commands: list[str], **environment: str) -> str:
     code = (
         f"import ctypes, sys; ctypes.CDLL({str(library / NVML)!r})\n"
@@ -183,7 +177,7 @@ def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_through_pynvml(nvml_folder: Path) -> None:
-    """pynvml's structures and functions work on a library that follows NVML's headers."""
+    """On a library that follows NVML's headers."""
     told = json.loads(run_command(nvml_folder, ["topology", "--json"], CUDA_VISIBLE_DEVICES="1,0"))
     one, two = told["gpus"]
     assert (told["driver_version"], told["cuda_version"]) == ("580.65.06", "13.0")

@@ -1,5 +1,3 @@
-"""Private functions of torch.distributed."""
-
 from __future__ import annotations
 
 import time

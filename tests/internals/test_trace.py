@@ -1,5 +1,3 @@
-"""Traces of all ranks merged on one clock, and torch's profiler with our operations."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Tuning over the kernels on a CPU: candidates are measured, choices proven, wrong results rejected."""
+"""Tuning over the kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_candidate_is_measured_and_the_choice_is_proven(pools: Pools, env:
 
 def _spoiled_body(env: dict[str, str]) -> Any:
     def spoil(peers: StandInPeerMemory, proving: Event) -> None:
-        """Makes some results wrong on the last rank, but only during the proof."""
+        """Only during the proof, on the last rank."""
         right, calls = peers.group.all_reduce, [0]
 
         def wrong(out: torch.Tensor, x: torch.Tensor, how: str) -> None:

@@ -1,5 +1,3 @@
-"""Measured times become thresholds."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -14,7 +14,7 @@ SHAPES = [
     ((), "[]"), ((0,), "0"), ((7,), "7"), ((3, 4), "[3, 4]"), ((1 << 29, 2), f"[{1 << 29}, 2]"),
     ((2, 0, 3), "[2, 0, 3]"), ((1,) * 6, "[1, 1, 1, 1, 1, 1]"), ((1 << 31, 2), str(1 << 32)), ((1,) * 15, "1"),
 ]  # fmt: skip
-"""(shape, its text in errors). Shapes that don't fit show their element count."""
+"""Shapes that don't fit show their element count."""
 
 
 @pytest.mark.parametrize(("shape", "shown"), SHAPES)

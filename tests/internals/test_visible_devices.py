@@ -1,5 +1,3 @@
-"""CUDA_VISIBLE_DEVICES: NVIDIA's examples, and torch's parsing of random lists."""
-
 from __future__ import annotations
 
 import random
@@ -63,7 +61,6 @@ def test_what_is_meant_needs_no_remark(text: str) -> None:
 
 
 def test_as_torch_does() -> None:
-    """torch parses the variable without CUDA."""
     if not hasattr(torch.cuda, "_parse_visible_devices"):
         pytest.skip("this torch has no _parse_visible_devices")
     dice = random.Random(5)

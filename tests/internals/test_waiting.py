@@ -1,4 +1,4 @@
-"""Waits for torch's works poll for deaths. A dead rank's last bytes may still arrive."""
+"""A dead rank's last bytes may still arrive."""
 
 from __future__ import annotations
 

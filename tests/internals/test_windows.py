@@ -76,7 +76,7 @@ def test_places_are_found_again_and_never_move(order: str) -> None:
             assert address is not None
             ctypes.c_int64.from_address(address + size_bytes - 8).value = offset + 1
         for offset, size_bytes in places:
-            # A larger window may also map this place. The first address stays valid.
+            # A larger window may also map this place; the first address stays valid.
             for address in (found[offset], file.at(offset, size_bytes)):
                 assert address is not None
                 assert ctypes.c_int64.from_address(address + size_bytes - 8).value == offset + 1

@@ -1,5 +1,3 @@
-"""Frames by themselves: encoded messages are read back; anything else is a MessageDecodeError."""
-
 from __future__ import annotations
 
 import gc
@@ -66,7 +64,7 @@ def read(frame: Tensor, rest: Tensor | None = None, allow_pickle: bool = False) 
 
 
 def check_refused(frame: Tensor, match: str) -> None:
-    """The frame is refused before its tensors are received, or once they have arrived."""
+    """Before its tensors are received, or once they have arrived."""
     with pytest.raises(MessageDecodeError, match=match) as raised:
         message, _ = read(frame)
         assert sum(metadata.nbytes for metadata in message.tensors) <= BYTES
@@ -85,9 +83,6 @@ def two_tensors() -> dict[str, Any]:
 BODY = codec.encode(two_tensors()).metadata
 BYTES = 6 * 4 + 3 * 8
 METADATA_LIMIT = settings.MAX_METADATA_BYTES.default
-
-
-# Round trips.
 
 
 @pytest.mark.parametrize("size", [0, 100, *range(INLINE_BYTES - 12, INLINE_BYTES + 4), 100_000])
@@ -133,7 +128,7 @@ def test_the_form_of_a_frame() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_slices(rank: int) -> None:
-    """Each of three ranks sends a third of a tensor. Indivisible, excepted and empty tensors are sent whole."""
+    """Indivisible, excepted and empty tensors are sent whole."""
     value = {
         "cut": torch.arange(12.0).view(4, 3),
         "strided": torch.arange(12.0).view(4, 3).t(),
@@ -201,9 +196,6 @@ def test_a_long_error_text_is_cut_to_the_frame(monkeypatch: pytest.MonkeyPatch) 
     assert outgoing.frame.numel() == FRAME_BYTES
     with pytest.raises(RemoteError, match="é" * (INLINE_BYTES // 2)):
         read(outgoing.frame)
-
-
-# Wrong headers.
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 31, 32, 33, FRAME_BYTES - 1, FRAME_BYTES + 1])
@@ -277,9 +269,6 @@ def test_marks_of_slices_that_can_be() -> None:
 def test_a_slice_of_an_empty_tensor() -> None:
     body = codec.encode(torch.empty(0, 4)).metadata
     check_refused(frame_of(body + b"\1", tensors=1, slices=2), r"of shape \[0, 4\] can't be cut into 2 slices")
-
-
-# Invalid bodies.
 
 
 def test_every_truncated_body() -> None:
@@ -378,9 +367,6 @@ def test_a_pickled_value_is_not_loaded() -> None:
     check_refused(frame_of(body), "pickled value")
     message, _ = read(frame_of(body), allow_pickle=True)
     assert wire.build(message, [], CONTEXT, SRC) == [2j, slice(1)]
-
-
-# Random bytes.
 
 
 SAMPLES: list[Any] = [

@@ -1,5 +1,3 @@
-"""A world's store gives torch's TCPStore's answers, wakes waits, and closes cleanly."""
-
 from __future__ import annotations
 
 import contextlib
@@ -176,7 +174,7 @@ def test_a_wait_that_times_out_keeps_its_connection(world: World) -> None:
 
 
 def test_the_end_of_a_vanished_host_s_connections_is_noticed(world: World) -> None:
-    """Both ends probe idle connections. This test reads their socket options."""
+    """Both ends probe idle connections; this test reads their socket options."""
     before = sockets()
     store_of(world).set("key", "value")
     limits = []
