@@ -1,5 +1,3 @@
-"""Every call that a group has, for tests that try each."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -42,7 +42,7 @@ def hear(folder: Path, key: str) -> str:
 
 
 class Member:
-    """A process with a default group that has no members yet. `name` is its own for good, whatever its rank."""
+    """A process with a default group that has no members yet. `name` stays, whatever its rank."""
 
     def __init__(self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0) -> None:
         self.folder, self.name = folder, int(os.environ["RANK"])
@@ -66,7 +66,7 @@ class Member:
         return [hear(self.folder, f"{key}-{name}") for name in names]
 
     def become(self, uuid: int, names: Sequence[int], timeout_s: float = 30.0) -> float:
-        """Makes the group of these processes, this one among them, in this order. Returns the seconds it took."""
+        """These processes, in this order, are the new group. Returns the seconds it took."""
         key = f"handle-{uuid}" if self._is_gloo else "handle"
         if self._is_gloo:
             tell(self.folder, f"{key}-{self.name}", c10d._get_reconfigure_handle())
@@ -84,7 +84,6 @@ class Member:
 
 
 def add_up(round_: int = 0) -> None:
-    """Sums over the default group; asserts that the result is right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((_WORDS,), float(round_ % 1000 + rank))
     dist.all_reduce(x)
@@ -93,12 +92,9 @@ def add_up(round_: int = 0) -> None:
 
 
 class Round(NamedTuple):
-    """What one survivor measured as a rank was killed and replaced."""
-
     error: str
     suspects: tuple[int, ...]
     victim: int
-    """Its rank."""
     error_s: float
     """From the SIGKILL to the error of the call under way; 0 without a SIGKILL."""
     right_s: float
@@ -111,11 +107,9 @@ def kill_and_replace(
     folder: str, size: int, rounds: int, backend: str = "parallel_state", seed: int = 0, polite: bool = False
 ) -> bool:
     """In each round a rank is killed in the middle of traffic; the others go on without it, then with a spare.
-
-    The processes from `size` on are the spares, one a round. `seed` chooses the victims. `polite`: all abort between
-    two calls, and the victim exits. `rounds_in(folder)` reads what the survivors measured.
-    """
-    # torch's flight recorder imports torch's compiler for the file that it writes, which takes a survivor seconds.
+    Processes from `size` on are spares, one a round. `seed` chooses the victims. `polite`: all abort
+    between two calls, and the victim exits. `rounds_in(folder)` reads the results."""
+    # torch's flight recorder imports torch's compiler for its file, which takes seconds.
     os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "0"
     member = Member(Path(folder), backend)
     names, chance = list(range(size)), random.Random(seed)
@@ -181,7 +175,7 @@ def _kill_me(folder: Path, round_: int) -> None:
 
 
 def rounds_in(folder: Path, rounds: int) -> list[list[Round]]:
-    """Returns what the survivors of each round measured, also those that were killed later."""
+    """Includes survivors that were killed later."""
     found = []
     for round_ in range(rounds):
         texts = [each.read_text() for each in sorted(folder.glob(f"round-{round_}-*"))]
@@ -190,7 +184,7 @@ def rounds_in(folder: Path, rounds: int) -> list[list[Round]]:
 
 
 def latest_by_round(found: Sequence[Sequence[Round]], of: str) -> list[float]:
-    """Returns the slowest survivor's time of each round; `of` names a field of Round."""
+    """The slowest survivor's time of each round; `of` names a field of Round."""
     return [max(getattr(one, of) for one in each) for each in found]
 
 

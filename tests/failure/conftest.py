@@ -1,8 +1,6 @@
-"""Fixtures of the failure tests. Two seconds after a test nothing may be left.
-
-Tests marked `side_by_side` mostly wait. They run in threads before their module's first test. Each is reported at its
-turn, and nothing may be left after all of them. They can use the fixtures `tmp_path`, `ranks` and those of the session.
-"""
+"""Two seconds after a test nothing may be left. Tests marked `side_by_side` mostly wait. They run in threads
+before their module's first test, and each is reported at its turn. They can use the fixtures `tmp_path`,
+`ranks` and those of the session."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def ranks(nothing_left: None) -> Iterator[Ranks]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[bytes]:
-    """The job's secret, from a file so that the test knows it."""
+    """From a file, so that the test knows it."""
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(secrets.token_bytes(32))

@@ -1,9 +1,6 @@
-"""Row 39: random layouts and random kills of one or two ranks.
-
-Seed and transport determine a trial. All ranks run the same random program over all their groups. Some sleep or
-compute, so that others wait for a live rank. When a call fails, the rank calls each of its groups once. Then it lives
-on until all survivors have reported, or until `STAY_S` after the kill: exiting at once would inform its peers.
-"""
+"""Row 39: random layouts and kills of one or two ranks, determined by seed and transport. All ranks run the
+same random program over all their groups. When a call fails, the rank calls each of its groups once. It
+stays until all survivors have reported, or `STAY_S` after the kill: its exit would inform its peers."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Told(NamedTuple):
     outcome: Outcome
     at_s: float
     slept: bool
-    """True if this rank slept or computed just before: then only the call's own duration counts."""
+    """This rank slept or computed just before: then only the call's own duration counts."""
 
 
 @dataclass
@@ -62,7 +59,7 @@ class Trial:
     """Seconds from the kill to each survivor's first failed call."""
     latest_s: list[float] = field(default_factory=list)
     began: bool = True
-    """False if the ranks didn't begin in time, so nobody was killed. Such a trial proves nothing."""
+    """False if the ranks didn't begin in time: such a trial proves nothing."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -124,7 +121,7 @@ class _PoolWithStore(WorkerPool):
 def _kill(
     pool: WorkerPool, size: int, victims: Sequence[int], delay_s: float, gap_s: float, folder: Path, killed: list[float]
 ) -> None:
-    """Kills the victims once all ranks have begun. Ends the trial once all survivors have reported."""
+    """Kills once all ranks have begun; the trial ends once all survivors have reported."""
     if not _until(lambda: len(list(folder.glob("begun-*"))) == size, _START_S):
         return
     time.sleep(delay_s)
@@ -284,7 +281,7 @@ def _judge(trial: Trial, results: dict[int, list[Told]], killed: list[float]) ->
 
 
 def run_to_the_bound(transport: str, seed: int, folder: Path, most_ranks: int = 8) -> Trial:
-    """Runs a trial. If a survivor was late, repeats it and takes the median."""
+    """If a survivor was late, repeats the trial and takes the median."""
     numbers = itertools.count()
 
     def run() -> Trial:
@@ -304,7 +301,7 @@ def run_to_the_bound(transport: str, seed: int, folder: Path, most_ranks: int = 
 
 
 def run_trials(transport: str, seeds: Sequence[int], folder: Path) -> None:
-    """Runs the trials that no other process with the same `folder` has run or is running."""
+    """Skips trials that other processes with the same `folder` have run or are running."""
     for seed in seeds:
 
         def run(seed: int = seed) -> dict[str, Any] | None:

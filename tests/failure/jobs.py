@@ -1,4 +1,4 @@
-"""A job of four ranks that computes while strangers connect to its ports, and those strangers."""
+"""A job of four ranks that computes while strangers connect to its ports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from device_communicators.base.torch_internals import default_store
 DEADLINE_S = 60.0
 SLACK_S = 5.0
 PAUSE_S = 0.015
-"""Pause between steps: tests beside it need the cores, too."""
+"""Tests beside it need the cores, too."""
 STEPS_AFTER = 30
 
 
 def compute(folder: str, own_init: bool) -> int:
-    """Computes until told to stop. Returns the number of correct steps."""
+    """Returns the number of correct steps."""
     if own_init:
         ps.init_distributed_environment(timeout=DEADLINE_S)
         ps.initialize_model_parallel(4)
@@ -92,7 +92,6 @@ def connected(port: int) -> socket.socket:
 
 
 def until_closed(stranger: socket.socket, limit_s: float) -> bytes:
-    """Fails if the peer doesn't close the connection."""
     stranger.settimeout(limit_s)
     received = bytearray()
     try:

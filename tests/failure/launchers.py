@@ -1,8 +1,5 @@
-"""Programs that call `launch`, as forks of the tests' fork server, which saves importing torch.
-
-A program has its own session, environment, output and exit code. The contract tests of `launch` start programs with
-Python.
-"""
+"""Programs that call `launch`, as forks of the tests' fork server, which saves importing torch. Each has its
+own session, environment, output and exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _STEP_S = 0.01
 
 
 class Program:
-    """A function in its own process. `printed` and `said` are stdout and stderr, also of its ranks."""
+    """`printed` and `said` are stdout and stderr, also of its ranks."""
 
     def __init__(self, function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> None:
         context = fork_context()

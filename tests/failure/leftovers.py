@@ -1,8 +1,5 @@
-"""Finds leftovers of tests: processes, names in /dev/shm, listening sockets.
-
-While a test runs, orphans become children of this process. Names in /dev/shm that an unrelated process has open are
-ignored.
-"""
+"""Finds processes, names in /dev/shm and listening sockets that tests leave. While a test runs, orphans become
+children of this process. Names that an unrelated process has open are ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _STEP_S = 0.05
 
 @contextmanager
 def nothing_left_after(limit_s: float) -> Iterator[None]:
-    """Fails if something new is still there `limit_s` after the block. Kills such processes."""
+    """Something new may be there for `limit_s` after the block."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     processes, names, sockets = descendants(), segments(), listening()
@@ -76,7 +73,7 @@ def names_of_others() -> set[str]:
 
 
 def listening() -> set[str]:
-    """Returns the inodes of this process's listening sockets: those of others end with them."""
+    """Those of other processes end with them."""
     rows = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -104,7 +101,7 @@ def _processes() -> Iterator[tuple[int, int, str]]:
 
 
 def reap(before: set[int]) -> None:
-    """Reaps orphans; `multiprocessing` reaps its own children."""
+    """`multiprocessing` reaps its own children."""
     known = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     for pid, parent, state in list(_processes()):
         if parent == os.getpid() and state == "Z" and pid not in before | known:

@@ -26,8 +26,7 @@ _WORLDS = itertools.count()
 def torch_world(
     port: int | None = None, timeout_s: float = 60.0, backend: str = "parallel_state"
 ) -> Iterator[OverTorch]:
-    """If `port` is given, rank 0 serves the store and waits for all others, else the test's process does, with a
-    part for each world."""
+    """With `port`, rank 0 serves the store and waits for all others; else the test's process does."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_own = port is not None or not os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if port is None else port
@@ -43,7 +42,7 @@ def torch_world(
 
 
 def groups_of(layout: tuple[int, int, int]) -> dict[str, OverTorch]:
-    """Returns this rank's groups of several ranks. Every rank must call it."""
+    """Every rank must call it."""
     tp, pp, dp = layout
     grid = torch.arange(tp * pp * dp).view(pp, dp, tp)
     found = {}

@@ -1,5 +1,3 @@
-"""Kills a rank at a random moment and checks what the others report."""
-
 from __future__ import annotations
 
 import os
@@ -23,14 +21,11 @@ class End(NamedTuple):
     outcome: Outcome
     at_s: float
     calls: int
-    """Successful calls before that."""
 
 
 def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any]]) -> End:
-    """Makes calls 0, 1, 2, ... until one fails.
-
-    Then it lives on until all survivors' calls have failed, or for `STAY_S`: its exit would inform them.
-    """
+    """Makes calls until one fails. Then it stays until all survivors' calls have failed, or for `STAY_S`: its
+    exit would inform them."""
     calls(0)()
     Path(folder, f"begun-{rank}").touch()
     until, number, outcome = time.monotonic() + DEADLINE_S / 2, 0, Outcome("ok", "", 0.0)
@@ -56,7 +51,7 @@ def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
 
 
 def check_ends(ranks: Ranks, results: dict[int, tuple[End, float]], victim: int, killed_s: float) -> float:
-    """Checks that the others were right until their error. Returns the longest time to it or to leave."""
+    """The others must be right until their error. Returns the longest time to it or to leave."""
     assert ranks.exit_code(victim) == KILLED
     assert sorted(results) == [rank for rank in range(4) if rank != victim]
     for rank, (end, _) in results.items():

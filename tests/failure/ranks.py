@@ -1,5 +1,3 @@
-"""Pools of ranks some of which die, and the survivors' results."""
-
 from __future__ import annotations
 
 import pickle
@@ -15,7 +13,7 @@ from tests.workers import WorkerPool, WorkersFailedError
 
 class Ranks(WorkerPool):
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[int, Any]:
-        """Returns the survivors' results by rank. Raises if one raises or is late."""
+        """Results by rank. Raises if a survivor raises or is late."""
         self.begin(function, *args)
         return self.finish(timeout_s)
 
@@ -54,10 +52,7 @@ class Ranks(WorkerPool):
 
 
 def start_again() -> None:
-    """Starts a world, which removes the names that killed ranks left in /dev/shm.
-
-    Otherwise the check for leftovers fails.
-    """
+    """A start removes the names that killed ranks left in /dev/shm; else the check for leftovers fails."""
     pool = Ranks(2)
     try:
         pool.run(_start_and_end, timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""A world that adopts a default group of our backend: its watch is a scope of that group's control plane."""
+"""The watch of a world over a default group of our backend is a scope of that group's control plane."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ LONG_S = DEADLINE_S / 2
 class Found(NamedTuple):
     told: Outcome
     own_sum: float
-    """Of the program's own group, after the start that failed."""
+    """After the start that failed."""
     again: Outcome
     planes: int
-    """Control planes of this process while the world exists."""
     last_sum: float
-    """Of the program's own group, after the world was destroyed."""
+    """After the world was destroyed."""
 
 
 def _start_twice() -> Found:

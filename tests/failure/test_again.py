@@ -1,7 +1,5 @@
-"""Row 31, and half-made groups: worlds follow each other in the same processes, however the last one ended.
-
-Row 31 makes 14 worlds, 100 with FAILURE_TESTS=long.
-"""
+"""Row 31: worlds follow each other in the same processes, however the last one ended: 14, with
+FAILURE_TESTS=long 100."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Footprint(NamedTuple):
 
 
 def _set_aside() -> None:
-    """Freezes all objects so far, torch's included, which cost each collection 0.5 s."""
+    """torch's objects cost each collection 0.5 s, so they are frozen."""
     gc.collect()
     gc.freeze()
 
@@ -74,9 +72,6 @@ def test_row_31_worlds_on_one_port(ranks: Ranks) -> None:
             assert after.threads <= settled.threads
             assert after.rss_kib - settled.rss_kib < MOST_KIB
             assert after.maps == 0
-
-
-# Half-made groups.
 
 
 def _again(port: int, world_size: int, rank: int) -> list[Any]:
@@ -165,9 +160,6 @@ def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
         assert clean == CLEAN
         assert again[:3] == [4.0, [0, 1, 2, 3], "shared_memory"]
         assert again[3] < AGAIN_S
-
-
-# Interrupted destruction.
 
 
 def _close_badly(owner: Any, name: str) -> None:

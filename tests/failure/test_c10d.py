@@ -1,7 +1,4 @@
-"""Row 46: the failure table's promises for plain torch.distributed calls on backend "parallel_state".
-
-The bodies are those of the other rows.
-"""
+"""Row 46: the table's promises for torch.distributed calls on backend "parallel_state"."""
 
 from __future__ import annotations
 
@@ -108,10 +105,8 @@ def test_row_46_as_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: 
 
 
 def _in_a_chain(joined: bool, folder: str) -> tuple[Told, float] | None:
-    """Each rank waits for the next one in another group; rank 3 dies.
-
-    If `joined`, rank 2 waits in one of our own groups.
-    """
+    """Each rank waits for the next one in another group; rank 3 dies. `joined`: rank 2 waits in one of our own
+    groups."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         pairs = [dist.new_group([first, first + 1]) for first in range(3)]
         if joined:

@@ -1,5 +1,3 @@
-"""Backend "parallel_state" of torch.distributed over several hosts: gloo's results, and dead ranks by name."""
-
 from __future__ import annotations
 
 import os

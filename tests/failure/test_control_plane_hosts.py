@@ -1,4 +1,4 @@
-"""The control plane over hosts with their own networks, PIDs and clocks."""
+"""Hosts have their own networks, PIDs and clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 42: ranks wait for each other in different groups, or one has left the loop. Log and error name them."""
+"""Row 42: ranks wait for each other in different groups, or one has left the loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""torch's debug server shows which rank the others wait for, in calls of torch's groups and of coordinators."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -84,7 +82,7 @@ def _go_on(process: subprocess.Popen[str]) -> None:
 
 
 def _until(look: Callable[[], str], *words: str) -> str:
-    """Returns the first text with all `words`: a rank counts as idle after a second without calls."""
+    """A rank counts as idle after a second without calls."""
     until = time.monotonic() + DEADLINE_S
     while not all(each in (text := look()) for each in words):
         assert time.monotonic() < until, text

@@ -1,8 +1,5 @@
-"""Hangs that users of engines and trainers reported: every error names rank, call and line.
-
-In each, some ranks take another branch, without the engine itself and without debug mode. tests/clusters has reports
-about ports, interfaces and /dev/shm.
-"""
+"""Hangs that users of engines and trainers reported: some ranks take another branch. Every error names rank,
+call and line."""
 
 from __future__ import annotations
 
@@ -202,7 +199,7 @@ def _read_until(path: Path) -> None:
 
 
 def _names_of(route: str) -> list[str]:
-    """Returns all reports with FAILURE_TESTS=long, else half of them."""
+    """Half of the reports, all with FAILURE_TESTS=long."""
     return [name for at, name in enumerate(REPORTS) if LONG or ROUTES[at % 2] == route]
 
 

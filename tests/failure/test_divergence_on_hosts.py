@@ -1,5 +1,3 @@
-"""The reported hangs over two hosts, and traces on one clock."""
-
 from __future__ import annotations
 
 import contextlib

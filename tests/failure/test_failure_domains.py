@@ -1,8 +1,5 @@
-"""Rows 39 and 50: a death fails all groups of each root with the dead rank, on all ranks, and no others.
-
-Row 39 has 4 trials a transport of up to 4 ranks, with FAILURE_TESTS=long 200 of up to 8. The folder FAILURE_TRIALS
-keeps their results: an interrupted run continues, and several can run at once.
-"""
+"""Rows 39 and 50: a death fails all groups of each root with the dead rank, on all ranks, and no others. Row
+39 has 4 trials a transport of up to 4 ranks, with FAILURE_TESTS=long 200 of up to 8."""
 
 from __future__ import annotations
 
@@ -165,8 +162,8 @@ def _pool(size: int) -> Iterator[WorkerPool]:
 
 
 def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Outcome, float, list[int]]:
-    """All of `dying` are killed, with their link down if `silently`. Returns the outcome, its time, and the ranks taken
-    for dead."""
+    """All of `dying` are killed, with their link down if `silently`. Returns the outcome, its time, and the
+    ranks taken for dead."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(4)
     group = ps.get_tp_group()

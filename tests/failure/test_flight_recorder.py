@@ -1,7 +1,4 @@
-"""torch's flight recorder records this backend's calls, and torch's analyzer names the rank that is to blame.
-
-torch has the hooks by which it does since 2.15.
-"""
+"""torch's analyzer names the rank that is to blame. torch has the hooks for backends since 2.15."""
 
 from __future__ import annotations
 
@@ -112,7 +109,7 @@ def _failing(how: str, folder: str) -> tuple[str, float]:
 
 
 def _await_dumps(folder: Path, ranks: set[int]) -> None:
-    """A rank that catches its error goes on while a thread of it writes the file."""
+    """A rank that catches its error goes on while its thread writes the file."""
     until = time.monotonic() + 60.0
     while not all((folder / f"trace_{rank}").exists() for rank in ranks):
         assert time.monotonic() < until, f"there are only {[each.name for each in folder.iterdir()]}"

@@ -34,7 +34,7 @@ OF_THE_BACKEND = "exchange of the backend"
 
 
 def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
-    """Makes rank 0 kill the victims, itself last."""
+    """Rank 0 kills the victims, itself last."""
     rank = int(os.environ["RANK"])
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank != 0:

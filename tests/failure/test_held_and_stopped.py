@@ -1,7 +1,4 @@
-"""Rows 51 to 54 and 60: ranks that can't run for a while, leads that exit, and a large rank that dies.
-
-The first of a host's two ranks is its lead and sends its beats.
-"""
+"""Rows 51 to 54 and 60: ranks that can't run for a while. The first of a host's two ranks is its lead."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def _world() -> ps.GroupCoordinator:
 
 
 def _hold_the_interpreter(who: tuple[int, ...]) -> Outcome:
-    """These ranks hold the interpreter lock, as a C extension does."""
+    """As a C extension does."""
     group = _world()
     if group.rank in who:
         ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))

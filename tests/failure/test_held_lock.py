@@ -23,7 +23,7 @@ T_S, BEGIN_S, HELD_S = 2.0, 0.3, 4.0
 
 
 def _hold_the_lock_soon() -> None:
-    """Another thread holds the lock, as a C extension does, during the next call."""
+    """As a C extension does, during the next call."""
 
     def hold() -> None:
         time.sleep(BEGIN_S)

@@ -1,8 +1,5 @@
-"""Row 37: strangers at the ports of a running job.
-
-`launch`'s store requires the job's secret. torch's TCPStore and gloo have none: they withstand junk and silence, but
-not a stranger that speaks their protocol.
-"""
+"""Row 37: strangers at the ports of a running job. torch's TCPStore and gloo have no secret: they withstand
+junk and silence, but no stranger that speaks their protocol."""
 
 from __future__ import annotations
 
@@ -72,7 +69,6 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory, secret: bytes) -> Iterator[int]:
-    """The port of one job of four ranks for all strangers."""
     folder = tmp_path_factory.mktemp("job")
     file = str(tmp_path_factory.getbasetemp() / "secret of a job")
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": 4 * DEADLINE_S, "secret_file": file}
@@ -126,7 +122,7 @@ def test_row_37_a_stranger_that_shows_the_servers_own_proof(port: int) -> None:
 
 
 class Tap:
-    """A proxy that records what a client sends, and can send more."""
+    """Records what a client sends, and can send more."""
 
     def __init__(self, port: int, stack: ExitStack) -> None:
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -282,9 +278,6 @@ def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
     assert path.read_text() not in said
 
 
-# torch's store
-
-
 def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
     """It closes other protocols' connections, but never silent ones. Many of these delay new clients by 10 s."""
     with ExitStack() as stack:
@@ -297,9 +290,6 @@ def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
         store.set("meanwhile", "here")
 
 
-# gloo's ports
-
-
 def _listening(pid: int) -> list[int]:
     sockets = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -310,7 +300,7 @@ def _listening(pid: int) -> list[int]:
 
 
 def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path) -> None:
-    """Each rank listens for one group. gloo drops unexpected connections."""
+    """Each rank listens for one group; gloo drops unexpected connections."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
     job = (tmp_path, lambda: ps.launch(pids_then_compute, 4, args=(str(tmp_path),), env=OVER_GLOO, **options))
     came = dict.fromkeys(("silence", "a word", "zeros", "noise"), 0)

@@ -1,9 +1,6 @@
-"""Row 41: SIGKILL at a random time of init_distributed_environment and initialize_model_parallel.
-
-3 seeds a transport by default, 100 with FAILURE_TESTS=long. The folder FAILURE_TRIALS keeps their results: an
-interrupted run continues, and several can run at once. A rank killed before it published its process is missing at the
-start's deadline. Other deaths are detected at once.
-"""
+"""Row 41: SIGKILL at a random time of a start. 3 seeds a transport, 100 with FAILURE_TESTS=long;
+FAILURE_TRIALS keeps their results. A rank killed before it published its process is missing at the start's
+deadline; other deaths are detected at once."""
 
 from __future__ import annotations
 

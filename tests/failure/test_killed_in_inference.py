@@ -1,9 +1,6 @@
-"""A soak: a rank of tensor- and pipeline-parallel inference is killed at a random time.
-
-Every step's result is compared with the same model on one process. Every survivor gets a typed error soon, even in
-groups without the dead rank, and never a wrong result. 4 seeds by default, 200 with FAILURE_TESTS=long. The JUnit file
-(--junitxml) has the times.
-"""
+"""A rank of tensor- and pipeline-parallel inference is killed at a random time. Steps are compared with one
+process. Survivors get a typed error soon, even in groups without the dead rank. 4 seeds, 200 with
+FAILURE_TESTS=long."""
 
 from __future__ import annotations
 

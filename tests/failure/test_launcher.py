@@ -1,7 +1,4 @@
-"""Rows 25 to 27: a launcher that is interrupted or killed, a worker that fails, and one that ignores SIGTERM.
-
-The ranks are in collectives over shared memory. The contract tests of `launch` have bare workers.
-"""
+"""Rows 25 to 27: a launcher that is interrupted or killed, a worker that fails, and one that ignores SIGTERM."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ T_S = 2.0
 
 
 def _one_leaves(route: str) -> list[str]:
-    """Rank 3 destroys its world and exits. The others, which know that, continue without it."""
+    """The others, which know that rank 3 left, continue without it."""
     found: list[str] = []
     with world_over(route) as group:
         group.barrier()
@@ -218,7 +218,7 @@ def test_a_rank_that_is_alone_on_its_host_is_named(tmp_path: Path) -> None:
 
 
 def _leave_one_by_one() -> Outcome:
-    """Rank 2 leaves. Rank 3 on its host continues beyond the heartbeat limit."""
+    """Rank 2 leaves; rank 3 on its host continues beyond the heartbeat limit."""
     ps.init_distributed_environment(timeout=20.0)
     ps.initialize_model_parallel(4)
     world = ps.get_world_group()

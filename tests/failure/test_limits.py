@@ -33,7 +33,7 @@ CLONE_NEWNS = 0x20000
 
 
 def _limit_with(which: int, spare: int) -> int:
-    """Returns a soft limit that leaves `spare` descriptors, MiB, or bytes of a file."""
+    """The soft limit leaves `spare` descriptors, MiB, or bytes of a file."""
     if which == resource.RLIMIT_NOFILE:
         used = {int(name) for name in os.listdir("/proc/self/fd")}
         free = (descriptor for descriptor in range(1 << 16) if descriptor not in used)
@@ -96,9 +96,6 @@ def test_files_may_not_grow(ranks: Ranks) -> None:
     with held_port() as port:
         told = ranks.run(_limited, resource.RLIMIT_FSIZE, 256, (3,), port, timeout_s=DEADLINE_S)
     assert {each.kind for each in told} == {"ok"}, told
-
-
-# `launch` itself.
 
 
 def _body() -> tuple[float, str, object]:
@@ -197,7 +194,7 @@ def imports() -> list[str]:
 
 
 def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
-    """A start imports more than the package. A module that can't be opened is a named shortage."""
+    """A start imports more than the package; a module that can't be opened is a named shortage."""
     lines = imports[1:]
     assert all("this process may have 3 descriptors" in line for line in lines), lines
     kinds = [line.partition(" may have")[0].partition(": ")[2].split()[0] for line in lines]

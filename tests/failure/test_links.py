@@ -277,10 +277,8 @@ def _slowly(count: int) -> tuple[list[float], float]:
 
 
 def _leave(folder: str, call: str, who: int, pause_s: float | None, ends: bool) -> tuple[Outcome, float]:
-    """Rank `who` leaves while its host's link is down; with `ends`, its process ends, too. The others wait for it.
-
-    A pause of 0 never ends; with None the link stays up. No survivor leaves before all have an error.
-    """
+    """Rank `who` leaves while its host's link is down, `ends` with its process. A pause of 0 never ends; with
+    None the link stays up. No survivor leaves before all have an error."""
     ps.init_distributed_environment()
     group = ps.get_world_group()
     group.barrier()

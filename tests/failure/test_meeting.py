@@ -1,5 +1,4 @@
-"""Rows 22, 23, 24, 49: addresses at which the ranks can't meet or connect. The contract tests of the rendezvous have
-all init methods."""
+"""Rows 22, 23, 24, 49: addresses at which the ranks can't meet or connect."""
 
 from __future__ import annotations
 
@@ -29,11 +28,8 @@ START_S = 3.0
 DEADLINE_S = 60.0
 
 
-# Row 22.
-
-
 def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
-    """The host's own name has a loopback address in /etc/hosts, as after Debian's installer."""
+    """As after Debian's installer."""
     names = Path("/dev/shm/hosts")  # this host's alone, like the mount
     if os.environ["LOCAL_RANK"] == "0" and not names.exists():
         names.write_text(f"127.0.0.1 localhost\n{entry}\n", encoding="utf-8")
@@ -70,9 +66,6 @@ def test_row_22_the_hosts_name_resolves_to_loopback(tmp_path: Path, placement: l
         assert_in_time(trial, tmp_path)
         named = ranks.run(_name_is_loopback, "127.0.1.1 parallel-state-host-0", hosts.INTERFACE, timeout_s=DEADLINE_S)
         assert [met.kind for met, _ in named] == ["ok"] * len(placement), named
-
-
-# Row 23.
 
 
 def _meet_at(address: str) -> Outcome:
@@ -187,9 +180,6 @@ def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
     assert_in_time(trial, tmp_path, START_S + 1.0)
 
 
-# Row 24.
-
-
 def _nothing() -> None: ...
 
 
@@ -233,12 +223,7 @@ def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
         assert works.text == "[0, 1, 2, 3]"
 
 
-# Row 49.
-
 CONNECT_S = 10.0
-
-
-# Other cases.
 
 
 def _meet_with(started: str, ports: str | None, absent: int) -> Outcome | None:
@@ -299,7 +284,7 @@ def _own_name(address: str, host: int) -> str:
 
 
 def _firewall(port: str) -> str:
-    """Opens only that TCP port, by routing rules: not every kernel has packet filters."""
+    """By routing rules: not every kernel has packet filters."""
     return " && ".join(
         f"ip rule {rule}"
         for rule in (

@@ -1,7 +1,5 @@
-"""Rows 6 to 12: ranks whose calls differ all raise, name both calls, and leave tensors untouched.
-
-gloo groups compare calls beforehand, shared memory during the call. Of four ranks, rank 2 makes the other call.
-"""
+"""Rows 6 to 12: ranks whose calls differ all raise, name both calls, and leave tensors untouched. Of four
+ranks, rank 2 makes the other call."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, TIMEOUT_S, settings_of, wor
 
 OTHER = 2
 SMALL, LARGE = 10, 50_000
-"""Elements: one exchange over gloo, and two."""
+"""One exchange over gloo, and two."""
 
 PARTS = "row 6: parts of an all_to_all"
 ONE_WAY = "row 10"
@@ -82,12 +80,12 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
         lambda g, x: g.scatter(x.repeat(4) if g.rank == 1 else None, 1, size=x.shape, dtype=x.dtype),
         ("scatter", "scatter")),
 }  # fmt: skip
-"""By row: size, the usual call, rank 2's call, and words of both."""
+"""Size, the usual call, rank 2's call, and words of both."""
 
 
 @contextmanager
 def _groups(route: str) -> Iterator[Callable[[], Any]]:
-    """A failed group is unusable, so each call gets a new one, whose ranks are connected."""
+    """A failed group is unusable, so each call gets a new one."""
     with world_over(route) as world:
 
         def new_group() -> Any:
@@ -104,7 +102,7 @@ def _groups(route: str) -> Iterator[Callable[[], Any]]:
 
 
 def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
-    """Returns each call's outcome, the next one's, whether the tensor is unchanged, and whether it is rank 0's."""
+    """Each call's outcome, the next one's, whether the tensor is unchanged, and whether it is rank 0's."""
     found = {}
     with _groups(route) as new_group:
         for name, (size, usual, other, _) in ROWS.items():

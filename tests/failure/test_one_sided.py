@@ -1,4 +1,4 @@
-"""A rank dies while others wait for its signal, or for that of another rank: at most 1 s later all know its name."""
+"""A rank dies while others wait for its signal, or for that of another rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCHS: Any = c10d  # its windows are in torch 2.15
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 

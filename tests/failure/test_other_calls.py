@@ -1,9 +1,6 @@
-"""Rows 9 and 40: one rank makes another collective, or the same one with other sizes, splits, dst, src or dims.
-
-All ranks raise and name both methods: every pair, both ways, over both transports. Each pair has a sub-group of its
-own, because a failed one is unusable. A rank that only sends, such as a broadcast's source, may succeed. Then its next
-call fails with both names.
-"""
+"""Rows 9 and 40: one rank makes another collective, or the same one with other arguments. All ranks raise and
+name both methods. Each pair has a sub-group, because a failed one is unusable. A rank that only sends may
+succeed; its next call fails with both names."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ METHODS: dict[str, Call] = {
     "all_gather_object": lambda g: g.all_gather_object(1),
     "all_sum": lambda g: g.all_sum(1),
 }
-"""Every collective by its method. All tensors have one size, so that only the method differs."""
+"""All tensors have one size, so that only the method differs."""
 
 ALIKE = (
     {"all_reduce", "all_reduce_", "all_reduce_async"},
@@ -211,7 +208,7 @@ def four() -> Iterator[Ranks]:
 
 
 def _told(group: ps.GroupCoordinator, call: Call) -> Outcome:
-    """Returns the outcome of the call, or of the next one if it succeeded."""
+    """The outcome of the call, or of the next one if it succeeded."""
     told = attempt(call, group)
     return attempt(group.all_reduce, torch.ones(3)) if told.kind == "ok" else told
 
@@ -233,10 +230,7 @@ def in_a_group(route: str, world: ps.GroupCoordinator, call: Call, pause_s: floa
 
 
 def wrong(outcomes: list[Outcome], words: tuple[str, str], *, is_late: bool = False) -> list[str]:
-    """Returns what is wrong with the ranks' outcomes.
-
-    `is_late`: ranks may already be in the next call and name that one, but must suspect the odd rank.
-    """
+    """Returns what is wrong. `is_late`: ranks may name the next call, but must suspect the odd rank."""
     texts = []
     for rank, told in enumerate(outcomes):
         named = all(word in told.text for word in words) and (words[0] != words[1] or told.text.count(words[0]) > 1)
@@ -257,7 +251,7 @@ def apart_by(steps: int) -> list[tuple[str, str]]:
 
 
 def _chosen(route: str) -> list[list[tuple[str, str]]]:
-    """Returns batches of all pairs, or of two others per method, which differ by route."""
+    """All pairs, or two others per method, which differ by route."""
     pairs = PAIRS
     if not LONG:
         pairs = [pair for steps in ((7, 19), (11, 23))[ROUTES.index(route)] for pair in apart_by(steps)]
@@ -308,7 +302,7 @@ GIVERS: dict[str, Callable[[ps.GroupCoordinator, int], object]] = {
     "scatter": lambda g, me: _scatter(g, me),
     "gather": lambda g, me: g.gather(_x(4), (me + 1) % SIZE),
 }
-"""Calls in which every rank sends only: to itself, or in gather to the next rank."""
+"""Every rank sends only: to itself, or in gather to the next rank."""
 
 
 def _each_its_own(route: str) -> dict[str, tuple[Outcome, Outcome]]:

@@ -1,7 +1,4 @@
-"""Rows 9 and 40 over two hosts, each with a lead: all ranks raise at once and name both calls.
-
-The odd ranks are a whole host, its lead, or another rank.
-"""
+"""Rows 9 and 40 over two hosts. The odd ranks are a whole host, its lead, or another rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is stopped for longer than the heartbeat limit and resumes: no rank is given up."""
+"""A rank that is stopped for longer than the heartbeat limit and resumes is not given up."""
 
 from __future__ import annotations
 

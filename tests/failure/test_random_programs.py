@@ -1,9 +1,6 @@
 """Random programs on three hosts while ranks are stopped and links fail for a while: every result is right.
-
-All ranks derive the same program from a seed. The kernel's buffers are small, so that most messages arrive in parts.
-Each pause ends before the heartbeat limit, so no rank may be reported as dead. One seed by default, 40 with
-FAILURE_TESTS=long.
-"""
+Small kernel buffers let most messages arrive in parts. Each pause ends before the heartbeat limit. One
+seed, 40 with FAILURE_TESTS=long."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from tests.hosts import Hosts, problem
 PLACEMENT = (0, 0, 1, 1, 2, 2)
 SIZE = len(PLACEMENT)
 COUNTS = (1, 7, 300, 2_048, 20_000, 90_000)
-"""Elements of a rank's tensor: within one segment of TCP, and more than all buffers hold."""
+"""Within one segment of TCP, and more than all buffers hold."""
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 EARLY_BYTES = ("0", "20000", "")
 SMALL_BUFFERS = "net.ipv4.tcp_wmem='4096 4096 4096' net.ipv4.tcp_rmem='4096 8192 8192'"
@@ -39,12 +36,12 @@ PROGRAM_S = 100.0
 
 
 def _of_rank(rank: int, number: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Returns the tensor of one rank in one call: small integers, whose sums are exact in each dtype."""
+    """Small integers, whose sums are exact in each dtype."""
     return ((torch.arange(count) + 3 * rank + number) % 16).to(dtype)
 
 
 class Program:
-    """One rank's run of the program of a seed. Each method makes one random call, and checks its result."""
+    """Each method makes one random call, and checks its result."""
 
     def __init__(self, group: ps.GroupCoordinator | OverTorch, seed: int) -> None:
         self.group: Any = group
@@ -67,13 +64,12 @@ class Program:
         self.end_started()
 
     def drawn(self) -> tuple[list[Tensor], Tensor]:
-        """Returns the tensors of all ranks, and this rank's."""
+        """The tensors of all ranks, and this rank's."""
         count, dtype = self.draw.choice(COUNTS), self.draw.choice(DTYPES)
         each = [_of_rank(rank, self.number, count, dtype) for rank in range(SIZE)]
         return each, each[self.rank]
 
     def drawn_rows(self) -> tuple[list[Tensor], Tensor]:
-        """As `drawn`, with `count` elements for each rank."""
         count, dtype = self.draw.choice(COUNTS), self.draw.choice(DTYPES)
         each = [_of_rank(rank, self.number, count * SIZE, dtype) for rank in range(SIZE)]
         return each, each[self.rank]
@@ -202,7 +198,7 @@ def _run_on(group: ps.GroupCoordinator | OverTorch, seed: int, folder: str) -> i
 
 
 class Disturbance(threading.Thread):
-    """Stops ranks and cuts links, each for a while, from the program's beginning to its end."""
+    """Stops ranks and cuts links, each for a while."""
 
     def __init__(self, hosts: Hosts, seed: int, folder: Path) -> None:
         super().__init__(name="disturbance")

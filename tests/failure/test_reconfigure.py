@@ -1,4 +1,4 @@
-"""Groups of the torch backend whose members change: `enable_reconfigure`, which torch has since 2.15."""
+"""Groups of the torch backend with `enable_reconfigure`, which torch has since 2.15."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALL = [0, 1, 2, 3]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -104,7 +104,6 @@ def test_a_set_has_one_order_on_all(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _different(folder: str) -> str:
-    """Rank 2 swaps two handles."""
     member = Member(Path(folder))
     names = [0, 2, 1, 3] if member.name == 2 else ALL
     started = time.monotonic()
@@ -124,7 +123,6 @@ def test_different_handles_are_one_error_for_all(ranks: Ranks, tmp_path: Path) -
 
 
 def _without_one(folder: str) -> str:
-    """Process 3 doesn't call reconfigure."""
     member = Member(Path(folder))
     if member.name != 3:
         error = _error(lambda: member.become(1, ALL, timeout_s=2.0))
@@ -182,7 +180,7 @@ def check_abort(found: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _abort_own_call(folder: str) -> bool:
-    """A call under way in another thread of the rank that aborts."""
+    """A call is under way in another thread of the rank that aborts."""
     member = Member(Path(folder))
     member.become(1, ALL)
     if member.name == 0:
@@ -246,7 +244,6 @@ def test_the_example_of_the_docs(ranks: Ranks) -> None:
 
 
 def check_kills(pool: Any, folder: Path, size: int, rounds: int, timeout_s: float, seed: int = 0) -> None:
-    """Each round a rank is killed and replaced: nothing wrong, nobody late, the dead rank named."""
     results = pool.survivors(kill_and_replace, str(folder), size, rounds, "parallel_state", seed, timeout_s=timeout_s)
     assert len(results) == size
     found = rounds_in(folder, rounds)

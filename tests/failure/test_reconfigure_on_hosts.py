@@ -1,5 +1,3 @@
-"""Groups whose members change, over two hosts (network namespaces)."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,7 +17,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 

@@ -1,5 +1,3 @@
-"""Row 38 for sockets: another user can't get the job's secret."""
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,4 @@
-"""Rows 13, 14, 30: ranks that request different groups, groups made or destroyed twice, and use after destruction.
-
-The contract tests of the division and of `agreement` have every argument.
-"""
+"""Rows 13, 14, 30: ranks that request different groups, groups made or destroyed twice, use after destruction."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Rows 28, 29, 38: names that killed starts leave in /dev/shm, a full /dev/shm, and other users.
-
-Row 28 kills 6 starts at random moments by default, 50 with FAILURE_TESTS=long.
-"""
+"""Rows 28, 29, 38: names that killed starts leave in /dev/shm, a full /dev/shm, other users. Row 28 kills 6
+starts, 50 with FAILURE_TESTS=long."""
 
 from __future__ import annotations
 
@@ -34,9 +32,6 @@ ROUNDS = 50 if LONG else 6
 START_S = 0.7  # about the time of a start on an idle machine
 NOBODY = 65_534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-
-# Row 28.
 
 
 def _start(tp: int, pp: int) -> float:
@@ -180,8 +175,6 @@ def test_a_sweep_in_the_middle_of_making_one(monkeypatch: pytest.MonkeyPatch, tm
     made.close()
 
 
-# Row 29.
-
 SMALL, WANTED_BYTES = "64m", 72 << 20
 TINY, WANTED_OF_TINY_BYTES = "64k", 4 << 20
 
@@ -283,9 +276,6 @@ def test_row_29_memory_ends_in_the_middle(small_host: hosts.Hosts) -> None:
             assert "shared memory for a message queue: No space left on device; make /dev/shm larger" in sent.text
             assert sent.seconds < 1.0
             assert after.kind == "GroupFailedError"
-
-
-# Row 38.
 
 
 def _as_nobody(name: str) -> list[Any]:

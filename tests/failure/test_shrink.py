@@ -35,7 +35,7 @@ ALL = [0, 1, 2, 3]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before any deadline starts."""
+    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -58,7 +58,7 @@ def _check_groups(size: int) -> None:
 
 
 def _lose_two(victims: tuple[int, int], port: int | None = None) -> list[str]:
-    """Two ranks are killed, one after the other. Returns the names of the groups. `port`: rank 0 serves the store."""
+    """Returns the names of the groups. `port`: rank 0 serves the store."""
     with torch_world(port):
         name, names, rest = dist.get_rank(), [], list(ALL)
         other = dist.new_group([0, 3])
@@ -94,10 +94,8 @@ def test_the_default_group_shrinks_over_hosts() -> None:
 
 
 def _without_a_death(folder: str) -> bool:
-    """A part of the default group excludes a rank that lives on.
-
-    Its ranks are their own global ranks: torch's shrink_group takes the one for the other.
-    """
+    """A part excludes a rank that lives on. Its ranks are their own global ranks: torch's shrink_group takes
+    the one for the other."""
     with torch_world():
         rank, part = dist.get_rank(), dist.new_group([0, 1, 2], timeout=timedelta(seconds=20.0))
         if rank in (0, 2):

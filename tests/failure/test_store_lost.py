@@ -105,7 +105,7 @@ def test_row_55_the_store_s_process_is_stopped(ranks: Ranks, tmp_path: Path, wha
 
 
 def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, float]:
-    """Makes groups until that fails, while a host's link goes down."""
+    """A host's link goes down meanwhile."""
     over_torch = MAKING[what][0] == OVER_TORCH
     if over_torch:
         world = torch_world(None, T_S)

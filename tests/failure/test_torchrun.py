@@ -1,8 +1,5 @@
-"""Recovery by torchrun: a rank is killed, and torchrun restarts all ranks over its agent's store.
-
-Row 48: with two hosts, agents count restarts differently. The agent whose worker failed counts it. The other one, which
-restarts because the members changed, doesn't.
-"""
+"""A rank is killed, and torchrun restarts all ranks over its agent's store. Row 48: on two hosts, only the
+agent whose worker failed counts the restart."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def _environ() -> dict[str, str]:
 
 
 def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None = None) -> Program:
-    """Starts an agent in the namespaces of process `host`. Its workers are forks."""
+    """An agent in the namespaces of process `host`. Its workers are forks."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     code = module("torch.distributed.run", [*options, "--max-restarts", "1", str(script), str(folder), how])
@@ -100,10 +97,7 @@ def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     ],
 )
 def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: str, counts: list[str] | None) -> None:
-    """The job restarts even if the agents' counts differ.
-
-    Over c10d, if workers of both hosts fail, it is chance which agent sees a change of members.
-    """
+    """Over c10d, if workers of both hosts fail, it is chance which agent sees a change of members."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")

@@ -1,4 +1,4 @@
-"""Row 9: a transfer against a collective, which can't be compared. At the deadline all ranks name both."""
+"""Row 9: a transfer can't be compared with a collective. At the deadline all ranks name both."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ ROUTES_AND_HOSTS = (*ROUTES, "two hosts")
 
 
 def _cases(route: str) -> list[tuple[str, str]]:
-    """A selection per route, or all with FAILURE_TESTS=long."""
     if LONG:
         return [(one, other) for one in TRANSFERS for other in METHODS]
     skip, others = ROUTES_AND_HOSTS.index(route), list(METHODS)

@@ -1,5 +1,3 @@
-"""A rank that waits for others at start logs it, and `debug --live` finds it."""
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,5 @@
-"""Row 58: another service answers at MASTER_PORT. The error names it, and no process aborts.
-
-Each program is its own interpreter: at exit, a thread in torch's client would abort it.
-"""
+"""Row 58: another service answers at MASTER_PORT. Each program is its own interpreter, because a thread in
+torch's client would abort it at exit."""
 
 from __future__ import annotations
 

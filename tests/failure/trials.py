@@ -1,7 +1,4 @@
-"""Trials that their number determines, for long runs: a run can be resumed, and several can run at once.
-
-Bounds are asserted unchanged: a late trial is repeated, and the median counts.
-"""
+"""Trials that their number determines: a run can be resumed, and several can run at once."""
 
 from __future__ import annotations
 
@@ -48,14 +45,14 @@ def assert_in_time(
 
 
 def folder_of_results(otherwise: Path) -> Path:
-    """Returns FAILURE_TRIALS, where a run resumes."""
+    """FAILURE_TRIALS, where a run resumes."""
     folder = Path(os.environ.get("FAILURE_TRIALS", otherwise))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def keep(folder: Path, name: str, run: Callable[[], dict[str, Any] | None]) -> None:
-    """Saves the result of `run`, unless it is None, under `name`, if no other process does."""
+    """Saves the result of `run`, unless it is None, if no other process does."""
     result = folder / f"{name}.json"
     with _claim(result.with_suffix(".lock")) as is_mine:
         if not is_mine or result.exists():

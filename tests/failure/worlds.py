@@ -22,7 +22,7 @@ T = TypeVar("T")
 TIMEOUT_S = 5.0
 """T of the failure table."""
 SLACK_S = 5.0
-"""Extra time on a loaded machine with two cores."""
+"""For a loaded machine with two cores."""
 LONG_TIMEOUT_S = 30.0
 """For tests that must end long before it."""
 
@@ -49,7 +49,7 @@ def settings_of(route: str) -> dict[str, str | None]:
 
 @contextmanager
 def world_over(route: str, port: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[ps.GroupCoordinator]:
-    """Yields the tp group of all ranks, or torch's default group. Rank 0 serves the store if `port` is given."""
+    """The tp group of all ranks, or torch's default group. With `port`, rank 0 serves the store."""
     if route == OVER_TORCH:
         with torch_world(port, timeout_s) as group:
             yield group  # type: ignore[misc]
@@ -87,7 +87,7 @@ def around(group: ps.GroupCoordinator, send: Callable[[int], Any], recv: Callabl
 
 
 def calls_of_all(group: ps.GroupCoordinator) -> dict[str, Callable[[], None]]:
-    """Returns each operation as all ranks call it, with its result checked."""
+    """Each operation with its result checked."""
     size, rank = group.world_size, group.rank_in_group
     ones, mine = torch.ones(size * 6), torch.full((6,), float(rank))
     everyone = torch.arange(size).repeat_interleave(6).float()
