@@ -1,7 +1,5 @@
-"""Sizes and orders become layouts: axes, derived sizes, presets, nodes, errors.
-
-Expected groups are written by hand. `test_incumbent_layouts` compares with the incumbents; `test_layout` tests lookups.
-"""
+"""Sizes and orders become layouts. Expected groups are written by hand; `test_incumbent_layouts` compares with
+the incumbents."""
 
 from __future__ import annotations
 
@@ -47,9 +45,6 @@ def message_of(world_size: int, sizes: Sizes, order: object = DEFAULT_ORDER, **o
     return str(caught.value)
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
-
-
 def test_no_two_rows_share_a_name() -> None:
     words = [word for row in AXES for word in {row.name, row.long_name, row.size_parameter or row.name}]
     assert len(words) == len(set(words))
@@ -82,7 +77,7 @@ def test_every_row_is_in_some_layout_and_each_layout_has_or_explains_every_row()
 
 
 def table_with(row: str) -> ModuleType:
-    """Returns the module of the axes, executed with one more row in its table."""
+    """The module of the axes, executed with one more row in its table."""
     source = Path(str(axes_module.__file__)).read_text(encoding="utf-8")
     assert source.count("\nAXES = (\n") == 1
     changed = ModuleType("axes_with_a_row")
@@ -111,9 +106,6 @@ def test_a_new_axis_that_cuts_sequences_is_data_parallel_for_experts(monkeypatch
     changed = table_with('Axis("tried", "tried_parallel", "Cuts.", "tried_parallel_size", cuts_sequence=True)')
     layout = changed.resolve_layout(16, {"tried": 4, "tp": 2, "ep": 1}, "tp-tried-ep-dp-pp")
     assert sizes_of(layout, "tried", "dp", "edp") == (4, 2, 8)
-
-
-# --- Names of sizes ---------------------------------------------------------------------------------------------------
 
 
 def test_sizes_by_both_kinds_of_names() -> None:
@@ -173,9 +165,6 @@ def test_none_leaves_a_size_out_and_an_explicit_one_does_not() -> None:
     assert named_sizes(1, 1, 1, {"cp": 1}) == {
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "cp": 1,
     }  # fmt: skip
-
-
-# --- Data-parallel sizes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -281,9 +270,6 @@ def test_what_is_left_out_is_one() -> None:
     assert resolve_layout(6, dict.fromkeys(["tp", "cp", "pp", "dp", "ep", "dcp", "inter_dist_opt"])) == layout
 
 
-# --- Experts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("order", "sizes", "expected"),  # of 24 ranks: (ep, etp, efsdp, edp)
     [
@@ -376,9 +362,6 @@ def test_where_the_order_says_what_ep_is_made_of() -> None:
         assert "=".join(map(str, *wrong.items())) in message
 
 
-# --- Orders -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("order", "spelled"),
     [
@@ -460,9 +443,6 @@ def test_a_world_without_ranks(world_size: int) -> None:
     assert "world size must be at least 1" in message_of(world_size, {})
 
 
-# --- Axes within axes: dcp in tp, nodes in dp -------------------------------------------------------------------------
-
-
 def test_decode_context_parallel_ranks_are_neighbours_within_tp() -> None:
     layout = resolve_layout(16, {"tp": 4, "pp": 2, "dcp": 2}, "vllm")
     assert layout.groups("dcp") == [[rank, rank + 1] for rank in range(0, 16, 2)]
@@ -486,9 +466,6 @@ def test_decode_context_parallel_groups_are_those_of_pcp_or_of_pcp_and_tp() -> N
     assert layouts[8].groups("dcp") == [list(range(8)), list(range(8, 16))]
     assert layouts[-1] == layouts[8]
     assert "with pcp=4 and tp=2, dcp must be one of [1, 4, 8], but is 2" in message_of(16, {**sizes, "dcp": 2}, "vllm")
-
-
-# --- Optimizer instances ----------------------------------------------------------------------------------------------
 
 
 def test_optimizer_instances_divide_dp_and_cp_together() -> None:
@@ -552,7 +529,6 @@ def test_the_ranks_of_a_node_and_across_nodes_as_in_hybrid_sharding() -> None:
     "order", ["tp-dp-pp", "dp-tp-pp", "pp-tp-dp", "tp-dp_replicate-pp", "dp_shard-dp_replicate-tp-pp"]
 )
 def test_nodes_divide_data_parallel_groups_or_are_missing_for_a_reason(order: str) -> None:
-    """Evenly divided groups exist; uneven ones are reported."""
     parted = uneven = 0
     for tp, dp, pp in itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2)):
         world_size = tp * dp * pp
@@ -610,9 +586,6 @@ def test_why_there_are_no_nodes(
 def test_ranks_per_node_that_are_no_number_of_ranks(ranks_per_node: object) -> None:
     message = message_of(8, {}, ranks_per_node=ranks_per_node)
     assert message == f"ranks_per_node must be a positive integer, but is {ranks_per_node!r}"
-
-
-# --- Ends, offset, title ----------------------------------------------------------------------------------------------
 
 
 def test_the_embedding_groups_are_ends_of_pipelines() -> None:

@@ -1,5 +1,3 @@
-"""torch finds the backend by the package's entry point (from torch 2.14 on) or by an earlier import."""
-
 from __future__ import annotations
 
 import re
@@ -17,7 +15,7 @@ PROJECT = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
 
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Yields with torch's tables as before any registration, and restores them."""
+    """torch's tables are as before any registration."""
     for name, value in (
         ("_plugins", dict),
         ("backend_list", list),
@@ -38,7 +36,7 @@ def _declared() -> EntryPoint:
 
 
 def _ensure_backend_registered(name: str, entry_points: list[EntryPoint]) -> None:
-    """Does what `Backend._ensure_backend_registered` of torch 2.14 and 2.15 does."""
+    """As `Backend._ensure_backend_registered` of torch 2.14 and 2.15."""
     (found,) = (each for each in entry_points if each.name.lower() == name.lower())
     registrar = found.load()
     assert callable(registrar)

@@ -91,8 +91,6 @@ def raw_stores(tree: ast.Module, name: str) -> Iterator[Found]:
 
 
 def operations_in(tree: ast.Module, name: str, functions: set[str]) -> Iterator[Found]:
-    """Yields apparent store operations in `functions`, which may hold a torch store."""
-
     def walk(node: ast.AST, scope: str) -> Iterator[Found]:
         for child in ast.iter_child_nodes(node):
             inside = scope

@@ -1,5 +1,3 @@
-"""The module with Megatron's parallel state, as far as it needs no processes: Megatron's rank lists, and install."""
-
 from __future__ import annotations
 
 import importlib.util

@@ -1,6 +1,3 @@
-"""Every name of the neighbor projects is equal, explained or listed as missing, and the comparison finds
-differences."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""The tables that build an engine's module: names, parameters, and reasons for missing names."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,3 @@
-"""The groups that `use()` makes current, in tasks, threads, pools, backward passes and compiled code."""
-
 from __future__ import annotations
 
 import _thread
@@ -48,12 +46,7 @@ def in_thread(function: Any) -> list[Any]:
     return results
 
 
-# Tasks.
-
-
 def test_two_tasks_of_one_thread() -> None:
-    """Each reads its own groups inside its `use()`, and none afterwards."""
-
     async def task(groups: ps.ParallelGroups) -> list[float]:
         seen = []
         with groups.use():
@@ -97,9 +90,6 @@ def test_patches_are_of_a_task() -> None:
     assert asyncio.run(both()) == [2, 2]
 
 
-# Threads.
-
-
 def test_a_thread_inherits() -> None:
     with PAIR.use():
         assert in_thread(ps.try_get_current_groups) == [PAIR]
@@ -110,7 +100,7 @@ def test_a_thread_inherits() -> None:
 
 
 def test_a_thread_keeps_what_it_was_started_with() -> None:
-    """As tasks do. Its own `use()` takes precedence."""
+    """Its own `use()` takes precedence."""
     left, seen = threading.Event(), []
 
     def run() -> None:
@@ -212,9 +202,6 @@ def test_a_worker_of_a_pool_raises() -> None:
         assert pool.submit(own).result(DEADLINE_S) is EIGHT
 
 
-# Backward passes.
-
-
 def layer(x: Tensor, seen: list[Any]) -> Tensor:
     seen.append(ps.try_get_current_groups())
     return (x * 2).sin()
@@ -280,7 +267,7 @@ def _within(groups: ps.ParallelGroups, function: Any) -> Any:
 
 
 class Deep(torch.autograd.Function):
-    """Calls backward in its backward `depth` times. Below some depth autograd uses another thread."""
+    """Below some depth autograd uses another thread."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, depth: int, seen: list[Any]) -> Tensor:
@@ -348,9 +335,6 @@ def test_tasks_have_those_around_their_backward() -> None:
         return list(await asyncio.gather(train(PAIR), train(EIGHT)))
 
     assert asyncio.run(both()) == [[PAIR, PAIR], [EIGHT, EIGHT]]
-
-
-# Compiled code.
 
 
 def product(x: Tensor) -> Tensor:

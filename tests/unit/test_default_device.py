@@ -1,7 +1,4 @@
-"""The library's own tensors ignore `torch.device(...)` contexts and default devices.
-
-A model is built under `with torch.device("meta")`, and may make groups or send there.
-"""
+"""The library's own tensors ignore default devices: groups may be made under `with torch.device("meta")`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The docs match the source: length and links of the front page, the matrix of faults, pictures, the build."""
-
 from __future__ import annotations
 
 import ast
@@ -81,8 +79,6 @@ def _check_files(page: Path) -> None:
         assert any(ROOT.glob(pattern)) or name.startswith("docs/_build"), f"{page.name} names {name}"
 
 
-# The matrix of faults.
-
 ROWS = {
     int(cells[0]): cells[-1]
     for line in (DOCS / "failures.md").read_text().partition("## The matrix")[2].partition("## Limits")[0].splitlines()
@@ -125,9 +121,6 @@ def test_a_test_of_a_row_is_named_by_it() -> None:
         for number in range(numbers[0], numbers[-1] + 1) if found and "_to_" in found[1] else numbers:
             patterns = re.findall(r"`([^`]+)`", ROWS[number])
             assert any(fnmatch(test, pattern) for pattern in patterns), f"row {number} does not name {test}"
-
-
-# Generated from the source.
 
 
 def test_the_pictures_are_those_of_the_source() -> None:

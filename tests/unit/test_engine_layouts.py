@@ -1,8 +1,5 @@
-"""Our rank lists equal those of vLLM, SGLang and fairseq2, whose own code runs with a recorder of groups.
-
-The layout functions are cut out of their releases (`tests/references.py`) and run with stand-ins. `LAYOUT_CASES` and
-`LAYOUT_SEED` are as in `test_incumbent_layouts`.
-"""
+"""Layout code of vLLM, SGLang and fairseq2 releases (`tests/references.py`) runs with a recorder of groups.
+`LAYOUT_CASES` and `LAYOUT_SEED` are as in `test_incumbent_layouts`."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from tests.unit.test_incumbent_layouts import CASES, MIN_SHARE, RARE_SHARE, SEED
 
 
 class Stated(SimpleNamespace):
-    """An object with exactly these attributes: reading another one fails the test."""
+    """Reading another attribute fails the test."""
 
 
 class Recorder:
@@ -62,12 +59,7 @@ def ours_or_refusal(resolve: Callable[[], Layout]) -> Layout | str:
         return str(error)
 
 
-# --- vLLM -------------------------------------------------------------------------------------------------------------
-
-
 class Vllm(Recorder):
-    """vLLM's `initialize_model_parallel`, after its check of the configuration."""
-
     GLOBALS = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
 
     def __init__(self) -> None:
@@ -159,8 +151,6 @@ def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm) 
     assert resolve_layout(16, {"tp": 4, "pcp": 4, "dcp": 4}, "vllm").groups("dcp") == theirs["dcp"]
 
 
-# --- SGLang -----------------------------------------------------------------------------------------------------------
-
 # SGLang's globals -> our axes, in Megatron's order.
 SGLANG_GROUPS = {
     "_TP": ("tp", "cp", "dp"), "_ATTN_TP": ("tp",), "_ATTN_CP": ("cp",), "_PP": ("pp",), "_MOE_EP": ("ep",),
@@ -243,12 +233,7 @@ def test_every_group_that_sglang_makes() -> None:
     assert min(outcomes.values()) >= RARE_SHARE * CASES // 2, outcomes
 
 
-# --- fairseq2 ---------------------------------------------------------------------------------------------------------
-
-
 class Gang:
-    """The part of fairseq2's gang interface that `Gangs` needs, as `rank` sees it."""
-
     def __init__(self, ranks: list[int], rank: int) -> None:
         self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(rank)
         self.device, self.supports_process_group = torch.device("cpu"), False
@@ -260,7 +245,7 @@ class Gang:
 
 
 class Fairseq2:
-    """fairseq2's `Gangs` and their factories. Its gangs of one rank belong to `rank`."""
+    """Its gangs of one rank belong to `rank`."""
 
     def __init__(self) -> None:
         self.rank = 0

@@ -1,4 +1,4 @@
-"""Which launcher started this process. The tests use mappings, and leave os.environ unchanged."""
+"""The tests use mappings, and leave os.environ unchanged."""
 
 from __future__ import annotations
 
@@ -62,9 +62,6 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-# Which launcher
-
-
 def test_nobody_started_us():
     assert detect({}) == ProcessEnvironment(0, 0, 1, 1, "127.0.0.1", None, "single")
 
@@ -121,9 +118,6 @@ def test_all_ranks_of_an_mpirun_meet_at_one_address_though_only_some_see_a_step(
 
 def test_srun_with_pmi2_is_slurm():
     assert detect({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}) == detect(SRUN)
-
-
-# Incomplete and wrong variables
 
 
 @pytest.mark.parametrize(
@@ -203,9 +197,6 @@ def test_slurm_tasks_per_node_unreadable():
     assert detect(without(SRUN, "SLURM_STEP_TASKS_PER_NODE")).local_world_size is None
 
 
-# The address
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -280,9 +271,6 @@ def test_several_hosts_without_an_address(environ):
         detect(environ)
 
 
-# The port
-
-
 def test_the_port_is_the_jobs():
     ports = {
         detect({**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 4)}).master_port for rank in range(8)
@@ -309,9 +297,6 @@ def test_several_ranks_with_no_port_to_share(environ):
 def test_a_job_id_that_is_no_number():
     with pytest.raises(SettingError, match="SLURM_JOB_ID"):
         detect({**SRUN, "SLURM_JOB_ID": "4711_1"})
-
-
-# Other cases
 
 
 def test_without_rendezvous_nobody_needs_an_address():

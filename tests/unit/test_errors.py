@@ -1,5 +1,3 @@
-"""Errors survive pickle and copy with their fields, and are found behind torch's."""
-
 from __future__ import annotations
 
 import concurrent.futures
@@ -148,7 +146,7 @@ def test_error_of_ends_on_a_ring_of_causes() -> None:
 
 
 def test_the_time_of_an_error_is_that_of_its_call_in_its_text_too() -> None:
-    """Asking other ranks for the cause takes time after the text was written. Only the call's own time changes."""
+    """Asking other ranks for the cause takes time after the text was written."""
     text = "barrier of group 'tp:0' failed after 0.012 s: global rank 2 gave up, because it failed after 3.000 s"
     error = PeerDiedError(text, elapsed_s=0.012)
     error.set_elapsed(1.6543)

@@ -1,8 +1,5 @@
-"""Tests outside tests/internals use few private attributes and internal modules.
-
-A test of behavior must survive a new implementation. Tests and helpers of one module belong in tests/internals, and are
-deleted with it.
-"""
+"""Tests of behavior must survive a new implementation, so they use few private names. Tests of one module
+belong in tests/internals, and are deleted with it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ FACES = (
     "device_communicators.base.errors",
     "device_communicators.base.settings",
 )
-"""Public or documented modules. All of `parallel_state.compat` counts as well."""
+"""All of `parallel_state.compat` counts as well."""
 FOREIGN = ("torch", "dist", "c10d", "ctypes", "os", "multiprocessing", "threading", "sys", "np", "pytest")
 """Roots of other projects' private names."""
 

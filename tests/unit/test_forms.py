@@ -1,5 +1,3 @@
-"""Arguments in a wrong but clear form: the error gives the right form."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""`expand_hostlist` expands each host list as `scontrol show hostnames` does."""
-
 from __future__ import annotations
 
 import random

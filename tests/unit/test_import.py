@@ -1,4 +1,4 @@
-"""`import parallel_state` in a new process starts nothing, changes nothing, and imports nothing slow."""
+"""`import parallel_state` starts nothing, changes nothing, and imports nothing slow."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ sys.meta_path.insert(0, Block())
 
 
 def run(code: str) -> str:
-    """Runs `code` without this environment's pytest variables."""
+    """Without this environment's pytest variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     environment["PYTHONPATH"] = str(ROOT)
     process = subprocess.run(
@@ -130,10 +130,7 @@ def test_import_does_not_initialise_torch_distributed(looks: dict[str, Any]) -> 
 
 
 def test_import_changes_nothing_of_torch_but_its_backends() -> None:
-    """Up to torch 2.13 the import must register the backend "parallel_state".
-
-    torch also gains the namespaces of the registered ops.
-    """
+    """Up to torch 2.13 the import must register the backend. torch also gains the namespaces of the ops."""
     found = json.loads(run(LOOK_AT_TORCH).splitlines()[-1])
     assert found["changed"] == []
     assert found["new"] == [
@@ -183,7 +180,7 @@ NOT_BROUGHT = (
 
 
 def test_import_does_not_bring(looks: dict[str, Any]) -> None:
-    """Each delays every start. numpy and parts of torch may come with torch itself."""
+    """numpy and parts of torch may come with torch itself."""
     new = set(looks["after"]["modules"]) - set(looks["before"]["modules"])
     assert "parallel_state.state" in new
     assert not [name for name in new for module in NOT_BROUGHT if name == module or name.startswith(f"{module}.")]

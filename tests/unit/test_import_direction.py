@@ -1,4 +1,4 @@
-"""Which room may import which, and what the packages must not contain, read from the source."""
+"""The rooms' imports, and what the packages must not contain."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ MAY_PICKLE = (
     "parallel_state/compat/vllm/__init__.py",
     "parallel_state/compat/pickles.py",
 )
-"""Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the engines
-themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects). vLLM has a module named
-`pickle`."""
+"""Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the
+engines themselves pickle. vLLM has a module named `pickle`."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own object transfers, between its own processes."""
 
@@ -69,7 +68,7 @@ SOURCES = sources()
 
 
 def imports_of(source: Source) -> Iterator[Import]:
-    """Yields each imported module, at any depth and also for annotations. `from a import b` yields `a` and `a.b`."""
+    """At any depth, and also for annotations. `from a import b` yields `a` and `a.b`."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)

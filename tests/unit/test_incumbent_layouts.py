@@ -1,12 +1,6 @@
-"""Our rank lists equal those of Megatron-core, torchtitan and torch's DeviceMesh, for random sizes and orders.
-
-The installed megatron-core runs its own `initialize_model_parallel` with a recorder as `create_group`. We refuse what
-it refuses. torchtitan runs its own `ParallelDims` (`tests/references.py`) over an array and over torch's DeviceMesh.
-
-A thousand cases by default, 10,000 with FAILURE_TESTS=long. LAYOUT_CASES sets their number and LAYOUT_SEED the seed.
-With fewer than a thousand, a kind of case may be missing, which fails. `test_engine_layouts` tests inference engines,
-`test_axes` layouts that no incumbent has.
-"""
+"""Our rank lists equal those of Megatron-core, torchtitan and torch's DeviceMesh. A thousand cases, 10,000
+with FAILURE_TESTS=long; LAYOUT_CASES sets their number and LAYOUT_SEED the seed. With fewer, a kind of case
+may be missing, which fails."""
 
 from __future__ import annotations
 
@@ -54,8 +48,6 @@ def refusal_of(resolve: Callable[[], Layout]) -> str:
     pytest.fail(f"this was not refused: {layout!r}")
 
 
-# --- Megatron ---------------------------------------------------------------------------------------------------------
-
 MEGATRON_TOKENS = ("tp", "cp", "ep", "dp", "pp")
 
 # Megatron's tokens by its group descriptions -> our names.
@@ -78,7 +70,6 @@ MEGATRON_GROUPS = {
     "EXPERT_DATA_PARALLEL_GROUP": "edp",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
-# With several optimizer instances.
 INSTANCE_GROUPS = {
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": "intra_edp",
@@ -86,7 +77,6 @@ INSTANCE_GROUPS = {
 }
 EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
-# Its refusals.
 REFUSALS = (
     "is not divisible by",
     "divisible by expert_tensor_model_pipeline_parallel size",
@@ -131,10 +121,7 @@ class MegatronCase(NamedTuple):
 
 
 class Megatron:
-    """The installed megatron-core's `parallel_state`, modified to record groups.
-
-    Only this file is loaded: importing `megatron.core` takes seconds. `megatron.core.utils` is replaced.
-    """
+    """Only this file of megatron-core is loaded, with a recorder of groups: importing `megatron.core` takes seconds."""
 
     def __init__(self, path: Path) -> None:
         utils = ModuleType("layout_reference.utils")
@@ -208,7 +195,7 @@ def megatron() -> Megatron:
 
 
 def megatron_order(random_: random.Random, sizes: dict[str, int]) -> str:
-    """Returns a usable order in most cases. Axes of one rank, or any axis, may be left out."""
+    """Usable in most cases. Axes of one rank, or any axis, may be left out."""
     tokens = list(MEGATRON_TOKENS)
     random_.shuffle(tokens)
     if random_.random() < 0.6:
@@ -332,12 +319,10 @@ def test_the_default_order_is_megatrons(megatron: Megatron) -> None:
     assert PRESETS["megatron"].order == DEFAULT_ORDER == "tp-cp-ep-dp-pp"
 
 
-# --- torch's DeviceMesh, as torchtitan has it -------------------------------------------------------------------------
-
 DENSE_MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_MESH = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
-# Our name -> the mesh dims that it flattens. Each single dim is compared too.
+# Our name -> the mesh dims that it flattens.
 FLATTENED = {
     "fsdp": ("dp_shard", "cp"),
     "dp": ("dp_replicate", "dp_shard"),
@@ -385,7 +370,7 @@ def titan_cases(count: int, seed: str) -> Iterator[TitanCase]:
 
 
 def mesh_groups(dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[str, ...]) -> Groups:
-    """Returns the groups along some dims of `arange(world).view(sizes)`, in mesh order."""
+    """The groups along some dims of `arange(world).view(sizes)`, in mesh order."""
     outside = [index for index, dim in enumerate(dims) if dim not in spanned]
     inside = [index for index, dim in enumerate(dims) if dim in spanned]
     rows = np.arange(prod(sizes)).reshape(sizes).transpose(outside + inside)

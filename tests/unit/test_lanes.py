@@ -1,5 +1,3 @@
-"""The lanes of `make test`: counts, output and exit codes. Together they contain the whole suite once."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -52,7 +50,7 @@ def test_each_file_of_the_suite_is_in_one_lane() -> None:
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes of the test's own files, without this environment's slow plugins."""
+    """Without this environment's slow plugins."""
     monkeypatch.setattr(lanes, "LOGS", tmp_path)
     monkeypatch.setattr(lanes, "ROOT", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

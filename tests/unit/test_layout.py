@@ -1,5 +1,3 @@
-"""`Grid` and `Layout` by themselves, without torch, against references and hand-written lists."""
-
 from __future__ import annotations
 
 import itertools
@@ -20,7 +18,7 @@ from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
 
 STEPS, STEPS_PER_RANK = 5_000, 50
-"""Bounds of a lookup: twice the measured steps, and a thirtieth of listing the groups of 16,384 ranks."""
+"""Twice the measured steps, and a thirtieth of listing the groups of 16,384 ranks."""
 
 NAMES = ["tp", "cp", "ep", "dp", "pp"]
 axes_of_any_size = st.lists(
@@ -30,7 +28,7 @@ many = settings(max_examples=60, deadline=None)
 
 
 def steps_of(call: Callable[[], object]) -> int:
-    """Counts the bytecodes of a call: its work, independent of the machine's load."""
+    """Bytecodes of a call are independent of the machine's load."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -239,15 +237,12 @@ def test_a_grid_is_a_value() -> None:
         grid.axes = ()  # type: ignore[misc]
 
 
-# --- Layout: several grids over the same ranks ------------------------------------------------------------------------
-
-
 def first_and_last(ranks: list[int]) -> list[int]:
     return [ranks[-1], ranks[0], ranks[0]]  # in any order, and twice
 
 
 def two_grids(rank_offset: int = 0) -> Layout:
-    """Eight ranks with experts over neighbor pairs, made without `resolve_layout`."""
+    """Eight ranks with experts over neighbor pairs."""
     return Layout(
         grids=(Grid((("tp", 2), ("dp", 2), ("pp", 2))), Grid((("ep", 4), ("pp", 2))), Grid((("a", 1), ("tp/a", 2)))),
         spans={"model": ("tp", "pp"), "everyone": ("ep", "pp")},
@@ -366,9 +361,6 @@ def test_what_picks_ends_gets_a_list_of_its_own() -> None:
     assert layout.groups("pp") == [[0, 1, 2]]
 
 
-# --- Any layout that `resolve_layout` makes ---------------------------------------------------------------------------
-
-
 @st.composite
 def resolved_layouts(draw: st.DrawFn) -> Layout:
     order = draw(st.sampled_from([*PRESETS, "cp-tp-dp-ep-pp", "ep-dp_replicate-tp-cp-dp_shard-external_dp-pp"]))
@@ -437,8 +429,6 @@ def check_partition(layout: Layout, name: str, groups: list[list[int]]) -> None:
             assert sorted(layout.rank_at({**outside[0], **indices}) for indices in along) == ranks
 
 
-# --- Work -------------------------------------------------------------------------------------------------------------
-
 LARGE = {
     "megatron": {"tp": 8, "cp": 4, "pp": 16, "ep": 64, "etp": 1},
     "torchtitan": {"tp": 8, "cp": 4, "pp": 16, "ep": 64, "dp_replicate": 4},
@@ -448,7 +438,7 @@ LARGE = {
 
 @pytest.mark.parametrize("order", LARGE)
 def test_a_layout_of_many_ranks_takes_the_steps_of_one_of_fewer(order: str) -> None:
-    """A lookup's work depends only on the ranks it returns. Listing all groups would take 100,000 steps and more."""
+    """A lookup's work depends only on the ranks it returns. Listing all groups would take 100,000 steps."""
 
     def resolve(world_size: int) -> Layout:
         return resolve_layout(world_size, LARGE[order], order, ranks_per_node=8)

@@ -1,5 +1,3 @@
-"""Our plug-in carries mini-sglang's calls on CPU tensors only. SGLang's stays off without it."""
-
 from __future__ import annotations
 
 import importlib
@@ -75,8 +73,6 @@ def test_sglangs_stands_back_without_it(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 class _Hooks:
-    """Replaces SGLang's HookRegistry and HookType."""
-
     AROUND = "around"
     registered: list[str]
 

@@ -1,5 +1,3 @@
-"""The engines' entry points do and import nothing until PARALLEL_STATE_PLUGIN names one."""
-
 from __future__ import annotations
 
 import importlib.metadata

@@ -19,9 +19,7 @@ HOME = "device_communicators/base/torch_internals.py"
 ELSEWHERE = {
     "device_communicators/peer/memory.py": {"_SymmetricMemory", "_symmetric_memory", "_share_cuda_", "_new_shared_cuda"}
 }
-"""Names that only this file uses."""
 NAMES = (
-    # Process groups.
     "torch.distributed.distributed_c10d._DistributedBackendOptions",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._new_process_group_helper",
@@ -47,7 +45,6 @@ NAMES = (
     "torch._C._distributed_c10d._register_process_group",
     "torch._C._distributed_c10d._unregister_process_group",
     "torch.testing._internal.distributed.fake_pg",
-    # Tensors, ops and devices.
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._is_zerotensor",
@@ -60,14 +57,12 @@ NAMES = (
     "torch.utils._pytree.tree_leaves",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.cuda._sleep",
-    # Compiling.
     "torch._C._dynamo.eval_frame._FrameAction.SKIP",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._dynamo.backends.debugging.aot_eager",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
-    # autograd.
     "torch.autograd.graph._engine_run_backward",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._current_autograd_node",
@@ -76,7 +71,6 @@ NAMES = (
     "torch._C._is_key_in_tls",
     "torch._C._stash_obj_in_tls",
     "torch.autograd.graph.Node._sequence_nr",
-    # AOTAutograd and torch.func.
     "torch._functorch.autograd_function.custom_function_call_vmap_helper",
     "torch._functorch.config.activation_memory_budget",
     "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
@@ -91,7 +85,6 @@ NAMES = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_functorch_wrapped_tensor",
 )
-"""Names in use."""
 OF_CUDA = (
     "torch._C._cuda_getCurrentRawStream",
     "torch._C._cuda_getDevice",
@@ -111,7 +104,6 @@ OURS = {"torch.ops._C"}
 
 
 def find(name: str) -> Any:
-    """Raises AttributeError if nothing has the dotted name."""
     parts = name.split(".")
     for at in range(len(parts), 0, -1):
         try:
@@ -171,10 +163,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
 
 
 def private_names(path: str, *, strict: bool = False) -> Iterator[tuple[int, str]]:
-    """Yields line and dotted name of each private name of torch in a file.
-
-    `strict`: also private attributes of any other object.
-    """
+    """`strict`: also private attributes of any other object."""
     nodes = nodes_of(ROOT / path)
     roots: dict[str, str] = {}
     for node in nodes:

@@ -1,5 +1,3 @@
-"""How test ids become promises, and which changes of promises.txt are reported."""
-
 from __future__ import annotations
 
 from pathlib import Path

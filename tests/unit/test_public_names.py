@@ -1,5 +1,3 @@
-"""No public name hides a module, and classes name the package that users import."""
-
 from __future__ import annotations
 
 import importlib

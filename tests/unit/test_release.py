@@ -1,5 +1,3 @@
-"""A release is consistent: version, licenses, CI, hooks, targets of make."""
-
 from __future__ import annotations
 
 import re

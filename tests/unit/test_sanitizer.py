@@ -1,5 +1,3 @@
-"""How tests/gpu/test_sanitizer.py runs compute-sanitizer and reads its output. The tool isn't run."""
-
 from __future__ import annotations
 
 import peer_kernels

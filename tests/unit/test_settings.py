@@ -1,5 +1,3 @@
-"""Every environment variable: default, valid values, and the error of a bad one."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Simulated groups: any rank of any layout in one process, and the groups of each thread."""
-
 from __future__ import annotations
 
 import copy
@@ -37,8 +35,6 @@ def _outside_of_any_groups() -> Iterator[None]:
     assert ps.try_get_current_groups() is None
     assert ps.try_get_world_group() is None
 
-
-# Any rank of any layout.
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (2, 3, 4), (4, 1, 3), (8, 2, 1)]
 
@@ -131,8 +127,6 @@ def test_a_set_of_groups_is_frozen_and_its_coordinator_is_checked() -> None:
         dataclasses.replace(groups, groups={"tp": ps.simulated_group([1, 0], 0)})
     dataclasses.replace(ps.simulate(1, 4, 2, 2), groups={"tp": ps.simulated_group([1, 0], 1)})
 
-
-# Results if all ranks hold the same tensor.
 
 X = torch.tensor([[1.0, -2.0, 3.0, 0.5], [4.0, 5.0, -6.0, 2.0]])
 
@@ -397,8 +391,6 @@ def test_close(group: ps.GroupCoordinator) -> None:
         groups.world.barrier()
 
 
-# Shapes, on tensors without data.
-
 SHAPES: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Any], tuple[int, ...]]] = {
     "all_reduce": (lambda group, x: group.all_reduce(x), (8, 12)),
     "all_reduce_": (lambda group, x: group.all_reduce_(x), (8, 12)),
@@ -460,8 +452,6 @@ def test_wrong_shapes_are_refused_on_meta_tensors_too(group: ps.GroupCoordinator
 
 
 class Stage(nn.Module):
-    """Model code that gets sizes and groups from the getters alone."""
-
     def __init__(self, vocabulary: int, hidden: int, layers: int, device: str) -> None:
         super().__init__()
         tp, pp = ps.get_tp_group(), ps.get_pp_group()
@@ -547,9 +537,6 @@ def test_names_that_mean_two_things_are_gone(end: str) -> None:
     assert f"{end}_global_rank" in pydoc.plain(pydoc.render_doc(type(group)))
 
 
-# Whose groups a thread sees.
-
-
 def check_outside() -> None:
     assert ps.try_get_current_groups() is None
     assert ps.try_get_tp_group() is ps.try_get_pp_group() is ps.try_get_dp_group() is None
@@ -590,7 +577,6 @@ def test_use_nests() -> None:
 
 
 def test_each_thread_has_its_own() -> None:
-    """Two threads use different groups; a third one and the main thread have none."""
     sets = [ps.simulate(1, 4, 2, 2), ps.simulate(5, 8, 8), None]
     meeting = threading.Barrier(len(sets) + 1, timeout=DEADLINE_S)
     errors: list[BaseException] = []

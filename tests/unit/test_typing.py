@@ -1,7 +1,4 @@
-"""A user's program under mypy --strict and pyright: errors in exactly the wrong lines.
-
-The wrong lines also run. Each raises an error that names the caller's function or the right name.
-"""
+"""A user's program under mypy --strict and pyright: errors in exactly the wrong lines, which also raise at run time."""
 
 from __future__ import annotations
 
