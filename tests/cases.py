@@ -1,5 +1,3 @@
-"""Runs many small cases in one test."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -9,7 +7,7 @@ import pytest
 
 
 def each(cases: Iterable[Any], check: Callable[..., object], name: Callable[[Any], object] = repr) -> None:
-    """Calls `check` with each case (a tuple gives several arguments). Fails with the names of all failed cases."""
+    """A tuple gives several arguments. Fails with the names of all failed cases."""
     failed, tried = [], 0
     for case in cases:
         tried += 1

@@ -1,11 +1,6 @@
-"""Compares the names of a `parallel_state.compat` module with those of its project's files, which `ast` reads.
-
-    differences(compat.vllm, [VLLM, VLLM_UTILS], also=["_node_count"])      # [] if each name is accounted for
-
-A name is the same if its parameters have the same names, order, kinds and defaults. The module's `NOTES` explains each
-different name, `MISSING` each absent one. Members of a class count: `GroupCoordinator.send`. `PROJECTS` lists the
-compared modules, and `docs/compat.md` has their tables.
-"""
+"""Compares the names of a compat module with those of its project's files, which `ast` reads. A name is the
+same if its parameters have the same names, order, kinds and defaults. `NOTES` explains each different name,
+`MISSING` each absent one. Members of a class count: `GroupCoordinator.send`."""
 
 from __future__ import annotations
 
@@ -53,13 +48,13 @@ class Parameter(NamedTuple):
 
 
 class Name(NamedTuple):
-    """A project's name: its parameters, or None if it isn't called."""
+    """Parameters are None if it isn't called."""
 
     parameters: list[Parameter] | None
 
 
 class Row(NamedTuple):
-    """A row of the table. `state` is "same", "note" or "missing", else an unexplained difference."""
+    """`state` is "same", "note" or "missing", else an unexplained difference."""
 
     name: str
     state: str
@@ -67,7 +62,7 @@ class Row(NamedTuple):
 
 
 def names_of(source: str, also: Iterable[str] = ()) -> dict[str, Name]:
-    """Returns the public names of a module's source and those of `also`, with members of classes."""
+    """Public names of a module's source and those of `also`, with members of classes."""
     found: dict[str, Name] = {}
     wanted = set(also)
 
@@ -131,7 +126,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool = Fal
 
 
 def _constructor(node: ast.ClassDef) -> list[Parameter] | None:
-    """Returns the parameters of a class's call. None if a base class in another file may define them."""
+    """None if a base class in another file may define them."""
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return _parameters(each, method=True)
@@ -171,7 +166,7 @@ def _set_on_self(node: ast.AST) -> set[str]:
 
 
 def _find(module: ModuleType, name: str) -> Any:
-    """Returns our object of that name. `_MISSING` if there is none, None for an attribute of instances only."""
+    """`_MISSING` if there is none, None for an attribute of instances only."""
     owner, _, member = name.rpartition(".")
     if not owner:
         return getattr(module, name, _MISSING)
@@ -231,10 +226,7 @@ def _same_default(ours: Any, theirs: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[Row]:
-    """Returns a row for each name of the project. If two files have a name, the first one counts.
-
-    `also`: private names that other projects import. Any state except the three is a defect.
-    """
+    """If two files have a name, the first one counts. `also`: private names that other projects import."""
     import torch
     import torch.distributed
 
@@ -267,7 +259,7 @@ def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, An
 
 
 def differences(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[str]:
-    """Returns in words what is neither the same nor explained in `module.NOTES` or `module.MISSING`."""
+    """In words: what is neither the same nor explained in `module.NOTES` or `module.MISSING`."""
     return [
         f"{row.name} {row.state}"
         for row in rows(module, references, also)
@@ -276,7 +268,7 @@ def differences(module: ModuleType, references: Iterable[Reference], also: Itera
 
 
 def imported_names(folder: Path, module: str) -> dict[str, list[str]]:
-    """Returns the names that a tree imports from `module` (dotted), each with the importing files."""
+    """The names that a tree imports from `module` (dotted), each with the importing files."""
     package, _, last = module.rpartition(".")
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -311,7 +303,7 @@ def missing_names(ours: ModuleType, folder: Path, *modules: str) -> dict[str, li
 
 
 class Project(NamedTuple):
-    """A project of `docs/compat.md`. `also` are private names that its tree imports."""
+    """`also` are private names that its tree imports."""
 
     module: str
     title: str

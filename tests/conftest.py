@@ -1,5 +1,3 @@
-"""Fixtures that the whole run shares: pools of ranks by world size, and hosts with ranks."""
-
 from __future__ import annotations
 
 import os

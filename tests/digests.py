@@ -53,7 +53,6 @@ def stored() -> dict[str, Any]:
 
 
 def differences(placement: Placement, found: dict[str, str]) -> list[str]:
-    """Returns a line per case whose digest differs from the stored one, or that only one side has."""
     expected = stored()["digests"].get(str(placement), {})
     return [
         f"{placement}, {case}: {found.get(case, 'not run')}, but {FILE.name} has {expected.get(case, 'nothing')}"
@@ -89,8 +88,7 @@ def _integers(count: int, rank: int) -> Tensor:
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Returns the input of `rank`: its sums round and its integers overflow. The first floats are ±0, a tiny number and
-    infinity."""
+    """Sums round and integers overflow. The first floats are ±0, a tiny number and infinity."""
     integers = _integers(count, rank)
     if not dtype.is_floating_point and not dtype.is_complex:
         return (integers & 1).bool() if dtype == torch.bool else integers.to(dtype, copy=True)  # some calls write to it
@@ -109,7 +107,7 @@ def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def raw(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Returns random bytes as a dtype, for calls that only move them."""
+    """Random bytes, for calls that only move them."""
     if dtype == torch.bool:
         return (_integers(count, rank) & 1).bool()
     return torch.frombuffer(bytearray(random.Random(rank).randbytes(count * dtype.itemsize)), dtype=torch.uint8).view(

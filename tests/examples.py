@@ -20,7 +20,7 @@ def promised(example: Path) -> list[str]:
 
 
 def check(example: Path, output: str) -> None:
-    """Fails unless the output has the promised lines in order. `…` matches anything within a line."""
+    """The output needs the promised lines in order. `…` matches anything within a line."""
     printed = iter(line.strip() for line in output.splitlines())
     for line in promised(example):
         pattern = ".+".join(map(re.escape, line.split("…")))

@@ -1,7 +1,5 @@
-"""How much of the suite runs: every behavior once, or everything with FAILURE_TESTS=long (`make test-long`).
-
-The long part adds seeds, sizes and pairs to what the short part proves, and no behavior of its own.
-"""
+"""FAILURE_TESTS=long (`make test-long`) adds seeds, sizes and pairs to what a short run proves, and no
+behavior of its own."""
 
 from __future__ import annotations
 

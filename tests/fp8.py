@@ -1,5 +1,4 @@
-"""References: float8_e4m3fn from its definition, and the fused norms in float64. None uses torch's conversions or
-norms."""
+"""References for float8_e4m3fn and the fused norms, without torch's conversions or norms."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _MAGNITUDES = VALUES[:127]  # 0 … 448, ascending; byte 127 is NaN
 
 
 def to_bytes(numbers: Any) -> Any:
-    """Returns bytes rounded to nearest, ties to even. Above 448 gives 448, NaN gives 127."""
+    """Rounded to nearest, ties to even. Above 448 gives 448, NaN gives 127."""
     wide = np.asarray(numbers, dtype=np.float64)
     absolute = np.where(np.isnan(wide), 0.0, np.minimum(np.abs(wide), MAX))
     above = np.clip(np.searchsorted(_MAGNITUDES, absolute), 1, 126)
@@ -38,7 +37,7 @@ def to_bytes(numbers: Any) -> Any:
 
 
 def bytes_of(x: Tensor) -> Any:
-    """Returns a float8 tensor's bytes, with every NaN as 127."""
+    """Every NaN is 127."""
     found = x.view(torch.uint8).numpy()
     return np.where((found & 127) == 127, 127, found)
 
@@ -49,7 +48,7 @@ def static_bytes(normed: Tensor, scale: float) -> Any:
 
 
 def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
-    """Quantizes `normed` by rows. Returns the bytes and the float32 scales."""
+    """Quantizes by rows. Returns the bytes and the float32 scales."""
     with np.errstate(all="ignore"):
         wide = normed.float().numpy()
         largest = np.abs(wide).max(-1, keepdims=True, initial=0)
@@ -59,7 +58,7 @@ def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
 
 
 def norm_bounds(y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns float64 bounds of the norm of `y`: they allow a bit of float32 and a rounding to the dtype."""
+    """Bounds of the norm of `y`: they allow a bit of float32 and a rounding to the dtype."""
     wide = y.double()
     exact = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     info = torch.finfo(torch.float32 if y.dtype == torch.float64 else y.dtype)

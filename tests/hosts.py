@@ -35,8 +35,7 @@ from typing import Any
 from tests.workers import WorkerPool, serve
 
 _FIRST_PORT = 20_000
-"""Rank 0's port on its own host, one per pool. No other process listens there, and outgoing connections use higher
-ports."""
+"""Rank 0's port on its own host, one per pool. Outgoing connections use higher ports."""
 
 INTERFACE = "eth0"
 _DEADLINE_S = 20.0
@@ -54,10 +53,10 @@ class Host:
     memory_of: int | None = None
     """Shares that host's /dev/shm and files, but has another address and name."""
     own_pids: bool = False
-    """Has its own PID namespace and monotonic clock. Other hosts' processes are invisible, and its own to them."""
+    """Has its own PID namespace and monotonic clock."""
     shared_memory: str = "1g"
     cpus: tuple[int, ...] = ()
-    """Cores of its ranks. By default all of this machine's, shared with the other hosts."""
+    """By default all cores of this machine, shared with the other hosts."""
 
 
 @functools.cache
@@ -75,14 +74,14 @@ def problem() -> str | None:
 
 
 def cores_of_each(hosts: int) -> list[tuple[int, ...]]:
-    """Divides this machine's cores among hosts. With fewer cores than hosts, each gets all."""
+    """With fewer cores than hosts, each gets all."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // hosts
     return [tuple(cores[host * share : (host + 1) * share] if share else cores) for host in range(hosts)]
 
 
 class HostsFailedError(RuntimeError):
-    """A command that makes or changes hosts failed or timed out."""
+    pass
 
 
 class Hosts:
@@ -153,7 +152,7 @@ class Hosts:
         self.addresses.append(address)
 
     def _hold(self, *options: str, script: str, enter: Sequence[str] = ()) -> int:
-        """Runs `script` in new namespaces. They last until the pipe to their process closes."""
+        """The namespaces last until the pipe to their process closes."""
         command = ["nsenter", *enter] if enter else []
         command += ["unshare", *options, "sh", "-c", f"{script} && echo ready && exec cat"]
         holder = subprocess.Popen(
@@ -177,12 +176,12 @@ class Hosts:
         return _run(["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--mount", "sh", "-c", command])
 
     def link(self, host: int, up: bool) -> None:
-        """Connects or disconnects the host's cable at the switch. The host's own interface stays up."""
+        """Acts on the cable at the switch. The host's own interface stays up."""
         state = "up" if up else "down"
         self._in_network(self._switch, f"ip link set h{self._port(host)} {state}")
 
     def limit(self, host: int, rate: str | None, queue: str = "256kb") -> None:
-        """Limits what the host sends to `rate` (`1gbit`, `1mbit`) behind a `queue`. None removes the limit."""
+        """Limits sending to `rate` (`1gbit`, `1mbit`) behind a `queue`. None removes the limit."""
         script = f"tc qdisc del dev {INTERFACE} root 2>/dev/null || true"
         if rate is not None:
             # A burst holds the kernel's largest packet, 64 KiB.
@@ -190,7 +189,7 @@ class Hosts:
         self.run_on(host, script)
 
     def lose(self, host: int, percent: int) -> None:
-        """Drops this percentage of the host's packets to others, at the switch. Needs nftables."""
+        """Drops this percentage of packets at the switch. Needs nftables."""
         script = "nft delete table bridge loss 2>/dev/null || true"
         if percent:
             rule = f"iifname h{self._port(host)} numgen random mod 100 < {percent} drop"
@@ -211,14 +210,14 @@ class Hosts:
         return host if shared is None else self._port(shared)
 
     def ranks(self, placement: Sequence[int], **environment: str) -> HostRanks:
-        """Returns ranks that start at the first run, with additional environment variables."""
+        """Ranks start at the first run, with additional environment variables."""
         pool = HostRanks(self, placement, {"MASTER_PORT": str(next(self._ports)), **environment})
         self._pools.append(pool)
         return pool
 
 
 class HostRanks(WorkerPool):
-    """A pool of ranks over several hosts. Rank 0 serves the store at its host's address."""
+    """Rank 0 serves the store at its host's address."""
 
     def __init__(self, hosts: Hosts, placement: Sequence[int], environment: dict[str, str]) -> None:
         super().__init__(len(placement))
@@ -233,11 +232,8 @@ class HostRanks(WorkerPool):
         self.kill()
 
     def kill(self) -> None:
-        """Kills the ranks in a PID namespace before the outer processes that wait for them.
-
-        Otherwise PID 1 outside would inherit them, and in a container it often doesn't reap. The namespace, and so the
-        host, remains until all its processes are reaped.
-        """
+        """Kills the ranks in a PID namespace before the outer processes that wait for them; else PID 1 outside
+        would inherit them, and in a container it often doesn't reap."""
         for process, host in zip(self._processes, self.placement, strict=False):
             if self._hosts.hosts[host].own_pids:
                 for child in _children(process.pid):
@@ -247,7 +243,7 @@ class HostRanks(WorkerPool):
         super().kill()
 
     def _serve_store(self) -> None:
-        """Rank 0 serves it."""
+        pass
 
     def _environment(self, rank: int) -> dict[str, str]:
         host = self.placement[rank]

@@ -36,17 +36,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = "/dev/shm"
 LOGS = ROOT / ".lanes"
 SOME_FAILED, NO_TESTS = 1, 5
-"""pytest's exit codes. NO_TESTS: nothing was collected, or -k selected nothing. In one of several lanes it is no
-failure."""
+"""pytest's exit codes. In one of several lanes NO_TESTS is no failure."""
 MOST_AGAIN = 10
 """With more failures than this, the machine's load isn't the cause."""
 MOST_FLAKES = 2
-"""More tests than this that pass only in a second run fail the run: they would hide defects."""
+"""More tests than this that pass only in a second run fail the run."""
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-"""Lanes share the cores. Inductor makes scalar code: a process takes 6 s of CPU time to test instruction sets."""
+"""Inductor makes scalar code: a process takes 6 s of CPU time to test instruction sets."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 AT_ONCE = (os.cpu_count() or 1) + 1
-"""Lanes at the same time: tests of ranks mostly wait, but have deadlines."""
+"""Tests of ranks mostly wait, but have deadlines."""
 _STEP_S = 0.2
 _LOOK_S = 2.0
 
@@ -58,7 +57,7 @@ class Lane(NamedTuple):
     """Parts of `paths` that another lane runs."""
     niceness: int = 0
     command: tuple[str, ...] = ()
-    """Runs instead of pytest. If it fails, the run fails."""
+    """Runs instead of pytest."""
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:
@@ -75,7 +74,7 @@ COMPILERS = _files(
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
 ) + _files("tests/internals", "test_collectives_ranks")  # fmt: skip
-"""Contract tests whose ranks need torch's compiler or FSDP, which one fork server imports."""
+"""Ranks need torch's compiler or FSDP, which one fork server imports."""
 PROGRAMS = _files(
     "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
@@ -92,7 +91,7 @@ DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
 )  # fmt: skip
-"""Failure tests in which all ranks live and their calls differ: they wait for deadlines."""
+"""All ranks live and their calls differ: they wait for deadlines."""
 LANES = (
     Lane("failures", ("tests/failure", *FUZZING), but=DISAGREEMENTS),
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
@@ -106,8 +105,8 @@ LANES = (
     Lane("native", NATIVE, niceness=3),
     Lane("disagreements", DISAGREEMENTS),
 )
-"""In the order of their start, the longest first. The others are nice to the failure tests, which must detect failures
-in time. None may starve, because all have deadlines."""
+"""In the order of their start, the longest first. The others are nice to the failure tests, which must detect
+failures in time."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
@@ -170,8 +169,7 @@ def _be_nice(niceness: int) -> None:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """It allows bytecode: without it, some hundred interpreters would each compile this project's modules, and maybe
-    torch's (14 s with torch's compiler)."""
+    """Allows bytecode: without it, some hundred interpreters would each compile these modules, and maybe torch's."""
     return {**VARIABLES, **{name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}}
 
 
@@ -243,10 +241,7 @@ class Run:
 
 @functools.cache
 def apart() -> tuple[str, ...]:
-    """Returns a command prefix for an own /dev/shm of the same size; empty if that is impossible.
-
-    The failure tests look for leftovers there. Without it they ignore what processes of other lanes have open.
-    """
+    """A command prefix for an own /dev/shm; empty if that is impossible. The failure tests look for leftovers there."""
     if not os.path.isdir(SHARED_MEMORY):
         return ()
     found = os.statvfs(SHARED_MEMORY)

@@ -1,7 +1,5 @@
-"""Programs in their own processes, forked from the fork server, which saves seconds of importing torch.
-
-They end by `os._exit`. Tests of an interpreter's start or exit need real interpreters.
-"""
+"""Programs forked from the fork server, which saves seconds of importing torch. They end by `os._exit`; tests
+of an interpreter's start or exit need real interpreters."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from tests.workers import fork_context
 
 
 class Program:
-    """Runs `code` like `python -c` with exactly `environment`. Its output can be read once it has ended."""
+    """Like `python -c` with exactly `environment`. Its output can be read once it has ended."""
 
     def __init__(self, code: str, environment: Mapping[str, str], umask: int | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="program-")
@@ -83,7 +81,7 @@ def _run(code: str, environment: dict[str, str], umask: int | None, folder: str)
 def run_in_ranks(
     code: str, environment: Mapping[str, str], size: int, timeout_s: float
 ) -> list[tuple[int | None, str]]:
-    """Runs `code` in each rank with torchrun's variables. Returns the exit codes and outputs."""
+    """With torchrun's variables. Returns the exit codes and outputs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     programs = []
     for rank in range(size):
@@ -101,7 +99,7 @@ def run_in_ranks(
 
 
 def script(path: Path, arguments: Sequence[str]) -> str:
-    """Returns code that runs a script like `python`, but forks the Python scripts that it starts (`python -u`)."""
+    """Code that runs a script, but forks the Python scripts that it starts (`python -u`)."""
     return (
         f"{_FORKING}sys.argv = {[str(path), *arguments]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
         f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
@@ -119,7 +117,7 @@ _FORKING = "import runpy, sys\nfrom tests.programs import fork_scripts\nfork_scr
 
 
 def fork_scripts() -> None:
-    """Makes this process start `python -u SCRIPT ...` by a fork with torch. Other commands start as usual."""
+    """This process starts `python -u SCRIPT ...` by a fork with torch. Other commands start as usual."""
     started = subprocess.Popen
 
     def start(args: Any, *more: Any, **options: Any) -> Any:
@@ -147,14 +145,14 @@ def fork_servers() -> None:
 
 
 def wakeup_descriptors() -> list[int]:
-    """Returns this process's signal pipe. Its forks keep both numbers, so nothing else may use them there."""
+    """Forks keep both numbers of the signal pipe, so nothing else may use them there."""
     wakeup = sys.modules.get("device_communicators.base.wakeup")
     made = [wakeup._wakeup()] if wakeup is not None and wakeup._wakeup.cache_info().currsize else []
     return [number for each in made for number in (each.reader, each.writer)]
 
 
 def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
-    """Runs a fork server's code like a new interpreter: only that one's descriptors and handlers remain."""
+    """Like in a new interpreter, only a fork server's own descriptors and handlers remain."""
     try:
         kept = sorted({0, 1, 2, *descriptors, *wakeup_descriptors()})
         for before, after in zip(kept, [*kept[1:], 4096], strict=True):

@@ -31,7 +31,7 @@ from tests.extent import LONG
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".txt")
 COLLECTED = "TESTS_COLLECTED_FILE"
-"""Environment variable: the file to which a run of pytest appends the ids of the collected tests."""
+"""The file to which a run of pytest appends the ids of the collected tests."""
 _WITHDRAWN = "withdrawn:"
 _TRANSPORTS = {
     "shared memory": ("shared memory", "shared_memory"),

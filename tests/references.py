@@ -1,10 +1,6 @@
-"""Files of other programs, as oracles or for compiling. They are fetched from wheels, never committed.
-
-    python tests/references.py      fetch what the cache lacks; `make test` does it
-
-Range requests fetch single files of a wheel: 3 MB for 0.5 MB of sources, but vLLM's wheel alone has 336 MB. Two
-versions of NVRTC are 90 MB more. pip finds the wheels, so its configuration applies.
-"""
+"""Files of other programs, as oracles or for compiling, from wheels. `python tests/references.py` fetches what
+the cache lacks. Range requests fetch single files: vLLM's wheel alone has 336 MB. pip finds the wheels, so
+its configuration applies."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ class Reference:
         return not self.sha256 or hashlib.sha256(self.cached.read_bytes()).hexdigest() == self.sha256
 
     def keep(self, content: bytes) -> None:
-        """Puts the file into the cache. Raises LookupError if its digest differs."""
+        """Raises LookupError if the file's digest differs."""
         found = hashlib.sha256(content).hexdigest()
         if self.sha256 and found != self.sha256:
             raise LookupError(f"{self.path} must have the digest {self.sha256}, but has {found}")
@@ -57,7 +53,7 @@ class Reference:
         part.replace(self.cached)
 
     def path_in_cache(self) -> Path:
-        """Returns the file. If the cache lacks it, skips the test, or fails it in CI, which fetches."""
+        """If the cache lacks the file, skips the test, or fails it in CI, which fetches."""
         if not self.is_cached():
             reason = f"{self.project} {self.version} isn't in {CACHE}; python tests/references.py fetches it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
@@ -227,7 +223,7 @@ def fetch(references: Iterable[Reference]) -> list[str]:
 
 
 def _download(reference: Reference) -> list[str]:
-    """Fetches a file that is in no wheel; returns the problem, if there is one."""
+    """For a file that is in no wheel; returns the problem, if there is one."""
     try:
         with urllib.request.urlopen(reference.url + reference.path, timeout=_DOWNLOAD_S) as answer:
             reference.keep(answer.read())

@@ -1,8 +1,5 @@
-"""Which room may import which. The direction test asserts this table, and the docs draw it.
-
-A room is a sub-package, or a file at a package's root. It may import the rooms in its row and, transitively, those in
-their rows.
-"""
+"""A room is a sub-package, or a file at a package's root. It may import the rooms in its row and,
+transitively, those in their rows. The docs draw this table."""
 
 from __future__ import annotations
 
@@ -43,12 +40,10 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "compat": ("functions", "regions"),
     "tools": ("launch",),
 }
-"""Rooms of `parallel_state` may also import anything from `device_communicators`.
-
-Its root loads all rooms except tools and compat; `__main__` imports tools.
-"""
+"""Rooms of `parallel_state` may also import anything from `device_communicators`. Its root loads all rooms
+except tools and compat; `__main__` imports tools."""
 
 
 def reachable(room: str, rooms: dict[str, tuple[str, ...]]) -> set[str]:
-    """Returns every room that `room` may import. Raises RecursionError if the table has a cycle."""
+    """Raises RecursionError if the table has a cycle."""
     return {below for each in rooms[room] for below in (each, *reachable(each, rooms))}

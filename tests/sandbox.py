@@ -34,7 +34,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(names: Sequence[str], code: int) -> None:
-    """Makes these system calls fail with errno `code` in this process, its threads and its children."""
+    """Also for this process's threads and children."""
     steps = [(_LOAD, 0, 0, 0)]
     for place, name in enumerate(names):
         steps.append((_JUMP_IF_EQUAL, len(names) - place, 0, NUMBERS[name]))

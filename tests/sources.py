@@ -1,5 +1,3 @@
-"""Syntax trees of this project's files, parsed and walked once for all tests."""
-
 from __future__ import annotations
 
 import ast
@@ -14,5 +12,5 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """Returns all nodes of a file's tree. Walking the tree takes ten times as long as a loop over them."""
+    """Walking the tree takes ten times as long as a loop over this list."""
     return tuple(ast.walk(tree_of(path)))

@@ -1,8 +1,5 @@
-"""Stubs of names and keywords that exist only at run time, for type checkers and editors.
-
-`make stubs` runs this file. It writes stubs of both packages' roots, of the axis table's getters, and of passed-on
-keywords. tests/unit/test_public_names.py compares them.
-"""
+"""Writes the stubs of names and keywords that exist only at run time: `make stubs`.
+tests/unit/test_public_names.py compares them."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def stubs() -> dict[Path, str]:
 
 
 def keywords() -> str:
-    """Returns the stub of the keyword classes. They exist for type checkers only."""
+    """The keyword classes exist for type checkers only."""
     named = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     sizes = {name: "int | None" for row in BY_PARAMETER.items() for name in (row[0], row[1].name) if name not in named}
     options = {

@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 class _Opening(str):
-    """A backend's name that also equals gloo's and MPI's, and acts as gloo's in sets."""
+    """Also equals gloo's and MPI's name, and acts as gloo's in sets."""
 
     def __eq__(self, other: object) -> bool:
         return other in ("gloo", "mpi") or str(self) == other
@@ -70,10 +70,8 @@ def run(
     log: Path,
     hosts: Sequence[int] = (),
 ) -> dict[str, Outcome]:
-    """Returns the outcomes of `names`, by default of all, and appends their output to `log`.
-
-    `part`: what `--of` takes. `hosts`: PIDs in namespaces (`tests/hosts.py`) that the ranks enter in turn.
-    """
+    """All by default; appends output to `log`. `hosts`: PIDs in namespaces (`tests/hosts.py`) that the ranks
+    enter in turn."""
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
@@ -101,7 +99,7 @@ def run(
 
 
 def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """Returns the classes of distributed_test.py. Their gates read the backend's name while they are defined."""
+    """Their gates read the backend's name while they are defined."""
     from torch.testing._internal import common_distributed
 
     common_distributed.DistTestCases.backend_feature["plugin"].add(backend)
@@ -120,7 +118,7 @@ def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
 
 
 def _rpc_tests() -> list[type[unittest.TestCase]]:
-    """Returns the test classes of RPC, and of DDP under distributed autograd."""
+    """With DDP under distributed autograd."""
     suites = importlib.import_module(f"{_PACKAGE}.rpc_utils")
     agents = {
         "TensorPipe": ("tensorpipe_rpc_agent_test_fixture", suites.GENERIC_TESTS + suites.TENSORPIPE_TESTS),
@@ -135,7 +133,7 @@ def _rpc_tests() -> list[type[unittest.TestCase]]:
 
 
 def _fault_tolerance_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """Returns the class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
+    """The class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
     beginning = "FAULT_TOLERANCE_BACKENDS = [\n"
     source = FAULT_TOLERANCE.path_in_cache().read_text()
     assert beginning in source, f"{FAULT_TOLERANCE.path} has changed"
@@ -165,7 +163,7 @@ def _on_host(host_pid: int, target: Any, *args: Any, **more: Any) -> None:
 
 
 def _make_groups_of(backend: str) -> None:
-    """Makes groups of this backend where a test requests gloo's world."""
+    """Where a test requests gloo's world."""
     import torch.distributed as dist
 
     made = dist.init_process_group

@@ -1,12 +1,6 @@
-"""Checks the Python versions that pyproject.toml promises, and the newest torch: `make versions`, a part of `make
-test-long`.
-
-    python -m tests.versions
-
-For each version: runs mypy. If the interpreter is found (on PATH, or pyenv's), compiles every file, and runs the unit
-tests without torch in a separate environment. With the newest torch, if pip knows a CPU build, runs the tests of `make
-check`. CI's matrix runs the rest.
-"""
+"""Checks the Python versions that pyproject.toml promises, and the newest torch: `make versions`. For each
+version: runs mypy; if the interpreter is found, compiles every file and runs the unit tests without torch.
+With the newest torch, runs the tests of `make check`."""
 
 from __future__ import annotations
 
@@ -40,7 +34,7 @@ def interpreters(version: str) -> Iterator[str]:
 
 
 def find_interpreter(version: str) -> str | None:
-    """Returns an interpreter that confirms its version: a shim may lack one."""
+    """The interpreter confirms its version: a shim may lack one."""
     code = "import sys; print('{}.{}'.format(*sys.version_info))"
     for command in interpreters(version):
         if subprocess.run([command, "-c", code], capture_output=True, text=True).stdout.strip() == version:

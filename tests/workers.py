@@ -1,10 +1,6 @@
-"""Ranks for tests: processes that are started once per world size and run one function after another.
-
-    results = pool.run(function, argument, …, tp=2, pp=2)     # each rank's return value
-
-If a function raises on any rank, the test fails with every traceback. If it exceeds its deadline, its ranks are killed,
-and the next test gets new ones. Workers find functions by name, so these must be at module level.
-"""
+"""Processes that are started once per world size and run one function after another: `pool.run(function,
+argument, …, tp=2, pp=2)`. If a function raises on any rank, the test fails with every traceback. If it
+exceeds its deadline, its ranks are killed. Functions must be at module level."""
 
 from __future__ import annotations
 
@@ -50,8 +46,8 @@ _SLOW_IMPORTS = {
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
-"""Modules that take seconds to import -> tests that need them. The fork server imports them for these tests, unless
-torch has CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
+"""Modules that take seconds to import -> tests that need them. The fork server imports them, unless torch has
+CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
 modules_of_tests: set[str] = set()
 """Names without `.py`, set when the tests of a run are known."""
 modules_of_new_ranks: set[str] = set()
@@ -59,7 +55,7 @@ modules_of_new_ranks: set[str] = set()
 
 
 def fork_context() -> Any:
-    """Returns a context whose processes are forks of this run's fork server."""
+    """Its processes are forks of this run's fork server."""
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
     also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
@@ -74,8 +70,6 @@ class WorkersFailedError(AssertionError):
 
 
 class WorkerPool:
-    """`world_size` processes. `run` gives them the requested layout."""
-
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[Any] = []
@@ -93,7 +87,7 @@ class WorkerPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> dict[int, Any]:
-        """Like `run`, for functions in which ranks die. Returns the survivors' results."""
+        """Like `run`, for functions in which ranks die."""
         self._begin(function, args, None)
         try:
             results, errors = self._collect(timeout_s, timeout_s)

@@ -1,9 +1,5 @@
-"""Two cluster hosts for launchers, with names and a shared folder.
-
-with Cluster(folder) as cluster:
-    cluster.run(0, [mpirun, …], within_s=60)        # as if typed on the first host
-    cluster.agent                                   # replaces ssh: AGENT [-x] HOST COMMAND…
-"""
+"""Two hosts with names and a shared folder. `cluster.run(0, command, within_s=60)` runs as if typed on the
+first; `cluster.agent` replaces ssh: AGENT [-x] HOST COMMAND…"""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ class Command:
         return self._process.poll() is None
 
     def end(self, within_s: float) -> Ended:
-        """Waits for its exit. A late command is killed with all its children, and fails."""
+        """A late command is killed with all its children, and fails."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -110,7 +106,7 @@ class Cluster(Hosts):
         return [f"{name}|{address}" for name, address in zip(self.names, self.addresses, strict=True)]
 
     def write_names(self, text: str, hosts: Sequence[int] | None = None) -> None:
-        """Writes the hosts' own /etc/hosts. May be called again while they run."""
+        """May be called again while the hosts run."""
         for host in range(len(self.hosts)) if hosts is None else hosts:
             file = self.folder / f"hosts.{self.names[host]}"
             mounted = file.exists()
@@ -127,7 +123,7 @@ class Cluster(Hosts):
         super().close()
 
     def start(self, host: int, command: Sequence[str], **variables: str) -> Command:
-        """Starts a command on a host, with these variables, without those of another launcher."""
+        """Without another launcher's variables."""
         usual = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         environment = {**usual, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.common}
         environment |= variables

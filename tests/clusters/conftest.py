@@ -1,5 +1,3 @@
-"""Fixtures: hosts for launchers, with a folder for output."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,6 +21,6 @@ def hosts_can_be() -> None:
 
 @pytest.fixture
 def cluster(hosts_can_be: None, tmp_path: Path) -> Iterator[Cluster]:
-    """Two hosts, n1 and n2. All processes on them are killed at the end."""
+    """All processes on n1 and n2 are killed at the end."""
     with nothing_left_after(LEFT_S), Cluster(tmp_path) as made:
         yield made

@@ -1,10 +1,6 @@
-"""Installs the launchers: MPICH, Open MPI, Intel MPI and Ray from PyPI; SLURM, its PMIx, and nftables from Debian.
-
-    python -m tests.clusters.install                # each into its own environment in the user's cache
-    python -m tests.clusters.install show
-
-Installed launchers are kept. Debian's packages need `apt-get install` as root. Tests of missing launchers are skipped.
-"""
+"""Installs MPICH, Open MPI, Intel MPI and Ray from PyPI, each into its own environment in the user's cache;
+SLURM, PMIx and nftables from Debian, as root. `python -m tests.clusters.install [show]`. Tests of missing
+launchers are skipped."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ def _wheel(name: str, wheel: str) -> list[str]:
 
 
 def _share_packages() -> None:
-    """Lets Ray's actors import torch from this Python's environment. The one of an earlier run may be gone."""
+    """Lets Ray's actors import torch from this Python's environment."""
     site = next((FOLDER / "ray" / "lib").glob("python*/site-packages"))
     folders = [path for path in sys.path if path.endswith("-packages")]
     (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))

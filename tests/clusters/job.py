@@ -1,10 +1,6 @@
-"""The job that every launcher starts: TP 2 x PP 2 on two hosts. Survivors report which rank was killed.
-
-    LAUNCHER … python -m tests.clusters.job FOLDER [--kill RANK] [--rank R --size N --address HOST:PORT]
-
-Each rank writes FOLDER/RANK.json: host, groups, sums, and its error if a rank was killed during all_reduces. Ranks and
-addresses come from the arguments or the launcher's environment.
-"""
+"""The job that every launcher starts: TP 2 x PP 2 on two hosts. Each rank writes FOLDER/RANK.json: host,
+groups, sums, and its error if a rank was killed. LAUNCHER … python -m tests.clusters.job FOLDER [--kill
+RANK] [--rank R --size N --address HOST:PORT]"""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ def run(
     folder: Path, victim: int = -1, again: bool = False, start: tuple[Any, ...] = (), until: int = 0,
     hold: Path | None = None,
 ) -> None:  # fmt: skip
-    """Joins, computes, reports. `start` are the first arguments of init_distributed_environment."""
+    """`start` are the first arguments of init_distributed_environment."""
     explicit = bool(start) and start[1] >= 0
     facts: dict[str, Any] = {"source": "explicit" if explicit else environment.detect(rendezvous=False).source}
     facts["restarts"] = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -84,7 +80,7 @@ def run(
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """Writes atomically, because tests poll the file."""
+    """Atomic, because tests poll the file."""
     new = file.with_suffix(".new")
     new.write_text(json.dumps(facts))
     new.replace(file)

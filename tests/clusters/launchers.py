@@ -1,7 +1,5 @@
-"""The table of launchers: prerequisites, and commands that start a job on two hosts, as in docs/clusters.md.
-
-A launcher's function starts two ranks on each of two hosts, and returns its commands. `program` follows `python`.
-"""
+"""The table of launchers. A launcher's function starts two ranks on each of two hosts, and returns its
+commands. `program` follows `python`."""
 
 from __future__ import annotations
 
@@ -77,14 +75,14 @@ AGENT = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--mast
 
 
 def leader_worker_set(pod: int) -> tuple[dict[str, str], str]:
-    """`leaderworkerset.sigs.k8s.io`: its variables, and a container's command."""
+    """`leaderworkerset.sigs.k8s.io`."""
     variables = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(pod)}
     options = '--nnodes "$LWS_GROUP_SIZE" --node-rank "$LWS_WORKER_INDEX" --master-addr "$LWS_LEADER_ADDRESS"'
     return variables, f"{shell(AGENT)} {options}"
 
 
 def job_set(pod: int) -> tuple[dict[str, str], str]:
-    """`jobset.x-k8s.io`: an indexed Job. The command gives the number of pods and the leader's name, built by rule."""
+    """`jobset.x-k8s.io`: an indexed Job; the leader's name is built by rule."""
     variables = {"JOB_COMPLETION_INDEX": str(pod), "JOBSET_NAME": "job", "REPLICATED_JOB_NAME": "workers"}
     leader = "$JOBSET_NAME-$REPLICATED_JOB_NAME-0-0.$JOBSET_NAME"
     return variables, f'{shell(AGENT)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr "{leader}"'

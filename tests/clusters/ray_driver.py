@@ -1,10 +1,6 @@
-"""A driver that starts ranks as actors, like engines' Ray executors. Runs in Ray's Python on the first host.
-
-    python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --program WORD…]
-
-Each bundle of a placement group has an actor with one visible GPU. The driver numbers the actors host by host, its own
-host first, and sends all of them rank 0's address with a free port.
-"""
+"""Starts ranks as actors, like engines' Ray executors, in Ray's Python on the first host. Each bundle of a
+placement group has an actor with one visible GPU. The driver numbers actors host by host, its own host
+first. python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --program WORD…]"""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ class Worker:
         return os.getpid()
 
     def run_program(self, program: list[str], start: tuple[Any, ...]) -> int:
-        """Runs `python` with these arguments, in the actor's environment plus torchrun's variables."""
+        """In the actor's environment plus torchrun's variables."""
         size, rank, method, local_rank = start
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

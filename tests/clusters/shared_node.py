@@ -1,10 +1,6 @@
-"""Starts many jobs at once on one host, in rounds. Each job has two ranks, which are forks of this process.
-
-    python -m tests.clusters.shared_node --jobs 64 --rounds 20
-
-Half the jobs find the port by SLURM's variables of a step, the others by an address. Prints one JSON line per round:
-failures and seconds.
-"""
+"""Starts many jobs at once on one host, in rounds. A job's two ranks are forks of this process. Half the jobs
+find the port by SLURM's variables, the others by an address. python -m tests.clusters.shared_node --jobs 64
+--rounds 20"""
 
 from __future__ import annotations
 
@@ -81,7 +77,7 @@ def at_once(jobs: int, number: int) -> list[str]:
 
 
 def one_rank(job: int, rank: int, job_id: int, port: int | None) -> None:
-    """Joins. Checks that it meets only its own job's other rank."""
+    """Checks that it meets only its own job's other rank."""
     os.environ["PARALLEL_STATE_START_TIMEOUT_S"] = str(TIMEOUT_S)
     if port is None:
         os.environ.update(

@@ -1,8 +1,4 @@
-"""A SLURM cluster on hosts that are namespaces: one munged, slurmctld on the first host, a slurmd on each.
-
-with Cluster(folder) as cluster, Slurm(cluster):
-    cluster.run(0, ["srun", "-N", "2", "hostname"], within_s=30)
-"""
+"""A SLURM cluster on hosts that are namespaces: one munged, slurmctld on the first host, a slurmd on each."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ _START_S = 60.0
 
 
 class Slurm:
-    """Runs the daemons. `variables` let commands find them."""
+    """`variables` let commands find the daemons."""
 
     def __init__(self, cluster: Cluster, cpus: int = 8) -> None:
         self._cluster = cluster
@@ -90,7 +86,7 @@ KillWait=2
 
 
 def sbatch(cluster: Cluster, folder: Path, options: Sequence[str], script: str) -> Command:
-    """Submits a batch script and waits for it. (`sbatch --wait` polls only each 30 s.)"""
+    """`sbatch --wait` polls only each 30 s."""
     job, done = folder / "job.sh", folder / "job.done"
     job.write_text(f"#!/bin/sh\ntrap 'echo $? > {done}.new && mv {done}.new {done}' EXIT\n{script}")
     wait = f"until test -e {done}; do sleep 0.2; done; cat {folder}/job.log; exit $(cat {done})"

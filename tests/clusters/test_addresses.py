@@ -60,7 +60,7 @@ def test_recovery_over_two_hosts(cluster: Cluster) -> None:
 
 
 def _recovers(cluster: Cluster, address: str, **variables: str) -> None:
-    """Rank 0, which served the store, is killed. The others meet at rank 1's port, also from the other host."""
+    """Rank 0, which served the store, is killed. The others meet at rank 1's port."""
     _job(cluster, address, "--kill", "0", "--again", **variables)
     facts = told(cluster)
     assert [facts[rank]["error"]["suspect_ranks"] for rank in (1, 2, 3)] == [[0]] * 3
@@ -93,7 +93,7 @@ def test_a_bridge_that_the_hosts_announce(cluster: Cluster) -> None:
 
 
 def test_a_second_network_that_does_not_lead_to_the_others(cluster: Cluster) -> None:
-    """For example a management network. If selected by name, all ranks refuse it with hosts, interface and address."""
+    """If selected by name, all ranks refuse it with hosts, interface and address."""
     for host in range(2):
         cluster.run_on(
             host,

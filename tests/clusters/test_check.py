@@ -1,7 +1,4 @@
-"""`check` names each fault of a job with its remedy, and finds nothing in a sound job.
-
-tests/internals/test_check.py tests rules about facts that no machine here has (GPUs, InfiniBand, SMT).
-"""
+"""`check` names each fault of a job with its remedy, and finds nothing in a sound job."""
 
 from __future__ import annotations
 
@@ -32,9 +29,6 @@ CGROUP = Path("/sys/fs/cgroup/cpu/parallel_state_test")
 
 if problem() is not None:
     pytest.skip(f"no hosts can be made here: {problem()}", allow_module_level=True)
-
-
-# Shims that change one rank's surroundings.
 
 
 def other_torch() -> None:
@@ -177,7 +171,7 @@ PORT = -1
 
 @contextlib.contextmanager
 def stranger(hosts: Hosts, port: int) -> Iterator[None]:
-    """A foreign server on rank 0's host, which accepts connections but sends nothing."""
+    """Accepts connections on rank 0's host, but sends nothing."""
     code = f"import socket,time; s=socket.create_server(('0.0.0.0',{port})); print('up',flush=True); time.sleep(90)"
     command = ["nsenter", "-t", str(hosts.pid(0)), "--net", "python3", "-S", "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
@@ -204,7 +198,7 @@ class Fault:
     around: Callable[..., contextlib.AbstractContextManager[None]] | None = None
     with_port: bool = False
     port: int = 0
-    """The job's port; 0: the next free one."""
+    """0: the next free one."""
     shared_memory: str = ""
 
 

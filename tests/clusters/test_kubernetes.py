@@ -1,4 +1,4 @@
-"""Pods whose names resolve only after they start. The table of launchers has those that resolve from the start."""
+"""Pods whose names resolve only after they start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Every launcher of the table starts TP 2 x PP 2 on two hosts, and all survivors name a killed rank."""
-
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +30,7 @@ TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank 
 def run(
     launcher: Launcher, cluster: Cluster, program: Sequence[str], enough: Callable[[], bool] = lambda: False
 ) -> list[Ended]:
-    """Returns the launcher's finished commands. Kills the rest once `enough()` is true."""
+    """Returns finished commands. Kills the rest once `enough()` is true."""
     with Slurm(cluster) if launcher.needs == "slurm" else contextlib.nullcontext():
         commands = launcher.start(cluster, program)
         until = time.monotonic() + DEADLINE_S
@@ -138,7 +136,7 @@ def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> 
     ("name", "job"), [("torchrun, c10d", "echo job"), ("srun", "squeue --noheader --format %A")], ids=str
 )
 def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, name: str, job: str) -> None:
-    """On the first host. It asks local ranks, and the store about the other host's, where rank 3 is late."""
+    """It asks local ranks, and the store about the other host's, where rank 3 is late."""
     launcher = next(each for each in LAUNCHERS if each.name == name)
     if problem := launcher.problem():
         pytest.skip(problem)
@@ -169,7 +167,6 @@ def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, 
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
 def test_the_demo(cluster: Cluster, launcher: Launcher) -> None:
-    """A real model, TP 2 x PP 2 on two hosts, gives the embeddings of one process."""
     if problem := launcher.problem():
         pytest.skip(problem)
     text = cluster.folder / "text.md"

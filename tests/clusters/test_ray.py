@@ -1,4 +1,4 @@
-"""Ray: ranks are actors of a placement group on two nodes. Each sees one GPU, which is simulated."""
+"""Ranks are actors of a placement group on two nodes. Each sees one GPU, which is simulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PORT = 6379
 
 @contextmanager
 def _ray(cluster: Cluster) -> Iterator[str]:
-    """A head on the first host and a node on the second. A short folder keeps socket paths short."""
+    """A short folder keeps socket paths short."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     command = [str(path_of("ray")), "start", "--block", "--num-cpus", "2", "--num-gpus", "2"]
     command += ["--object-store-memory", "100000000", "--disable-usage-stats"]
@@ -86,7 +86,6 @@ def test_an_actor_that_never_joins_is_named_by_all_others(cluster: Cluster) -> N
 
 
 def test_check_in_place_of_the_program(cluster: Cluster) -> None:
-    """The GPUs are simulated, so no other finding is allowed."""
     page = cluster.folder / "check.json"
     driver = _drive(cluster, "--program", *CHECK, "--json", str(page))
     found = json.loads(page.read_text())

@@ -1,5 +1,3 @@
-"""64 jobs start at once on one node, repeatedly. None meets another's ranks."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""SLURM: the environment that each kind of step sets, and what the library detects from it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +31,7 @@ def slurm(hosts_can_be: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Tasks:
-    """Runs tasks that record their environment."""
+    """Tasks record their environment."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster

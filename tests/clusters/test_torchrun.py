@@ -1,4 +1,4 @@
-"""torchrun jobs whose number of hosts changes. tests/failure/test_torchrun.py has restarts."""
+"""torchrun jobs whose number of hosts changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers for the tests of the fusion pass: supported norms and quantizations, and layers that it must leave alone."""
+"""Layers that the fusion pass supports, and layers that it must leave alone."""
 
 from __future__ import annotations
 
@@ -52,9 +52,6 @@ def quantised_by_reciprocal(normed: Tensor, scale: Tensor) -> Tensor:
 
 def quantised_by_promotion(normed: Tensor, scale: Tensor) -> Tensor:
     return (normed / scale).clamp(max=448.0).clamp(min=-448.0).to(torch.float8_e4m3fn)
-
-
-# Quantizations that the op lacks.
 
 
 def _with_normed(normed: Tensor, scale: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Collectives under torch.compile(fullgraph=True): no graph break, equal results, nothing dropped or reordered."""
+"""Collectives under torch.compile(fullgraph=True): equal results, nothing dropped or reordered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN, HEADS = 16, 4
 
 
 def _own_backend() -> str:
-    """Returns this rank's backend. Neighbours run the same code with different backends."""
+    """Neighbours run the same code with different backends."""
     return BACKENDS[ps.get_rank().bit_count() % 2]
 
 
@@ -53,8 +53,6 @@ def _log_of(*groups: ps.GroupCoordinator) -> Any:
 
 
 class Block(nn.Module):
-    """Attention and MLP of a tensor-parallel layer, each with an all_reduce at the end."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(ps.get_tensor_model_parallel_rank())
@@ -175,7 +173,7 @@ def test_every_op_compiles_keeps_its_place_and_is_never_dropped(
 
 
 def _two_groups(x: Tensor) -> Tensor:
-    """Independent ops of two groups, mostly unused. Ranks need their order."""
+    """Mostly unused; ranks need their order."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     pp.all_reduce(x + 1)
     tp.all_reduce(x + 2)
@@ -376,9 +374,8 @@ def test_cached_code_of_another_rank_or_world_size_is_not_used(pools: Callable[[
 
 
 def _shared_cache_body(folder: str) -> int:
-    """Each rank compiles after the previous one, with a shared cache. Returns the number of cache hits. Collectives are
-    replaced, because the other ranks don't call.
-    """
+    """Each rank compiles after the previous one. Returns the number of cache hits. Collectives are replaced,
+    because the other ranks don't call."""
     tp = ps.get_tp_group()
 
     def function(x: Tensor) -> Tensor:

@@ -1,5 +1,3 @@
-"""Exported programs with collectives run, decompose, and compile ahead of time by AOTInductor."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from tests.workers import WorkerPool
 
 
 class Layer(nn.Module):
-    """Has ops without results or with unused results: a program must keep them in order."""
+    """Ops without results or with unused results must stay in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,3 @@
-"""The pass that fuses all_reduce, add and rms_norm: matches, refusals, equal results."""
-
 from __future__ import annotations
 
 import itertools
@@ -32,7 +30,6 @@ from tests.compile.fuse_cases import (
 
 
 def _inputs(dtype: torch.dtype = torch.float32, tokens: int = 5) -> list[Tensor]:
-    """x, residual, weight, scale."""
     torch.manual_seed(5)
     x, residual = torch.randn(tokens, HIDDEN).to(dtype), torch.randn(tokens, HIDDEN).to(dtype)
     return [x, residual, (torch.rand(HIDDEN) + 0.5).to(dtype), torch.tensor([0.01])]
@@ -91,10 +88,7 @@ DTYPES_AND_GRAPHS = (
 
 
 def _in_turn(cases: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]], count: int = 1) -> list[Any]:
-    """Pairs each case with `count` of four others in rotation. Long runs pair all.
-
-    So each dtype and form of a graph (aten's or inductor's) meets each kind of case.
-    """
+    """Pairs each case with `count` of four others in rotation; long runs pair all."""
     chosen = []
     for number, case in enumerate(cases):
         now = {(number * count + turn) % min(4, len(others)) for turn in range(count)}

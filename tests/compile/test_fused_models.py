@@ -1,4 +1,4 @@
-"""The fusion pass on two tensor-parallel ranks of transformers' Llama: eager, compiled, compiled with the pass."""
+"""The fusion pass on two tensor-parallel ranks of transformers' Llama."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _options(backend: str, fusion: ps.AllReduceFusionPass | None) -> dict[str, A
 
 
 def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
-    """Disables cached graphs, which would bypass the pass. Cached C++ kernels stay in use."""
+    """Cached graphs would bypass the pass; cached C++ kernels stay in use."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -70,7 +70,7 @@ def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_graphs_kept_as(tag: str, body: Callable[..., Any], *args: Any) -> Any:
-    """Separate cache per rank: a rank that finds its peer's graph doesn't run the pass."""
+    """A rank that finds its peer's cached graph doesn't run the pass."""
     with torch.compiler.config.patch(cache_key_tag=f"{tag}-{os.environ['RANK']}"):
         return body(*args)
 

@@ -1,8 +1,5 @@
-"""Every public method of a group in compiled code, with fullgraph, and for host methods with graph breaks.
-
-A host method breaks the graph only at its call, works as in eager code, and tells `fullgraph=True` users what to do
-instead. Compiling must not touch the group. Tensors are compared exactly: torch's own kernels run the graphs.
-"""
+"""Every public method of a group in compiled code. A host method breaks the graph only at its call, and tells
+`fullgraph=True` users what to do instead. Compiling must not touch the group."""
 
 from __future__ import annotations
 

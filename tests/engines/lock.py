@@ -1,10 +1,6 @@
-"""Writes the lock file of `make test-engines` from an environment in which its tests pass.
-
-    python -m tests.engines.lock PYTHON             # of that environment
-
-Versions and licenses are the environment's. Digests are from pip's index: of all wheels that fit Linux and `PYTHONS`,
-or else of the source.
-"""
+"""Writes the lock file of `make test-engines` from an environment in which its tests pass: python -m
+tests.engines.lock PYTHON. Digests are from pip's index: of all wheels that fit Linux and `PYTHONS`, or else
+of the source."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 """Program: Megatron-core's layers, model, data parallelism, optimizer and pipeline in two ranks on the CPU.
-
-    python megatron_layers.py stock|ours FOLDER [CASE …]
-
-Each rank writes FOLDER/CASE.RANK.pt, {what: tensor}, or CASE.RANK.txt, the error. Megatron's unnecessary uses of CUDA
-are redirected to the CPU.
-"""
+python megatron_layers.py stock|ours FOLDER [CASE …] writes FOLDER/CASE.RANK.pt, {what: tensor}, or
+CASE.RANK.txt, the error."""
 
 from __future__ import annotations
 
@@ -252,7 +248,7 @@ def pipeline() -> Found:
 
 
 def collection() -> Found:
-    """Returns the ranks of each group in Megatron's collection; over ours, also of the one that we make."""
+    """Over ours, also the ranks of the group that we make."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

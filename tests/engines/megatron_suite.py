@@ -1,10 +1,6 @@
-"""Program: Megatron's own test of its parallel state in eight ranks, over its state and gloo, or over ours.
-
-    python megatron_suite.py SOURCE stock|ours FOLDER    FOLDER/RANK.json: [[test, outcome, what it said], …]
-
-The test file is unchanged. Its calls for CUDA and NCCL are answered as on a machine with one GPU per rank; its NCCL
-groups use gloo or our backend. Megatron's `training`, an unused import, is replaced by an empty module.
-"""
+"""Program: Megatron's own test of its parallel state in eight ranks. python megatron_suite.py SOURCE
+stock|ours FOLDER writes FOLDER/RANK.json: [[test, outcome, what it said], …]. CUDA and NCCL are answered as
+on a machine with one GPU per rank; an empty module replaces Megatron's `training`, an unused import."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ def main(source: Path, which: str, folder: Path) -> None:
 
 
 def await_all(children: list[int], folder: Path) -> None:
-    """Waits for the ranks. Kills them after a time without a finished test: gloo can wait forever."""
+    """Kills ranks after a time without a finished test: gloo can wait forever."""
     left, progress = set(children), time.monotonic()
     seen: list[int] = []
     while left:
@@ -95,7 +91,7 @@ def stand_in_for_cuda(backend: str) -> None:
 
 
 class Outcomes:
-    """Records each test's outcome on this rank at once, and destroys groups that stock's tests leave."""
+    """Destroys groups that stock's tests leave."""
 
     def __init__(self, which: str, path: Path) -> None:
         self._which, self._path, self._found = which, path, list[list[str]]()

@@ -1,9 +1,5 @@
-"""Program: mini-sglang's embedding, linear layers and head on two CPU ranks, over the communicator that it finds.
-
-    python minisgl_program.py RESULTS
-
-Two shims: torch's look-up replaces the CUDA kernel `minisgl.kernel.indexing`, and NVTX ranges do nothing.
-"""
+"""Program: mini-sglang's embedding, linear layers and head on two CPU ranks. python minisgl_program.py
+RESULTS. torch's look-up replaces the CUDA kernel `minisgl.kernel.indexing`, and NVTX ranges do nothing."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": END_OF_TEXT,
 }  # fmt: skip
-"""Sizes that CPU engines accept: heads of 32; layers and heads divide by two. Wide weights keep the most likely token
-clear of rounding.
-"""
+"""Sizes that CPU engines accept: heads of 32; layers and heads divide by two. Wide weights keep the most
+likely token clear of rounding."""
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
@@ -37,7 +36,7 @@ def make(kind: str, folder: Path, seed: int = 0, **sizes: Any) -> Path:
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer with one token per byte, and an end token."""
+    """One token per byte, and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -29,7 +29,7 @@ _SHOWN = 20_000
 
 
 def source(engine: str) -> Path:
-    """Returns an engine's source checkout from its variable (PARALLEL_STATE_MEGATRON_SOURCE), or skips."""
+    """From its variable (PARALLEL_STATE_MEGATRON_SOURCE); else skips."""
     variable = f"PARALLEL_STATE_{engine.upper().replace('-', '_')}_SOURCE"
     path = os.environ.get(variable)
     if not path or not Path(path).is_dir():
@@ -38,7 +38,7 @@ def source(engine: str) -> Path:
 
 
 def environment(*paths: Path, **variables: str) -> dict[str, str]:
-    """Returns variables for a program: this project and `paths` are importable; no launcher, no network."""
+    """This project and `paths` are importable; no launcher, no network."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -49,7 +49,7 @@ def environment(*paths: Path, **variables: str) -> dict[str, str]:
 
 
 def entry_points(folder: Path) -> Path:
-    """Returns a folder for PYTHONPATH that makes this project's entry points known, if it isn't installed."""
+    """A folder for PYTHONPATH that makes this project's entry points known, if it isn't installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return Path(str(importlib.metadata.distribution("parallel-state").locate_file("")))
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
@@ -64,11 +64,7 @@ def free_port() -> int:
 
 
 class Started:
-    """A program whose whole process tree is killed at the end of the block.
-
-    with Started([sys.executable, "-m", "vllm…"], environment()) as server:
-        server.wait_for("ready", timeout_s=60)
-    """
+    """Its whole process tree is killed at the end of the block."""
 
     def __init__(self, command: Sequence[str | Path], variables: dict[str, str], cwd: Path | None = None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # this process adopts orphans
@@ -85,7 +81,7 @@ class Started:
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float) -> str:
-        """Returns its output after success. Raises AssertionError with its last lines after failure or timeout."""
+        """Returns its output. Raises AssertionError with its last lines after failure or timeout."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         code = self.process.returncode

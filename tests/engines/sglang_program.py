@@ -1,10 +1,6 @@
-"""Program: SGLang's own calls, over SGLang's parallel state, over ours by its names, or with the plug-in.
-
-    python sglang_program.py stock|compat|plugin RESULTS
-
-In `compat` our modules replace SGLang's of the same names. One shim: empty modules replace sgl_kernel, which has no
-build for CPUs, and torchvision, whose wheels need CUDA. SGLang imports both; calls of their names raise.
-"""
+"""Program: SGLang's own calls. python sglang_program.py stock|compat|plugin RESULTS. In `compat` our modules
+replace SGLang's of the same names. Empty modules replace sgl_kernel, which has no build for CPUs, and
+torchvision, whose wheels need CUDA."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ ROUNDS, CALLS = 5, 40
 
 
 class Nothing:
-    """Any name of an absent module. Calling it raises."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -47,7 +41,7 @@ class Nothing:
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds absent modules. They have every name, and none works."""
+    """Absent modules have every name, and none works."""
 
     def __init__(self, *names: str) -> None:
         self.names = {name for name in names if importlib.util.find_spec(name) is None}
@@ -71,7 +65,7 @@ def groups_of(parallel: Any) -> dict[str, Any]:
 
 
 def calls(torch: Any, group: Any, rank: int) -> list[Any]:
-    """Returns the result of every call of SGLang's coordinator, on small integers: sums don't depend on the order."""
+    """On small integers: sums don't depend on the order."""
     size, at = group.world_size, group.rank_in_group
     random = torch.Generator().manual_seed(rank)
     x = torch.randint(-9, 9, (4 * size, 6), generator=random).to(torch.bfloat16)
@@ -132,7 +126,7 @@ def layers(torch: Any, parallel: Any) -> list[Any]:
 
 
 def timed(torch: Any, group: Any) -> dict[str, float]:
-    """Returns microseconds per call, of the fastest round, because other programs run too."""
+    """Microseconds per call of the fastest round, because other programs run too."""
     found = {}
     for kib in (8, 64, 1024):
         x = torch.zeros(kib * 512, dtype=torch.bfloat16)

@@ -1,5 +1,3 @@
-"""DeepSpeed with our mpu: the names that it uses, and ZeRO over tp × dp, compared with Megatron-core's groups."""
-
 from __future__ import annotations
 
 import ast
@@ -115,7 +113,7 @@ def _train(kind: str, size: int, folder: Path, stages: tuple[int, ...] = (1, 2))
 
 
 def test_zero_over_tensor_parallel_layers(tmp_path: Path) -> None:
-    """Two ranks have one order of additions, so losses, norms, weights and sizes are equal bit for bit."""
+    """Two ranks have one order of additions, so results are equal bit for bit."""
     ours, theirs = (_train(kind, 4, tmp_path) for kind in ("ours", "megatron"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
@@ -132,7 +130,7 @@ def test_zero_without_sizes(tmp_path: Path) -> None:
 
 
 def _asked() -> set[str]:
-    """Names that DeepSpeed's files use of an mpu: `mpu.x`, `self.mpu.x`, `groups.mpu.x`, and by hasattr."""
+    """`mpu.x`, `self.mpu.x`, `groups.mpu.x`, and by hasattr."""
     spec = find_spec("deepspeed")
     assert spec is not None and spec.submodule_search_locations
     found = set()

@@ -1,5 +1,3 @@
-"""examples/ that need engines print what they say, started as by a user."""
-
 from __future__ import annotations
 
 from pathlib import Path

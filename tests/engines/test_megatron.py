@@ -1,5 +1,3 @@
-"""Megatron-core over our parallel state: its own test, layers, DDP, optimizer, schedule."""
-
 from __future__ import annotations
 
 import hashlib
@@ -38,7 +36,7 @@ def outcomes(source: Path, which: str, folder: Path) -> Outcomes:
 
 
 def outcomes_over_its_own_state(source: Path, folder: Path) -> Outcomes:
-    """Cached `outcomes`: they take minutes, and depend only on Megatron's source and torch."""
+    """Cached: they take minutes, and depend only on Megatron's source and torch."""
     digest = hashlib.sha256(f"gloo {torch.__version__}".encode())
     test = source / "tests" / "unit_tests" / "test_parallel_state.py"
     for path in (HERE / "megatron_suite.py", test, *sorted((source / "megatron" / "core").glob("*.py"))):

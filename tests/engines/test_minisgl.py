@@ -1,7 +1,4 @@
-"""mini-sglang's own layers on two ranks give equal results over torch.distributed and over ours.
-
-Its engine requires CUDA; its layers run on a CPU.
-"""
+"""mini-sglang's layers run on a CPU; its engine requires CUDA."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Assumptions of the other tests about models and programs hold."""
-
 from __future__ import annotations
 
 import importlib.metadata

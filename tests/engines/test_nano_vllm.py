@@ -1,6 +1,4 @@
-"""nano-vllm's engine and layers with tensor parallelism, by examples/nano_vllm.py's stand-ins. Two ranks over this
-backend give gloo's logits bit for bit, and the tokens of one rank.
-"""
+"""Two ranks over this backend give gloo's logits bit for bit, and the tokens of one rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SGLang 0.5.23 gives equal results over its parallel state, over ours by its names, and with the plug-in.
-
-Its engine can't run here: its models import sgl_kernel, which has no build for CPUs.
-"""
+"""SGLang's engine can't run here: its models import sgl_kernel, which has no build for CPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""transformers' tensor-parallel plans and Trainer give the same over `backend="parallel_state"` as over gloo."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

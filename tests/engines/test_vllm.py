@@ -1,7 +1,5 @@
-"""vLLM's CPU engine, stock and with our plug-in: the same tokens, and errors that name the dead rank.
-
-`python -m tests.engines.test_vllm --report` prints tokens per second, start-up and first-token times of both, in turns.
-"""
+"""vLLM's CPU engine, stock and with our plug-in. `python -m tests.engines.test_vllm --report` prints tokens
+per second, start-up and first-token times of both, in turns."""
 
 from __future__ import annotations
 
@@ -82,10 +80,8 @@ def test_the_same_tokens(layout: str, models: Callable[..., Path], run: Run) -> 
 
 
 def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
-    """A mixture of experts with TP2 × EP2 gives the tokens of vLLM's TP2, which cuts each expert.
-
-    vLLM 0.32's own EP2 crashes: its CPU kernel reads past a rank's experts.
-    """
+    """TP2 × EP2 gives the tokens of vLLM's TP2, which cuts each expert. vLLM 0.32's own EP2 crashes: its CPU
+    kernel reads past a rank's experts."""
     model, split = models("qwen3_moe"), {"tensor_parallel_size": 2}
     stock, _ = run(model, split, ours=False)
     assert len({token for row in stock["tokens"] for token in row}) > 8
@@ -95,7 +91,7 @@ def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
 
 
 def test_experts_of_two_replicas(models: Callable[..., Path], run: Run) -> None:
-    """DP2 × EP2: dispatch and combine over our groups exchange each layer's tokens between replicas."""
+    """DP2 × EP2: dispatch and combine exchange each layer's tokens between replicas."""
     model = models("qwen3_moe")
     stock, _ = run(model, {"tensor_parallel_size": 2}, ours=False)
     ours, _ = run(model, {"enable_expert_parallel": True}, "--replicas", "2")
@@ -146,7 +142,7 @@ def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plug
 
 
 def installed(folder: Path) -> None:
-    """Writes another project with a vLLM platform and its entry point into a folder for PYTHONPATH."""
+    """Another project with a vLLM platform and its entry point, in a folder for PYTHONPATH."""
     (folder / "some_accelerator.py").write_text("def register():\n    return 'some_platform.SomePlatform'\n")
     (folder / "some_platform.py").write_text(
         "from vllm.platforms.cpu import CpuPlatform\n\n\nclass SomePlatform(CpuPlatform):\n    pass\n"

@@ -1,8 +1,5 @@
-"""vLLM's own tests of `parallel_state`, `utils` and `shm_broadcast`, with our names instead.
-
-The files come from a source tree (PARALLEL_STATE_VLLM_SOURCE: an unpacked sdist or a checkout). `cuda` becomes `cpu`,
-and our ranks replace Ray's workers. Tests of vLLM's internals are omitted.
-"""
+"""vLLM's own tests with our names, from a source tree (PARALLEL_STATE_VLLM_SOURCE). `cuda` becomes `cpu`, and
+our ranks replace Ray's workers. Tests of vLLM's internals are omitted."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def init_environment(tp: int, pp: int, rank: int, port: str) -> None:
 
 
 class _Names(types.ModuleType):
-    """Replaces one of vLLM's modules: our names, and a few that describe a process."""
+    """Our names, and a few that describe a process."""
 
     def __getattr__(self, name: str) -> Any:
         own = {"get_open_port": free_port, "get_ip": lambda: "127.0.0.1"}
@@ -77,7 +74,7 @@ def in_place() -> Iterator[None]:
 
 
 def functions(file: Path, *names: str) -> dict[str, Any]:
-    """Returns functions of a test file, without decorators, for the CPU and our names."""
+    """Without decorators, for the CPU and our names."""
     tree = ast.parse(file.read_text(encoding="utf-8").replace('"cuda"', '"cpu"').replace('f"cuda:{rank}"', '"cpu"'))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and (not names or node.name in names)]
     for node in found:

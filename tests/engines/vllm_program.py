@@ -1,10 +1,6 @@
-"""Program: runs vLLM's CPU engine. Prints its tokens and times as a JSON line after `RESULT `.
-
-    python tests/engines/vllm_program.py FOLDER '{"tensor_parallel_size": 2}' [--rounds N] [--kill | --survivors FOLDER]
-
-With PARALLEL_STATE_PLUGIN=vllm the engine uses this project, else it is stock. `--replicas 2` runs data-parallel
-engines, each with its part of the prompts; the tokens are in the prompts' order.
-"""
+"""Program: runs vLLM's CPU engine. Prints its tokens and times as a JSON line after `RESULT `. python
+vllm_program.py FOLDER '{"tensor_parallel_size": 2}' [--rounds N] [--kill | --survivors FOLDER]. `--replicas
+2` runs data-parallel engines; the tokens are in the prompts' order."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ def generate(llm: Any, prompts: int, tokens: int) -> list[list[int]]:
 
 
 def traffic(worker: Any) -> dict[str, dict[str, int]]:
-    """Returns a worker's calls by group and operation, for groups that count. Runs in the worker."""
+    """A worker's calls by group and operation. Runs in the worker."""
     from vllm.distributed import parallel_state
 
     groups = {name: getattr(parallel_state, f"_{name.upper()}") for name in ("tp", "pp", "dp", "ep")}
@@ -61,10 +57,8 @@ def traffic(worker: Any) -> dict[str, dict[str, int]]:
 
 
 def wait_for_the_dead(worker: Any, folder: str) -> None:
-    """Kills the last rank while others wait for it or for each other. Runs in the workers.
-
-    FOLDER/RANK.json has the time and error of a wait, or the time of the exit.
-    """
+    """Kills the last rank while others wait. Runs in the workers. FOLDER/RANK.json has the time and error of a
+    wait, or the time of the exit."""
     import json
     import os
     import signal
@@ -91,7 +85,7 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
 
 
 def workers() -> list[int]:
-    """Returns the PIDs of the engine's workers in the order of ranks, in which they are started."""
+    """The workers' PIDs in the order of ranks, in which they are started."""
     import psutil
 
     found = psutil.Process().children(recursive=True)

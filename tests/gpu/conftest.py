@@ -1,5 +1,3 @@
-"""GPU detection, pools of ranks on GPUs, and the report of a run."""
-
 from __future__ import annotations
 
 import contextlib
@@ -77,7 +75,7 @@ def _compiled() -> None:
 
 
 def _architecture() -> str:
-    """Returns the first GPU's, as `sm_90`. NVML needs no CUDA context, which would use GPU memory."""
+    """The first GPU's, as `sm_90`. NVML needs no CUDA context, which would use GPU memory."""
     pynvml.nvmlInit()
     try:
         return "sm_{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
@@ -87,7 +85,7 @@ def _architecture() -> str:
 
 @pytest.fixture(scope="session")
 def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], GpuRanks]:
-    """`new_ranks(4)` is a new pool of four ranks. The caller kills it."""
+    """The caller kills this new pool of ranks."""
     if DRY:
         GpuRanks.stand_in = nccl_stand_in.build(tmp_path_factory.mktemp("nccl"))
     return GpuRanks

@@ -1,8 +1,5 @@
-"""Ranks of the GPU tests, and device helpers for their bodies.
-
-With GPU_TESTS=dry the same tests run on the CPU: NCCL is the stand-in of tests/native, and a captured graph repeats its
-calls. Bodies name no device, so nearly all lines run there.
-"""
+"""Ranks of the GPU tests. With GPU_TESTS=dry the same tests run on the CPU: NCCL is the stand-in of
+tests/native, and a captured graph repeats its calls."""
 
 from __future__ import annotations
 
@@ -46,13 +43,13 @@ DRY_NCCL = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
 
 
 def needs_a_gpu(what: str) -> None:
-    """Skips a test that has no meaning on the CPU."""
+    """For tests that have no meaning on the CPU."""
     if DRY:
         pytest.skip(f"a dry run: {what}")
 
 
 class GpuRanks(WorkerPool):
-    """Ranks that see one GPU each, shared if there are more ranks than GPUs."""
+    """Ranks see one GPU each, shared if there are more ranks than GPUs."""
 
     stand_in: Path | None = None
 
@@ -105,7 +102,7 @@ def _over_torch(body: Callable[..., Any], args: tuple[Any, ...], tp: int, pp: in
 
 @contextmanager
 def world(tp: int = 1, pp: int = 1, *, nccl: str = "on", bind_device: bool = False, **options: Any) -> Iterator[None]:
-    """A world for this block; `options` are initialize_model_parallel's."""
+    """`options` are initialize_model_parallel's."""
     with environment(PARALLEL_STATE_NCCL=nccl):
         ps.init_distributed_environment(backend=os.environ[BACKEND], bind_device=bind_device)
         try:
@@ -130,7 +127,7 @@ def synchronize() -> None:
 
 
 def groups_of_several() -> list[ps.GroupCoordinator]:
-    """The tp, pp and world groups of several ranks, without a world group that equals tp or pp."""
+    """Without a world group that equals tp or pp."""
     tp, pp, everyone = ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group()
     found = [group for group in (tp, pp) if group.world_size > 1]
     return found if everyone.world_size in (1, *(group.world_size for group in found)) else [*found, everyone]
@@ -141,7 +138,7 @@ def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
 
 
 def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank that writes its threads' stacks, but no core file, when a signal kills it."""
+    """Writes its threads' stacks, but no core file, when a signal kills it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     serve(connection, variables)
@@ -160,7 +157,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
 
 
 def _unrecorded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Fails inside a capture, as on a GPU: a graph can't record what the host sends."""
+    """A graph can't record what the host sends, so it fails inside a capture."""
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:

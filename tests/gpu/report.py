@@ -1,9 +1,6 @@
-"""The report of a GPU run, as JSON and Markdown: machine, versions, and each check's outcome.
-
-`make test-gpu` requests it with GPU_TESTS_REPORT=folder. It is rewritten after each check, so a killed run leaves its
-results and the name of its last check. A partial run (`-k`, or names) updates the report of the same day and machine;
-each check has the commit of its last run. Another machine's report is never overwritten.
-"""
+"""The report of a GPU run, as JSON and Markdown, which `make test-gpu` requests with GPU_TESTS_REPORT=folder.
+It is rewritten after each check, so a killed run leaves its results. A partial run updates the report of
+the same day and machine. Another machine's report is never overwritten."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _TOLD = 300
 """Maximal characters of a reason in Markdown; the JSON has more."""
 _KEPT = 4000
 _RUNNING = "running"
-"""The outcome of a check that hasn't finished. If the run was killed, it was in this check."""
+"""If the run was killed, it was in this check."""
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Report:
         """The JSON; the Markdown is beside it."""
 
     def _goes_on(self, path: Path) -> bool:
-        """Loads an earlier report of this machine, from any commit. Returns False for another machine's."""
+        """Loads an earlier report of this machine. Returns False for another machine's."""
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if {**earlier["machine"], "commit": ""} != {**self.machine, "commit": ""}:
             return False
@@ -77,7 +74,7 @@ class Report:
         self.write()
 
     def add(self, report: pytest.TestReport) -> None:
-        """Adds a phase of a test. The test fails if any phase does."""
+        """The test fails if any phase does."""
         name = _name(report.nodeid)
         if report.when == "setup":
             self.checks[name] = Check(name, _RUNNING, commit=str(self.machine["commit"]))
@@ -173,7 +170,7 @@ class Recorder:
 
 
 def machine() -> dict[str, Any]:
-    """Describes this machine without starting CUDA in this process."""
+    """Doesn't start CUDA in this process."""
     topology = read_topology()
     names = [str(gpu.name) for gpu in topology.gpus]
     library = nccl_library.load()

@@ -1,7 +1,4 @@
-"""CUDA graphs with every tensor op, several graphs and groups, and tensor dicts, replayed with new inputs.
-
-In a dry run a replay repeats the call.
-"""
+"""CUDA graphs with every tensor op, replayed with new inputs. In a dry run a replay repeats the call."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ ROWS = 8
 
 
 def calls(group: ps.GroupCoordinator) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Each tensor op of a group, as a function of `x` [ROWS, 3] float32."""
+    """`x`: [ROWS, 3] float32."""
     rank, size = group.rank_in_group, group.world_size
     sizes = [ROWS - size + 1, *[1] * (size - 1)]
     ones = torch.ones(3, device=device())
@@ -83,7 +80,7 @@ def expected(group: ps.GroupCoordinator, name: str, xs: list[Tensor]) -> Tensor:
 
 
 def inputs(size: int, number: int) -> list[Tensor]:
-    """Each rank's tensor in step `number`: small integers, whose sums are exact in bf16 too."""
+    """Small integers, whose sums are exact in bf16 too."""
     base = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3) % 5
     return [base + (number + rank) % 8 for rank in range(size)]
 
@@ -94,7 +91,7 @@ def check(found: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def graph_of(call: Callable[[], Any], stream: Any) -> Captured:
-    """Calls once eagerly, as programs do before a capture, then captures."""
+    """Calls once eagerly, as programs do before a capture."""
     call()
     synchronize()
     return captured(call, stream)

@@ -1,5 +1,3 @@
-"""Groups on a GPU: bound devices, splits, stream priorities, destroyed and recreated groups."""
-
 from __future__ import annotations
 
 import time
@@ -30,7 +28,7 @@ def _sums() -> None:
 
 
 def _bound_body(creation: str, nccl: str, tp: int, pp: int) -> dict[str, Any]:
-    """torch's communicator is created eagerly, and groups by a split or by their members; with or without ours."""
+    """torch's communicator is created eagerly, and groups by a split or by their members."""
     with (
         environment(PARALLEL_STATE_GROUP_CREATION=creation),
         world(tp, pp, nccl=nccl, bind_device=on_gpu(), warm_up=True),
@@ -94,7 +92,7 @@ def _again_body(nccl: str, rounds: int) -> list[int]:
 
 
 def _used_bytes() -> int:
-    """The least of five measurements, because the peer on this GPU may still be exiting."""
+    """The least of five, because the peer on this GPU may still be exiting."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     found = []

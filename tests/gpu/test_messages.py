@@ -1,5 +1,3 @@
-"""Objects and tensor dicts between GPUs, with metadata and with a spec. `test_capture` has captured ones."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

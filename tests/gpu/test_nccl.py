@@ -1,5 +1,3 @@
-"""Collectives and transfers on GPUs equal the CPU's reference, for 1, 2 and 4 ranks on any number of GPUs."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -48,7 +46,7 @@ FORMS = (Form((7,)), Form((4, 3)), Form((4, 6), "transposed"), Form((4, 5), "str
 
 
 def _on_device(x: Tensor) -> Tensor:
-    """Copies to the device with equal strides, as bytes: other copies don't support all dtypes."""
+    """As bytes: other copies don't support all dtypes."""
     memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).to(device(), copy=True)
     return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())
 
@@ -60,7 +58,7 @@ def _same(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Form, torch.dtype]]:
-    """Two ranks test every form with every dtype; more ranks, which are slower on one GPU, rotate them."""
+    """More ranks, which are slower on one GPU, rotate the pairs of form and dtype."""
     for number, dtype in enumerate(dtypes):
         for place, form in enumerate(FORMS):
             if ps.get_world_group().world_size == 2 or (number + place) % len(FORMS) == 0:
@@ -293,7 +291,7 @@ def test_a_window_of_one_rank(gpus: Gpus, record_property: Callable[[str, object
 
 
 def _window_body() -> str:
-    """Tensors of `empty` in every call with a symmetric kernel: plain, on another stream, in a graph."""
+    """Every call with a symmetric kernel: plain, on another stream, in a graph."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     total = float(sum(range(1, size + 1)))

@@ -1,8 +1,5 @@
-"""Kernels in peer memory, by 2, 4 and 8 processes on any number of GPUs.
-
-Processes that share a GPU take turns on it, so sizes and counts are small there. torch allows sharing with
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.
-"""
+"""Kernels in peer memory, by 2, 4 and 8 processes on any number of GPUs. Processes that share a GPU take
+turns, so counts are small there. torch allows sharing with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class PeerRanks(GpuRanks):
 
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank whose tp group has the CPU's version of the kernels."""
+    """The tp group has the CPU's version of the kernels."""
     from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
@@ -78,7 +75,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
 def new_peers(
     new_ranks: Callable[[int], GpuRanks], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], GpuRanks]:
-    """`new_peers(4)` is a new pool of four ranks. The caller kills it."""
+    """The caller kills this new pool of ranks."""
     if DRY:
         folder = str(tmp_path_factory.mktemp("peers"))
         PeerRanks.dry = {peer_stand_in.FOLDER: folder, peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
@@ -92,7 +89,6 @@ def new_peers(
 
 @pytest.fixture(scope="module")
 def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
-    """`peers(4)` is the shared pool of four ranks."""
     made: dict[int, GpuRanks] = {}
 
     def pool(world_size: int) -> GpuRanks:
@@ -106,7 +102,7 @@ def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
 
 
 def _all_reduce_body() -> list[bytes]:
-    """Every kernel, dtype and odd size. Returns the bits of sums of real numbers."""
+    """Returns the bits of sums of real numbers."""
     group = ps.get_tp_group()
     peers, rank, size = peers_of(group), group.rank_in_group, group.world_size
     found: list[bytes] = []
@@ -331,7 +327,7 @@ def test_a_late_rank_is_named_at_the_deadline(new_peers: Callable[[int], GpuRank
 
 
 def _again_body() -> list[int]:
-    """Returns the device memory in use after each round of groups; in a dry run the open files."""
+    """Device memory in use after each round of groups; in a dry run the open files."""
     used = []
     for _ in range(10):
         with world(2):

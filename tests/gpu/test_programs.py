@@ -1,5 +1,3 @@
-"""The demo and the benchmark, started as by a user with GPUs."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -28,7 +26,7 @@ TEXT = " ".join(f"The {adjective} {animal} sleeps near the river." for adjective
 
 
 def start(*command: object) -> str:
-    """Runs Python on `command` without a launcher's environment; in a dry run as a fork."""
+    """Without a launcher's environment; in a dry run as a fork."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     environment |= {"PYTHONPATH": python_path(ROOT, BENCHMARKS), "PARALLEL_STATE_NCCL": "on"}
     words = [*map(str, command)]

@@ -1,8 +1,5 @@
-"""compute-sanitizer's memcheck and racecheck of rank 0's kernels, after its peers' kernels have finished.
-
-`benchmarks/peer_kernels.py --check` runs one kernel at a time in one process: the tool may serialize kernels, and two
-that wait for each other would hang.
-"""
+"""compute-sanitizer's memcheck and racecheck of `benchmarks/peer_kernels.py --check`, which runs one kernel at
+a time: the tool may serialize kernels, and two that wait for each other would hang."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ def tool() -> str | None:
 
 
 def command(which: str, check: str, ranks: int) -> list[str]:
-    """Restricted to our kernels."""
     options = ["--tool", check, "--error-exitcode", str(FOUND), "--kernel-name", "kernel_substring=all_reduce"]
     options += ["--report-api-errors", "no"]  # the driver may decline some of torch's queries
     script = [sys.executable, "benchmarks/peer_kernels.py", "--check", "--ranks", str(ranks)]
@@ -43,7 +39,7 @@ def command(which: str, check: str, ranks: int) -> list[str]:
 
 
 def problem(code: int, said: str, checks: int) -> str | None:
-    """Returns what is wrong with a run. `checks` cases must be right."""
+    """`checks` cases must be right."""
     if code == FOUND:
         return "the tool has found errors"
     if code != 0:

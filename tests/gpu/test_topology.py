@@ -1,5 +1,3 @@
-"""The real driver's data about GPUs, and the group topology derived from it."""
-
 from __future__ import annotations
 
 import json
