@@ -154,9 +154,9 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
             )
             raise InvalidArgumentError(
                 f"{function.__name__}() takes only the tensor- and pipeline-parallel sizes by position, but got "
-                f"{', '.join(map(repr, more))} after them; pass these by name. In Megatron the third argument is "
-                f"virtual_pipeline_model_parallel_size={more[0]!r}, in vLLM "
-                f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; the data-parallel size is "
+                f"{', '.join(map(repr, more))} after them; pass these by name: as in Megatron, "
+                f"virtual_pipeline_model_parallel_size={more[0]!r}; as in vLLM, "
+                f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; for data parallelism, "
                 f"data_parallel_size={more[0]!r}"
             )
         if unknown := next((name for name in kwargs if name not in known), None):
