@@ -22,6 +22,7 @@ from device_communicators.base.errors import (
     GroupFailedError,
     InvalidArgumentError,
     PeerDiedError,
+    UsageError,
     plain,
     restore,
 )
@@ -196,6 +197,17 @@ class Group:
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
 
+    def suspend(self, is_busy: bool) -> None:
+        """Returns the memory of calls to the system. Every rank calls it. Raises UsageError on all if one is busy."""
+        self.context.agree_on("suspend", "a call under way" if is_busy else self._memory.unread())
+        self._memory.suspend()
+
+    def resume(self) -> None:
+        self.context.agree_on("resume", self._memory.resume())
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._memory.backed_bytes()
+
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
         """`status`: of csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
@@ -287,8 +299,8 @@ class Group:
             error = attributed(self.context, operation, started, error)
         return self._failed(error, operation, elapsed_s)
 
-    def usage_error(self, text: str) -> BaseException:
-        return ForkedError(f"{self._members}: {text}")
+    def usage_error(self, text: str, is_forked: bool) -> BaseException:
+        return (ForkedError if is_forked else UsageError)(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
         """All ranks call it."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from device_communicators.base.errors import CommunicationError
 from device_communicators.base.limits import describe_address_space
-from device_communicators.cpu.message_queue import LINE_BYTES, Place, Receiver, Sender, Shape, Waiting
+from device_communicators.cpu.message_queue import LINE_BYTES, Place, Receiver, Sender, Shape, Waiting, counters_of
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
 from device_communicators.cpu.transfers import Transfers
@@ -174,15 +174,7 @@ class Channels:
             return end
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
-        size = len(self.members.ranks)
-        pairs = size * size * KINDS
-        if dst is None:
-            index, readers = pairs + src, tuple(rank for rank in range(size) if rank != src)
-            control = pairs * _control_bytes(1) + src * _control_bytes(size - 1)
-        else:
-            index, readers = (src * size + dst) * KINDS + kind, (dst,)
-            control = index * _control_bytes(1)
-        offset = index * SHAPE.data_bytes
+        offset, control, readers = self._where(src, dst, kind)
         memory = self.memory
         try:
             if commit:
@@ -196,7 +188,32 @@ class Channels:
                 "PARALLEL_STATE_SHARED_MEMORY=off",
                 None,
             ) from error
-        return Place(memory.control_address + control, address, SHAPE, (src, *readers))
+        return Place(control, address, SHAPE, (src, *readers))
+
+    def _where(self, src: int, dst: int | None, kind: int) -> tuple[int, int, tuple[int, ...]]:
+        """Returns the offset of a queue's ring, the address of its control part, and its readers."""
+        size = len(self.members.ranks)
+        pairs = size * size * KINDS
+        if dst is None:
+            index, readers = pairs + src, tuple(rank for rank in range(size) if rank != src)
+            control = pairs * _control_bytes(1) + src * _control_bytes(size - 1)
+        else:
+            index, readers = (src * size + dst) * KINDS + kind, (dst,)
+            control = index * _control_bytes(1)
+        return index * SHAPE.data_bytes, self.memory.control_address + control, readers
+
+    def written_rings(self) -> tuple[list[int], list[int]]:
+        """Returns the offsets of the rings that this rank has written to, and the ranks that have not read all."""
+        me, size = self.members.rank, len(self.members.ranks)
+        ends: list[tuple[int | None, int]] = [(dst, kind) for dst in range(size) for kind in range(KINDS) if dst != me]
+        offsets, unread = [], set[int]()
+        for dst, kind in (*ends, (None, MESSAGES)):
+            offset, control, readers = self._where(me, dst, kind)
+            written, *read = counters_of(control, len(readers))
+            if written:
+                offsets.append(offset)
+            unread.update(rank for rank, count in zip(readers, read, strict=True) if count < written)
+        return offsets, sorted(unread)
 
     def _check(self) -> None:
         if self._closed:

@@ -24,7 +24,7 @@ from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import process_domain
 from device_communicators.base.limits import describe_address_space
 from device_communicators.cpu import native
-from device_communicators.cpu.channels import Channels, QueueMemory
+from device_communicators.cpu.channels import SHAPE, Channels, QueueMemory
 from device_communicators.cpu.connections import Connections, Meeting, connect
 from device_communicators.cpu.message_streams import MessageStreams
 from device_communicators.cpu.native import NativeLibrary
@@ -58,6 +58,7 @@ class HostMemory:
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
+        self._slots = (0, 0)  # address and bytes of the whole pages in this rank's slots
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, sorted by first rank."""
@@ -211,6 +212,7 @@ class HostMemory:
             self.collectives = NativeGroup(native.load(), number, members)
         elif memory is not None:
             self.collectives = memory.hand_over(members, self.domain_ranks, self.waiting)
+            self._slots = memory.slots_of(self.domain_ranks.index(members.rank), len(self.domain_ranks))
             if self.area_ranks:
                 memory.library.ps_group_areas(self.collectives.number, self.area_ranks, -1)
             if memory.queues is not None:
@@ -259,6 +261,42 @@ class HostMemory:
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
+    def unread(self) -> str:
+        """Describes messages of this rank that have not been received; empty if there are none."""
+        unread = [] if self.channels is None else self.channels.written_rings()[1]
+        found = format_ranks([self.members.ranks[rank] for rank in unread])
+        return f"sent a message that global ranks {found} have not received" if unread else ""
+
+    def suspend(self) -> None:
+        """Returns the memory of slots, queues and unused tensors to the system. No call may be running on any rank.
+
+        Does nothing on kernels before 5.14, which can't allocate it again.
+        """
+        if self.collectives is not None and native.load().ps_has_populate():
+            native.load().ps_group_arena(self.collectives.number, True)
+            for part in self._parts():
+                native.load().ps_unback(*part)
+
+    def resume(self) -> str:
+        """Allocates again what `suspend` gave back. Returns what is missing, or an empty string."""
+        if self.collectives is None or not native.load().ps_has_populate():
+            return ""
+        missing = sum(size for address, size in self._parts() if not native.load().ps_back(address, size, -1, 0))
+        return f"no room for {max(1, missing >> 20)} MiB in {DIRECTORY}" if missing else ""
+
+    def backed_bytes(self) -> dict[str, int]:
+        """Returns how much memory slots, queues and tensors of this rank have."""
+        if self.collectives is None:
+            return {}
+        slots, *rings = (native.load().ps_backed_bytes(*part) for part in self._parts())
+        tensors = native.load().ps_group_arena(self.collectives.number, False)
+        return {"slots_bytes": slots, "queues_bytes": sum(rings), "tensors_bytes": tensors}
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """Returns addresses and bytes: of this rank's slots, then of each ring that it has written to."""
+        rings = [] if self.channels is None else self.channels.written_rings()[0]
+        return [self._slots, *((self.channels.memory.map(each, SHAPE.data_bytes), SHAPE.data_bytes) for each in rings)]
+
     def close(self) -> None:
         """Frees the memory once no call uses it. May be called twice."""
         self.problem = "the group was closed"
@@ -293,6 +331,12 @@ class _Memory:
                 f"{describe_address_space()}; raise its limit (ulimit -v)"
             )
         return address
+
+    def slots_of(self, rank: int, size: int) -> tuple[int, int]:
+        """Returns address and bytes of the whole pages in the slots of `rank`."""
+        start, end = (self.library.ps_slots_offset(size, each) for each in (rank, rank + 1))
+        start, end = -(-start // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
+        return self.address + start, max(0, end - start)
 
     def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
         spin_ns, yields = waiting

@@ -85,6 +85,11 @@ _FEW = 32
 _PACKERS = [struct.Struct(f"{2 * count}Q").pack for count in range(_FEW)]
 
 
+def counters_of(control: int, readers: int) -> list[int]:
+    """Returns how many chunks were written to the queue, and how many each reader has read."""
+    return [c_int64.from_address(control + LINE_BYTES * line).value for line in range(1, 2 + readers)]
+
+
 class _End:
     side = ""
 
@@ -254,10 +259,7 @@ class Sender(_End):
             raise handler_error(operation, str(self.members), "send")
 
     def has_room(self) -> bool:
-        readers = len(self._place.ranks) - 1
-        written, *read = (
-            c_int64.from_address(self._place.control + LINE_BYTES * line).value for line in range(1, 2 + readers)
-        )
+        written, *read = counters_of(self._place.control, len(self._place.ranks) - 1)
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:

@@ -234,8 +234,8 @@ class NcclCommunicator(Communicator):
 
     def resume(self) -> None:
         """Every rank calls it."""
-        function = self._function("ncclCommResume")
         if self._suspended:
+            function = self._function("ncclCommResume")
             self._raise_failure()
             for handle in self._handles():
                 with handle.lock:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, format_ranks
+from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, UsageError, format_ranks
 from device_communicators.base.member import GroupMember, Timeout
 from device_communicators.calls.reductions import (
     add_rms_norm,
@@ -137,6 +137,15 @@ class GroupContext(GroupMember):
             gloo=self.cpu_group if self.watcher is None or not self.watcher.watches(self.ranks) else None,
         )
 
+    def agree_on(self, method: str, problem: str) -> None:
+        """Raises UsageError on all ranks if any has a `problem` with `method`. Every rank calls it."""
+        texts = self.gather(problem.encode(), method)
+        found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
+        if found:
+            raise UsageError(
+                f"{method} of {self} failed: {'; '.join(found)}. Resolve it, then call {method}() on all ranks"
+            )
+
     def check_cpu_group(self, what: str) -> None:
         """Raises GroupNotInitializedError if a transfer needs a gloo group that all ranks must still create."""
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
@@ -181,6 +190,12 @@ class Communicator(ABC):
 
     def divide(self, part: Communicator | None, color: int) -> None:
         """Splits off resources for the communicator `part`, if not None. Every rank calls it after `set_up`."""
+
+    def suspend(self) -> None:
+        """Frees memory until `resume`. Every rank calls both, without calls under way. May raise UnsupportedError."""
+
+    def resume(self) -> None:
+        """Undoes `suspend`; without one it does nothing."""
 
     def connect(self, peer: int) -> None:
         """Creates what the first transfer with `peer` would create. The peer calls it too."""

@@ -63,7 +63,7 @@ from device_communicators.routing.failures import (
 )
 from device_communicators.routing.reports import add_calls, check_alike, explained, publish
 from device_communicators.routing.started import Handle
-from device_communicators.routing.states import waiting_for
+from device_communicators.routing.states import STARTED, waiting_for
 
 if TYPE_CHECKING:
     from device_communicators.cpu.native_group import NativeGroup
@@ -147,7 +147,7 @@ class Route:
         self._native_records: list[Operation] = []  # from before native ops were disabled
         self.first_failure: CommunicationError | None = None
         self._messenger: Callable[[], Any] = lambda: None
-        self.closed = False
+        self.closed = self.suspended = False
         self._was_captured = False
         self.is_parents = False
         """True in a forked child of the process that created the route."""
@@ -440,6 +440,8 @@ class Route:
             )
         if self.first_failure is not None:
             raise failed_earlier(self.context, self.first_failure) from self.first_failure
+        if self.suspended and operation not in ("suspend", "resume"):
+            raise UsageError(f"{operation} on {self.context}: it is suspended; call resume() on every rank first")
         if self.context.deaths():  # an operation that began now could wait until its deadline
             if self.context.watcher is not None:
                 self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # and ranks that die with it
@@ -552,6 +554,48 @@ class Route:
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
+
+    def suspend(self) -> None:
+        """Frees the memory that calls need, until `resume`. Every rank calls it. Raises UsageError on all if one is
+        in a call. After an error the group remains usable."""
+        self.check_usable("suspend")
+        if self.suspended or self.context.size == 1 or self.context.simulated:
+            return
+        self._set_suspended(True)
+        memory, carriers = self.context.host_memory, self._carriers_of_the_device()
+        try:
+            self.context.agree_on("suspend", self._under_way())
+            for each in carriers:
+                each.suspend()
+        except Exception:
+            for each in carriers:
+                each.resume()
+            self._set_suspended(False)
+            raise
+        if memory is not None:
+            memory.suspend()
+
+    def resume(self) -> None:
+        """Undoes `suspend`. Every rank calls it; without a `suspend` it does nothing."""
+        self.check_usable("resume")
+        if self.suspended:
+            memory = self.context.host_memory
+            self.context.agree_on("resume", "" if memory is None else memory.resume())
+            for each in self._carriers_of_the_device():
+                each.resume()
+            self._set_suspended(False)
+
+    def _set_suspended(self, suspended: bool) -> None:
+        self.suspended = suspended
+        self.serve_ops(not suspended)
+
+    def _under_way(self) -> str:
+        """Returns what prevents a suspend; empty if nothing does."""
+        collectives, memory = self.context.collectives, self.context.host_memory
+        if self._turn.locked() or (collectives is not None and collectives.is_busy):
+            return "a collective of another thread"
+        begun = [each.call for each in self.operations() if each.ended_s is None and each.name in STARTED]
+        return f"{begun[-1]}, for whose handle nobody has waited" if begun else memory.unread() if memory else ""
 
     def divide(self, part: Route | None, color: int) -> None:
         parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}

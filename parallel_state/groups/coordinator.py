@@ -386,6 +386,32 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return prepared(self.route, context, self.device, peers)
 
     @host_call(OUTSIDE)
+    def suspend(self) -> int:
+        """Gives memory of this rank back to the system until `resume`. Every rank calls it. Returns the bytes.
+
+        On a CPU these are slots and message queues in shared memory, and freed tensors kept for reuse; on a GPU, NCCL's
+        buffers, which aren't counted. Connections stay. Until `resume`, calls raise UsageError. Raises UsageError on
+        all ranks if one has a call under way, a started call without a wait, or sent a message that wasn't received,
+        and UnsupportedError with NCCL before 2.29.7.
+        """
+        before = sum(self.memory_stats().values())
+        self.route.suspend()
+        return max(0, before - sum(self.memory_stats().values()))
+
+    @host_call(OUTSIDE)
+    def resume(self) -> None:
+        """Allocates the memory again, and allows calls. Every rank calls it after `suspend`.
+
+        Raises UsageError on all ranks if one finds too little memory. Then it may be called again.
+        """
+        self.route.resume()
+
+    @host_call(OUTSIDE)
+    def memory_stats(self) -> dict[str, int]:
+        """Returns this rank's bytes in shared memory: `slots_bytes`, `queues_bytes`, `tensors_bytes`. Sends nothing."""
+        return {} if (memory := self.context.host_memory) is None else memory.backed_bytes()
+
+    @host_call(OUTSIDE)
     def explain(self) -> str:
         """Describes the group's communicators by preference, and why the others are not used."""
         text = self.route.explain()

@@ -201,6 +201,7 @@ CALLS: dict[str, Call] = {
     "last_global_rank": Call(lambda group, x: x + group.last_global_rank),
     "last_rank_in_group": Call(lambda group, x: x + group.last_rank_in_group),
     "make_sub_group": Call(_sub_group, STATE),
+    "memory_stats": Call(lambda group, x: (x + 1, sorted(group.memory_stats())), STATE),
     "next_global_rank": Call(lambda group, x: x + group.next_global_rank),
     "next_rank_in_group": Call(lambda group, x: x + group.next_rank_in_group),
     "ranks": Call(lambda group, x: x + group.ranks[-1]),
@@ -220,6 +221,7 @@ CALLS: dict[str, Call] = {
     "reduce_scatter_tensor": Call(lambda group, x: group.reduce_scatter_tensor(torch.empty(2, 6), x)),
     "reduce_scatter_async": Call(lambda group, x: group.reduce_scatter_async(x, 0).wait(), WAITING),
     "reduce_scatterv": Call(lambda group, x: group.reduce_scatterv(x, 0, [3, 1])),
+    "resume": Call(lambda group, x: (x + 1, group.resume())[0], STATE),
     "scatter": Call(lambda group, x: group.scatter(x if group.is_first_rank else None), "size"),
     "scatter(size)": Call(
         lambda group, x: group.scatter(x if group.is_first_rank else None, size=[2, 6], dtype=torch.float32)
@@ -231,6 +233,7 @@ CALLS: dict[str, Call] = {
     ),
     "size": Call(lambda group, x: x + group.size),
     "split": Call(lambda group, x: group.split(x, 0) + 1),
+    "suspend": Call(lambda group, x: (x + 1, group.suspend(), group.resume())[0], STATE),
     "supports_process_group": Call(lambda group, x: x + 1 if group.supports_process_group else x),
     "timeout": Call(lambda group, x: (x + 1, group.timeout), STATE),
     "traffic": Call(lambda group, x: (x + 1, sorted(group.traffic())), STATE),

@@ -451,10 +451,37 @@ void Backend::check_usable(const char* method) {
   if (is_forked_child()) {
     std::rethrow_exception(callbacks_.usage_error(
         "this process was forked from a rank of the group: it shares its memory, but is no rank. Start processes with "
-        "'spawn' or 'forkserver', or initialise torch.distributed in the child"));
+        "'spawn' or 'forkserver', or initialise torch.distributed in the child",
+        true));
   }
   if (callbacks_.has_failed->load(std::memory_order_relaxed)) std::rethrow_exception(callbacks_.failed(method));
+  if (suspended_.load(std::memory_order_relaxed)) {
+    std::rethrow_exception(
+        callbacks_.usage_error(std::string(method) + ": the group is suspended; call resume() first", false));
+  }
 }
+
+void Backend::suspend() {
+  if (suspended_ || size_ == 1) return;
+  check_usable("suspend");
+  const Clock::time_point now = Clock::now();
+  const bool is_busy = !lane_->drain(now) || (pairs_ && !pairs_->drain(now));
+  suspended_ = true;  // before the ranks agree, so that no other thread begins a call
+  try {
+    callbacks_.suspend(is_busy);
+  } catch (...) {
+    suspended_ = false;
+    throw;
+  }
+}
+
+void Backend::resume() {
+  if (!suspended_) return;
+  callbacks_.resume();
+  suspended_ = false;
+}
+
+std::unordered_map<std::string, std::uint64_t> Backend::getMemoryStats() { return callbacks_.memory_stats(); }
 
 const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
   const std::lock_guard<std::mutex> lock(gloo_mutex_);

@@ -14,7 +14,7 @@ struct Callbacks {
       window_error;
   Pairs::Raise pair_error;
   Interruption interruption;
-  std::function<std::exception_ptr(const std::string& text)> usage_error;
+  std::function<std::exception_ptr(const std::string& text, bool is_forked)> usage_error;
   std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
   // Set by Python when the group fails: later calls raise the result of `failed`.
   std::shared_ptr<std::atomic<bool>> has_failed = std::make_shared<std::atomic<bool>>(false);
@@ -25,6 +25,9 @@ struct Callbacks {
   // Null if the transport didn't fail.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
   std::function<void(std::chrono::milliseconds timeout)> set_timeout;
+  std::function<void(bool is_busy)> suspend;  // raises if any rank is busy
+  std::function<void()> resume;
+  std::function<std::unordered_map<std::string, std::uint64_t>()> memory_stats;
   using Group = c10::intrusive_ptr<c10d::Backend>;
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Timeout = std::chrono::milliseconds;
@@ -58,6 +61,10 @@ class Backend : public HookedBackend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   // As in ProcessGroupNCCL. From torch 2.15 on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
+  // On all ranks. Torch calls them from 2.14 on; older versions lack them, so they can't be an `override`.
+  virtual void suspend();
+  virtual void resume();
+  virtual std::unordered_map<std::string, std::uint64_t> getMemoryStats();
   bool supportsSplitting() const override { return true; }
   // Only batch_isend_irecv asks; its coalescing manager stays open after an exception.
   bool supportsCoalescing() const override { return false; }
@@ -180,7 +187,7 @@ class Backend : public HookedBackend {
   std::mutex gloo_mutex_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false}, suspended_{false};
   std::atomic<bool> stays_{false};
   std::atomic<std::int64_t> ephemeral_ms_{0};  // guarded by ephemeral_mutex_ when written
   std::int64_t owned_ephemeral_ms_ = 0;

@@ -92,8 +92,8 @@ Callbacks callbacks_of(const py::object& python) {
       return py::none();
     });
   };
-  made.usage_error = [owner](const std::string& text) {
-    return python_error(text.c_str(), [&] { return owner->attr("usage_error")(text); });
+  made.usage_error = [owner](const std::string& text, bool is_forked) {
+    return python_error(text.c_str(), [&] { return owner->attr("usage_error")(text, is_forked); });
   };
   made.monitored_barrier = [owner](std::chrono::milliseconds timeout, bool wait_all_ranks) {
     const py::gil_scoped_acquire gil;
@@ -119,6 +119,18 @@ Callbacks callbacks_of(const py::object& python) {
   made.set_timeout = [owner](std::chrono::milliseconds timeout) {
     const py::gil_scoped_acquire gil;
     owner->attr("set_timeout")(timeout);
+  };
+  made.suspend = [owner](bool is_busy) {
+    const py::gil_scoped_acquire gil;
+    owner->attr("suspend")(is_busy);
+  };
+  made.resume = [owner] {
+    const py::gil_scoped_acquire gil;
+    owner->attr("resume")();
+  };
+  made.memory_stats = [owner] {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("memory_stats")().cast<std::unordered_map<std::string, std::uint64_t>>();
   };
   made.without_interpreter = [](const std::function<void()>& run) {
     if (Py_IsInitialized() == 0 || is_finalizing() || PyGILState_Check() == 0) return run();
@@ -254,6 +266,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(module, "Backend")
       .def_property_readonly("options", &Backend::options)
       .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("suspend", &Backend::suspend, py::call_guard<py::gil_scoped_release>())
+      .def("resume", &Backend::resume, py::call_guard<py::gil_scoped_release>())
+      .def("memory_stats", &Backend::getMemoryStats, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
   py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(

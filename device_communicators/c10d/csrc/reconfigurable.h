@@ -33,6 +33,11 @@ class ReconfigurableBackend final : public HookedBackend {
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
+  virtual void suspend() { group("suspend")->suspend(); }
+  virtual void resume() { group("resume")->resume(); }
+  virtual std::unordered_map<std::string, std::uint64_t> getMemoryStats() {
+    return group("memory_stats")->getMemoryStats();
+  }
   bool supportsSplitting() const override { return true; }
   bool supportsReconfigure() const override { return true; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return membership_.handle(); }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "forks.h"
 
@@ -87,6 +88,20 @@ void Arena::end() {
   const std::lock_guard<std::mutex> lock(mutex_);
   most_idle_ = 0;
   shrink();
+}
+
+std::size_t Arena::bytes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::size_t all = idle_;
+  for (const auto& [block, bytes] : live_) all += bytes;
+  return all;
+}
+
+void Arena::trim() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::size_t most_idle = std::exchange(most_idle_, 0);
+  shrink();
+  most_idle_ = most_idle;
 }
 
 void Arena::retire() {

@@ -136,6 +136,28 @@ void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
 }
 
+// Returns the bytes of this rank's arena that have memory, after unused ones went to the system if it `trims`.
+std::uint64_t ps_group_arena(std::uint64_t group, int trims) {
+  const std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr || handle->arena() == nullptr) return 0;
+  if (trims != 0) {
+    handle->lender()->collect();
+    handle->arena()->trim();
+  }
+  return handle->arena()->bytes();
+}
+
+// Returns the memory of whole pages of a shared file to the system, for all processes; ps_back allocates it again.
+int ps_unback(void* memory, std::size_t bytes) { return madvise(memory, bytes, MADV_REMOVE) == 0 ? 1 : 0; }
+
+// Returns how much of whole pages of a shared file has memory.
+std::uint64_t ps_backed_bytes(void* memory, std::size_t bytes) {
+  std::vector<unsigned char> pages((bytes + kPage - 1) / kPage);
+  if (mincore(memory, bytes, pages.data()) != 0) return 0;
+  return kPage *
+         static_cast<std::uint64_t>(std::count_if(pages.begin(), pages.end(), [](auto page) { return page & 1; }));
+}
+
 void ps_group_leave(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->leave_group();
 }

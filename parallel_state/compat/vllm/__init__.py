@@ -85,21 +85,16 @@ _NAMES = {
 globals().update(collect(_NAMES))
 
 
-def _each_communicator(method: str) -> None:
-    """Uses the same order on all ranks."""
-    for route in routes():
-        for communicator in route.communicators:
-            getattr(communicator, method, lambda: None)()
-
-
 def suspend_device_comms() -> None:
-    """Frees communicators' memory. Every rank calls it, while no other call is in progress."""
-    _each_communicator("suspend")
+    """Returns the groups' memory to the system. Every rank calls it, while no other call is in progress."""
+    for route in routes():
+        route.suspend()
 
 
 def resume_device_comms() -> None:
     """Every rank calls it."""
-    _each_communicator("resume")
+    for route in routes():
+        route.resume()
 
 
 checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = suspend_device_comms, resume_device_comms
