@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from device_communicators.base.build_cache import CacheError, about_cache
+from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import pybind_abi
 from device_communicators.cpu import native, native_build
 from device_communicators.cpu.native_build import BuildError, Recipe, Unit
@@ -20,6 +21,8 @@ from device_communicators.cpu.native_build import BuildError, Recipe, Unit
 SOURCES = Path(__file__).parent / "csrc"
 _NAME = "parallel_state_c10d"
 _IMPORTING = threading.Lock()
+_NO_TIMEOUT = Timeout(0.0)
+"""Has the seconds that `extended_deadline` adds."""
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
@@ -49,6 +52,8 @@ def _import(path: Path) -> tuple[Any, str]:
         spec.loader.exec_module(module)
     except ImportError as error:  # another build of this torch
         return None, f"has no compiled part: {path} can't be loaded: {error}"
+    _NO_TIMEOUT.follow(module.extend_deadlines)
+    _NO_TIMEOUT.publish()
     return module, ""
 
 

@@ -27,7 +27,7 @@ from device_communicators.base.errors import (
     restore,
 )
 from device_communicators.base.helper_threads import Call, HelperThread
-from device_communicators.base.member import LOST
+from device_communicators.base.member import LOST, Timeout
 from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout, set_store
 from device_communicators.c10d.control_store import for_torch
 from device_communicators.c10d.world import World
@@ -215,7 +215,7 @@ class Group:
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
-        self._members.timeout.set(timeout_s)
+        self._members.timeout.set(timeout_s - Timeout.extra_s)
         found = collectives.failure(status, method, elapsed_s)
         if isinstance(found, TransferError):
             return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")

@@ -119,6 +119,31 @@ def test_wrong_extensions_are_refused(wrong: Any) -> None:
         ps.extended_deadline(wrong)
 
 
+def _over_torch() -> None:
+    """Rank 1 is late for each call, then never makes the last one."""
+    group = dist.new_group(backend="parallel_state", timeout=timedelta(seconds=SHORT_S * 2))
+    x, rank = torch.ones(2), dist.get_rank()
+    with ps.extended_deadline(LONG_S):
+        if rank == 1:
+            time.sleep(SHORT_S * 4)
+        dist.all_reduce(x, group=group)
+        if rank == 1:
+            time.sleep(SHORT_S * 4)
+            dist.send(x, 0, group=group)
+        else:
+            dist.recv(x, 1, group=group)
+    assert x.tolist() == [2.0, 2.0]
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError) as raised:
+            dist.all_reduce(x, group=group)
+        error = ps.error_of(raised.value)
+        assert error is not None and error.timeout_s == SHORT_S * 2
+
+
+def test_an_extended_deadline_holds_for_groups_of_torch(pools: Pools) -> None:
+    pools(2).run(_over_torch, tp=2, timeout_s=LONG_S)
+
+
 def _torch_ephemeral() -> tuple[float, float]:
     """Rank 1 is late for the first call, and never makes the second one."""
     from torch.distributed.distributed_c10d import _add_ephemeral_timeout_for_all_pgs

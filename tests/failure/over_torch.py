@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import parallel_state  # noqa: F401 - registers the backend
 
 T = TypeVar("T")
+set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 OVER_TORCH = "torch.distributed"
 """The route of `worlds.world_over` for such a group over our backend."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -66,6 +68,21 @@ class OverTorch:
         self.world_size = len(self.ranks)
         self.first_failure: dist.DistBackendError | None = None
         self.route = self
+        self._call_timeout: timedelta | None = None
+
+    def set_timeout(self, seconds: float) -> None:
+        set_group_timeout(timedelta(seconds=seconds), self.group)
+
+    timeout = property(None, set_timeout)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Sets the timeout of each all_reduce in the body; the group's stays."""
+        self._call_timeout = timedelta(seconds=seconds)
+        try:
+            yield
+        finally:
+            self._call_timeout = None
 
     def make_sub_group(self, ranks: Iterable[int]) -> OverTorch:
         """All ranks of this group must be in it."""
@@ -82,8 +99,17 @@ class OverTorch:
         return self.all_reduce_(x.clone(), op)
 
     def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
-        self._run(lambda: dist.all_reduce(x, _REDUCE_OPS[op], self.group))
+        self._run(
+            lambda: (
+                self._all_reduce_within(x) if self._call_timeout else dist.all_reduce(x, _REDUCE_OPS[op], self.group)
+            )
+        )
         return x
+
+    def _all_reduce_within(self, x: Tensor) -> None:
+        options = dist.AllreduceOptions()
+        options.timeout = self._call_timeout
+        self.group.allreduce([x], options).wait()
 
     def all_reduce_async(self, x: Tensor) -> Started:
         out = x.clone()

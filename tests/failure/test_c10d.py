@@ -32,7 +32,7 @@ from tests.failure.test_killed import (
 )
 from tests.failure.test_mismatches import PAIRS, ROWS, calls_over, check_row_11, check_rows_06_to_10, pairs_over
 from tests.failure.test_other_calls import ARGUMENTS, ODD, wrong
-from tests.failure.test_stopped import check_row_15
+from tests.failure.test_stopped import all_but, check_row_15
 from tests.failure.trials import assert_in_time, folder_of_results, late
 from tests.failure.worlds import (
     DEADLINE_S,
@@ -166,6 +166,12 @@ def test_row_46_as_row_11_a_receiver_that_expects_something_else(transfers_that_
 
 def test_row_46_as_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     check_row_15(ranks, tmp_path, OVER_TORCH)
+
+
+@pytest.mark.parametrize("of_calls", [False, True], ids=["set on the group", "of each call"])
+def test_row_46_as_row_15_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, of_calls: bool) -> None:
+    """The first deadline ends the call on all ranks, which name the stopped rank, not the one that gave up."""
+    check_row_15(ranks, tmp_path, OVER_TORCH, all_but(3), of_calls)
 
 
 @pytest.mark.parametrize("operation", some(["all_reduce", "broadcast_object", "send_object"], 1))

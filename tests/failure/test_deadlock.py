@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +16,10 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.over_torch import OVER_TORCH
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
-from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of
+from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of, world_over
 
 T_S, SOFT_S = 4.0, 2.0
 WITHIN_S = T_S + 1.0
@@ -36,22 +39,32 @@ class _Lines(logging.Handler):
         self.found.append(record.getMessage())
 
 
-def _in_a_loop(route: str, folder: str, body: Callable[[], Outcome]) -> Told:
-    lines = _Lines()
-    logging.getLogger("parallel_state").addHandler(lines)
-    with environment(PARALLEL_STATE_SLOW_S=str(SOFT_S), **settings_of(route)):
+@contextmanager
+def _four_groups(route: str) -> Iterator[ps.GroupCoordinator]:
+    with environment(**settings_of(route)):
         ps.init_distributed_environment(timeout=T_S)
         ps.initialize_model_parallel(2, 2)
-        try:
-            ps.get_world_group().barrier()
-            outcome = body()
-            Path(folder, str(ps.get_rank())).touch()
+    try:
+        yield ps.get_world_group()
+    finally:
+        ps.destroy_distributed_environment()
+
+
+def _in_a_loop(
+    world: AbstractContextManager[ps.GroupCoordinator], folder: str, body: Callable[[ps.GroupCoordinator], Outcome]
+) -> Told:
+    lines = _Lines()
+    logging.getLogger("parallel_state").addHandler(lines)
+    try:
+        with environment(PARALLEL_STATE_SLOW_S=str(SOFT_S)), world as group:
+            group.barrier()
+            outcome = body(group)
+            Path(folder, str(group.rank)).touch()
             until = time.monotonic() + DEADLINE_S / 2
             while len(list(Path(folder).iterdir())) < 4 and time.monotonic() < until:
                 time.sleep(0.01)
-        finally:
-            ps.destroy_distributed_environment()
-            logging.getLogger("parallel_state").removeHandler(lines)
+    finally:
+        logging.getLogger("parallel_state").removeHandler(lines)
     return Told(outcome, lines.found)
 
 
@@ -62,7 +75,7 @@ SPEC = ps.TensorDictSpec.of(DICT)
 def _across_groups(route: str, folder: str, call: str) -> Told:
     """Rank 0 waits for 1, 1 for 3, 3 for 2, and 2 for 0."""
 
-    def body() -> Outcome:
+    def body(_: ps.GroupCoordinator) -> Outcome:
         group = ps.get_tp_group() if ps.get_rank() in (0, 3) else ps.get_pp_group()
         other = 1 - group.rank_in_group
         for one in (ps.get_tp_group(), ps.get_pp_group()):  # opens the queues, so that C++ carries the next dict
@@ -78,7 +91,7 @@ def _across_groups(route: str, folder: str, call: str) -> Told:
             "recv_tensor_dict with a spec": lambda: group.recv_tensor_dict(other, spec=SPEC),
         }[call])  # fmt: skip
 
-    return _in_a_loop(route, folder, body)
+    return _in_a_loop(_four_groups(route), folder, body)
 
 
 def _evaluate(seconds: float) -> Outcome:
@@ -86,16 +99,18 @@ def _evaluate(seconds: float) -> Outcome:
     return Outcome("ok", "", 0.0)
 
 
-def _one_leaves_the_loop(route: str, folder: str, longer_s: Sequence[float]) -> Told:
-    def body() -> Outcome:
-        world = ps.get_world_group()
-        if any(longer_s):
-            world.timeout = T_S + longer_s[world.rank]
-        for _ in range(3):
-            world.all_reduce(torch.ones(6))
-        return _evaluate(T_S + 1.0) if world.rank == 3 else attempt(world.all_reduce, torch.ones(6))
+def _one_leaves_the_loop(route: str, folder: str, longer_s: Sequence[float], of_calls: bool) -> Told:
+    def body(group: ps.GroupCoordinator) -> Outcome:
+        with contextlib.ExitStack() as stack:
+            if of_calls:
+                stack.enter_context(group.within(T_S + longer_s[group.rank]))
+            elif any(longer_s):
+                group.timeout = T_S + longer_s[group.rank]
+            for _ in range(3):
+                group.all_reduce(torch.ones(6))
+            return _evaluate(T_S + 1.0) if group.rank == 3 else attempt(group.all_reduce, torch.ones(6))
 
-    return _in_a_loop(route, folder, body)
+    return _in_a_loop(world_over(route, timeout_s=T_S), folder, body)
 
 
 WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
@@ -129,21 +144,26 @@ def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, rou
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
 def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) -> None:
     _check_that_one_has_left(ranks, tmp_path, route)
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("route", ROUTES)
-def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
+@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("of_calls", [False, True], ids=["set on the group", "of each call"])
+def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_rank(
+    ranks: Ranks, tmp_path: Path, route: str, of_calls: bool
+) -> None:
     """The first deadline ends the call on all ranks, which name the missing rank."""
-    _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0))
+    _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0), of_calls)
 
 
-def _check_that_one_has_left(ranks: Ranks, tmp_path: Path, route: str, longer_s: Sequence[float] = (0.0,) * 4) -> None:
+def _check_that_one_has_left(
+    ranks: Ranks, tmp_path: Path, route: str, longer_s: Sequence[float] = (0.0,) * 4, of_calls: bool = False
+) -> None:
     def trial(folder: Path) -> float:
-        *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), longer_s, timeout_s=DEADLINE_S)
+        *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), longer_s, of_calls, timeout_s=DEADLINE_S)
         does = r"global rank 3 is in no call of a group, at test_deadlock\.py:\d+ in _evaluate, called by test_deadlock"
         if _latest(told) >= WITHIN_S:
             return _latest(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,9 +21,13 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, Told, until_it_fails, world
 T_S = 2.0
 
 
-def _until_the_stopped_fails(route: str, folder: str, longer_s: Sequence[float]) -> tuple[Told, list[str]]:
-    with world_over(route, timeout_s=T_S) as group:
-        if any(longer_s):
+def _until_the_stopped_fails(
+    route: str, folder: str, longer_s: Sequence[float], of_calls: bool
+) -> tuple[Told, list[str]]:
+    with world_over(route, timeout_s=T_S) as group, contextlib.ExitStack() as stack:
+        if of_calls:
+            stack.enter_context(group.within(T_S + longer_s[group.rank]))
+        elif any(longer_s):
             group.timeout = T_S + longer_s[group.rank]
         group.barrier()
         Path(folder, str(group.rank)).write_text(str(os.getpid()), encoding="utf-8")
@@ -61,15 +66,29 @@ def test_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path, rout
 @pytest.mark.parametrize("first", [0, 1, 3], ids="rank {} is the first".format)
 def test_row_15_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str, first: int) -> None:
     """The first deadline ends the call on all ranks, which name the stopped rank, not the one that gave up."""
-    check_row_15(ranks, tmp_path, route, [0.0 if rank == first else 4.0 + rank for rank in range(4)])
+    check_row_15(ranks, tmp_path, route, all_but(first))
 
 
-def check_row_15(ranks: Ranks, tmp_path: Path, route: str, longer_s: Sequence[float] = (0.0,) * 4) -> None:
+def all_but(first: int) -> list[float]:
+    """Returns how much longer each rank waits than rank `first`."""
+    return [0.0 if rank == first else 4.0 + rank for rank in range(4)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_15_with_a_timeout_of_each_call(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    check_row_15(ranks, tmp_path, route, all_but(1), of_calls=True)
+
+
+def check_row_15(
+    ranks: Ranks, tmp_path: Path, route: str, longer_s: Sequence[float] = (0.0,) * 4, of_calls: bool = False
+) -> None:
     def trial(folder: Path) -> float:
         thread = threading.Thread(target=_stop_and_go_on, args=(folder,))
         thread.start()
         try:
-            results = ranks.survivors(_until_the_stopped_fails, route, str(folder), longer_s, timeout_s=DEADLINE_S)
+            results = ranks.survivors(
+                _until_the_stopped_fails, route, str(folder), longer_s, of_calls, timeout_s=DEADLINE_S
+            )
         finally:
             thread.join(DEADLINE_S)
         assert sorted(results) == [0, 1, 2, 3]

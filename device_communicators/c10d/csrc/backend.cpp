@@ -497,6 +497,14 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);
 }
 
+std::atomic<std::int64_t> Backend::extended_ms{0};
+
+std::chrono::milliseconds Backend::timeout_of(std::chrono::milliseconds requested) const {
+  const std::chrono::milliseconds extra(ephemeral_ms_.load(std::memory_order_relaxed) +
+                                        extended_ms.load(std::memory_order_relaxed));
+  return (requested == c10d::kUnsetTimeout ? options_->timeout : requested) + extra;
+}
+
 void Backend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   const std::lock_guard<std::mutex> lock(ephemeral_mutex_);
   ephemeral_ms_ += timeout.count();
@@ -537,10 +545,9 @@ template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, Body body) {
   check_usable(kind.method);
-  const std::chrono::milliseconds extra(ephemeral_ms_.load(std::memory_order_relaxed));
-  const double timeout_s =
-      std::chrono::duration<double>((timeout == c10d::kUnsetTimeout ? options_->timeout : timeout) + extra).count();
-  auto ephemeral = extra.count() == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
+  const double timeout_s = std::chrono::duration<double>(timeout_of(timeout)).count();
+  auto ephemeral =
+      ephemeral_ms_.load(std::memory_order_relaxed) == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
   const std::size_t bytes = bytes_of(inputs);
   const Tensors& alike = kind.type == OpType::SCATTER ? outputs : inputs;
   Tensor x = alike.empty() ? Tensor() : alike[0];
@@ -1221,8 +1228,7 @@ Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   check_usable("monitored_barrier");
-  callbacks_.monitored_barrier(options.timeout == c10d::kUnsetTimeout ? options_->timeout : options.timeout,
-                               wait_all_ranks);
+  callbacks_.monitored_barrier(timeout_of(options.timeout), wait_all_ranks);
 }
 
 Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int tag) {
@@ -1245,7 +1251,7 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
     work->tensor = sends || x.is_contiguous() ? x.contiguous() : at::empty(x.sizes(), x.options());
   }
   if (!sends && !work->tensor.is_same(x)) work->target = x;
-  pairs_->start(work, options_->timeout + std::chrono::milliseconds(ephemeral_ms_.load(std::memory_order_relaxed)));
+  pairs_->start(work, timeout_of(c10d::kUnsetTimeout));
   return kept(std::move(work));
 }
 

@@ -61,6 +61,7 @@ class Backend : public HookedBackend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   // As in ProcessGroupNCCL. From torch 2.15 on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
+  static std::atomic<std::int64_t> extended_ms;  // what `extended_deadline` adds to all calls of this process
   // On all ranks. Torch calls them from 2.14 on; older versions lack them, so they can't be an `override`.
   virtual void suspend();
   virtual void resume();
@@ -142,6 +143,8 @@ class Backend : public HookedBackend {
 
   // A forked child has the memory, but is no rank.
   bool is_forked_child() const { return made_in_ != fork_generation(); }
+  // Returns the timeout of a call that begins now.
+  std::chrono::milliseconds timeout_of(std::chrono::milliseconds requested) const;
   bool is_native() const { return group_ != 0; }
   bool is_on_gloo() const { return size_ > 1 && !is_native(); }
   const c10::intrusive_ptr<c10d::Backend>& gloo();

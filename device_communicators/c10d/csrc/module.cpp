@@ -253,6 +253,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.get())), raised.get());
     }
   });
+  module.def("extend_deadlines", [](double seconds) {
+    Backend::extended_ms.store(static_cast<std::int64_t>(1e3 * seconds), std::memory_order_relaxed);
+  });
   using Options = Backend::Options;
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "Options")
       .def_property(

@@ -207,8 +207,7 @@ int Window::take(int src, double timeout_s) {
 Window::Started Window::wait_signal(std::int64_t peer, bool is_async, const c10d::WaitSignalOptions& options) {
   check("wait_signal", options);
   const int src = static_cast<int>(peer);
-  const double timeout_s =
-      seconds(options.timeout == c10d::kUnsetTimeout ? backend_->options_->timeout : options.timeout);
+  const double timeout_s = seconds(backend_->timeout_of(options.timeout));
   if (is_async) {
     get_attr(peer);  // raises for a rank that can't signal
     return c10::make_intrusive<Signalled>(c10::intrusive_ptr<Window>::reclaim_copy(this), src, timeout_s);
