@@ -39,7 +39,7 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.streams import connect_streams
 from device_communicators.cpu.transfers import Failed, failure_of, failure_text_of
-from device_communicators.cpu.window import TIMED_OUT, window_failure
+from device_communicators.cpu.window import TIMED_OUT, group_of_one, window_failure
 from device_communicators.liveness.health import NOTICE_S, UnmetError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
@@ -56,6 +56,8 @@ from device_communicators.routing.waiting import Watched, abandon
 
 _COLLECTIVE_INTERRUPTED = 5
 """`kInterrupted` in csrc/group.h."""
+_TIMEOUT, _COMM_ERROR, _REMOTE_ERROR = 1, 2, 3
+"""torch's ErrorType."""
 _NOBODYS_TAG = (1 << 31) - 1
 
 
@@ -122,6 +124,7 @@ class Group:
         with contextlib.suppress(native.NativeUnavailableError):
             self.signal_pipe = native.load().signal_pipe
         self._gloo: Any = None
+        self._alone: NativeGroup | None = None
         self._connections: Connections | None = None
         self.transfers = 0
         """Address of the transfers, which the compiled backend deletes; 0: gloo carries them."""
@@ -133,7 +136,7 @@ class Group:
             self._gloo = self.make_gloo()
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
-        self.note_failure: Callable[[], None] = lambda: None
+        self.note_failure: Callable[[int], None] = lambda error_type: None
         """The compiled backend sets this and the next two."""
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
@@ -162,7 +165,7 @@ class Group:
 
     def _note_death(self) -> None:
         if self.context.deaths():
-            self.note_failure()
+            self.note_failure(_REMOTE_ERROR)
             if self._gloo is not None:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
@@ -183,6 +186,8 @@ class Group:
         connections, self._connections = self._connections, None
         if connections is not None:  # the compiled backend has released it
             connections.close()
+        if self._alone is not None:
+            self._alone.close()
         if self._memory.collectives is not None and not self.has_crashed:
             self._memory.collectives.leave()
         if self._is_worlds:
@@ -222,7 +227,7 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
-        collectives = self.collectives
+        collectives = self._alone or self.collectives
         if collectives is None:
             return self._members.destroyed()
         found = window_failure(collectives, status, method, rank, elapsed_s, timeout_s)
@@ -231,6 +236,12 @@ class Group:
         if isinstance(found, TransferError):
             return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
         return self._failed(found, method, elapsed_s)
+
+    def group_of_one(self) -> tuple[str, int]:
+        """Returns the library's path and the number of a compiled group of the only rank, for its windows."""
+        if self._alone is None:
+            self._alone = group_of_one(self.context)
+        return str(self._alone.library.path), self._alone.number
 
     def failed(self, operation: str) -> BaseException:
         """Returns the error of a call after a failure, or after a death that no call reported."""
@@ -260,7 +271,11 @@ class Group:
             self._first_failure = error
         if collectives is not None:
             collectives.doom()
-        self.note_failure()
+        first = self._first_failure
+        is_timeout = isinstance(first, CollectiveTimeoutError)
+        self.note_failure(
+            _REMOTE_ERROR if isinstance(first, PeerDiedError) else _TIMEOUT if is_timeout else _COMM_ERROR
+        )
         return as_torch_error(error)
 
     def transfer_error(self, words: Sequence[int]) -> BaseException:

@@ -355,6 +355,29 @@ def test_torchs_windows(pools: Pools, size: int) -> None:
     assert pools(size).run(_oracle, timeout_s=DEADLINE_S) == [39] * size
 
 
+def _alone_over_torch() -> Outcome:
+    with torch_world():
+        for rank in range(2):  # torch makes groups on all ranks
+            group = dist.new_group([rank])
+            if rank == dist.get_rank():
+                own = group
+        assert TORCHS._supports_window(own)
+        window = TORCHS._new_window(torch.zeros(4), own)
+        window.put(torch.tensor([7.0, 8.0]), 0, 2, False)
+        window.signal(0, False)
+        window.wait_signal(0, False)
+        assert window.map_remote_tensor(0).tolist() == [0, 0, 7, 8]
+        wrong = attempt(lambda: window.put(torch.ones(2), 1, 0, False))
+        window.tensor_deregister()
+    return wrong
+
+
+@needs_torchs_windows
+def test_a_group_of_torch_with_one_rank_has_windows(pools: Pools) -> None:
+    for wrong in pools(2).run(_alone_over_torch, timeout_s=DEADLINE_S):
+        assert wrong.kind == "InvalidArgumentError", wrong
+
+
 def _wrong_over_torch() -> list[Outcome]:
     with torch_world():
         rank = dist.get_rank()

@@ -138,6 +138,9 @@ def _over_torch() -> None:
             dist.all_reduce(x, group=group)
         error = ps.error_of(raised.value)
         assert error is not None and error.timeout_s == SHORT_S * 2
+        backend = group._get_backend(torch.device("cpu"))
+        if hasattr(backend, "get_error"):  # torch 2.13 has it in C++ only
+            assert backend.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT  # type: ignore[attr-defined]
 
 
 def test_an_extended_deadline_holds_for_groups_of_torch(pools: Pools) -> None:

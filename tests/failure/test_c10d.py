@@ -188,6 +188,9 @@ def _after_a_failure() -> dict[str, float]:
             kill_me()
         told = until_it_fails(world, lambda: world.all_reduce(torch.ones(1)))
         assert told.outcome.kind == "PeerDiedError", told
+        backend = world.group._get_backend(torch.device("cpu"))
+        if hasattr(backend, "get_error"):  # torch 2.13 has it in C++ only
+            assert backend.get_error() == torch._C._distributed_c10d.ErrorType.REMOTE_ERROR  # type: ignore[attr-defined]
         first = attempt((pair if world.rank < 2 else other).barrier)  # its first call
         assert (first.kind, first.suspect_ranks) == ("PeerDiedError", (3,)), first
         found = {}

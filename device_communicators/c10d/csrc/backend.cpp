@@ -454,7 +454,7 @@ void Backend::check_usable(const char* method) {
         "'spawn' or 'forkserver', or initialise torch.distributed in the child",
         true));
   }
-  if (callbacks_.has_failed->load(std::memory_order_relaxed)) std::rethrow_exception(callbacks_.failed(method));
+  if (getError() != c10d::ErrorType::SUCCESS) std::rethrow_exception(callbacks_.failed(method));
   if (suspended_.load(std::memory_order_relaxed)) {
     std::rethrow_exception(
         callbacks_.usage_error(std::string(method) + ": the group is suspended; call resume() first", false));
@@ -546,8 +546,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
                                  std::chrono::milliseconds timeout, Body body) {
   check_usable(kind.method);
   const double timeout_s = std::chrono::duration<double>(timeout_of(timeout)).count();
-  auto ephemeral =
-      ephemeral_ms_.load(std::memory_order_relaxed) == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
+  auto ephemeral = ephemeral_ms_.load(std::memory_order_relaxed) == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
   const std::size_t bytes = bytes_of(inputs);
   const Tensors& alike = kind.type == OpType::SCATTER ? outputs : inputs;
   Tensor x = alike.empty() ? Tensor() : alike[0];
@@ -1380,7 +1379,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t
                            options_->global_ranks_in_group.empty());
 }
 
-c10d::ErrorType Backend::getError() { return c10d::ErrorType::SUCCESS; }
+c10d::ErrorType Backend::getError() { return callbacks_.error->load(std::memory_order_relaxed); }
 
 void Backend::abort() {
   if (!closed_) call_failure_hooks();

@@ -17,7 +17,8 @@ struct Callbacks {
   std::function<std::exception_ptr(const std::string& text, bool is_forked)> usage_error;
   std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
   // Set by Python when the group fails: later calls raise the result of `failed`.
-  std::shared_ptr<std::atomic<bool>> has_failed = std::make_shared<std::atomic<bool>>(false);
+  std::shared_ptr<std::atomic<c10d::ErrorType>> error =
+      std::make_shared<std::atomic<c10d::ErrorType>>(c10d::ErrorType::SUCCESS);
   std::function<std::exception_ptr(const char* method)> failed;
   std::function<void()> leave;
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
@@ -28,6 +29,8 @@ struct Callbacks {
   std::function<void(bool is_busy)> suspend;  // raises if any rank is busy
   std::function<void()> resume;
   std::function<std::unordered_map<std::string, std::uint64_t>()> memory_stats;
+  // Returns the path of the library and the number of a group, for the windows of an only rank.
+  std::function<std::pair<std::string, std::uint64_t>()> group_of_one;
   using Group = c10::intrusive_ptr<c10d::Backend>;
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Timeout = std::chrono::milliseconds;
@@ -117,7 +120,7 @@ class Backend : public HookedBackend {
   void abort() override;
   void shutdown() override;
 #ifdef C10D_BACKEND_HAS_WINDOW
-  bool supportsWindow() const override { return is_native(); }
+  bool supportsWindow() const override { return !is_on_gloo(); }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
   // Python's object, which the callbacks hold, has only a weak pointer to this.

@@ -112,7 +112,7 @@ Callbacks callbacks_of(const py::object& python) {
     }
   };
   python.attr("note_failure") =
-      py::cpp_function([flag = made.has_failed] { flag->store(true, std::memory_order_relaxed); });
+      py::cpp_function([error = made.error](int type) { *error = static_cast<c10d::ErrorType>(type); });
   made.gloo_error = [owner](const char* text, const char* method, int peer, double elapsed_s) {
     return python_error(text, [&] { return owner->attr("gloo_error")(text, method, peer, elapsed_s); });
   };
@@ -131,6 +131,10 @@ Callbacks callbacks_of(const py::object& python) {
   made.memory_stats = [owner] {
     const py::gil_scoped_acquire gil;
     return owner->attr("memory_stats")().cast<std::unordered_map<std::string, std::uint64_t>>();
+  };
+  made.group_of_one = [owner] {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("group_of_one")().cast<std::pair<std::string, std::uint64_t>>();
   };
   made.without_interpreter = [](const std::function<void()>& run) {
     if (Py_IsInitialized() == 0 || is_finalizing() || PyGILState_Check() == 0) return run();

@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include <tuple>
+
 #include "../../cpu/csrc/group.h"
 #include "../../cpu/csrc/window_part.h"
 
@@ -79,10 +81,15 @@ class Window::Signalled final : public Operation {
 
 c10::intrusive_ptr<c10d::Window> Backend::new_window(const std::optional<at::Tensor>& tensor) {
   check_usable("new_window");
-  TORCH_CHECK_NOT_IMPLEMENTED(is_native(),
-                              "windows of backend 'parallel_state' need a group of at least two ranks, and "
-                              "shared memory within a host");
-  auto made = c10::make_intrusive<Window>(c10::intrusive_ptr<Backend>::reclaim_copy(this));
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_on_gloo(), "windows of backend 'parallel_state' need the compiled collectives");
+  auto library = library_;
+  auto group = group_;
+  if (!is_native()) {
+    std::string path;
+    std::tie(path, group) = callbacks_.group_of_one();
+    library = std::make_shared<const Library>(path);
+  }
+  auto made = c10::make_intrusive<Window>(c10::intrusive_ptr<Backend>::reclaim_copy(this), library, group);
   if (tensor) made->tensor_register(*tensor, true);
   return made;
 }
@@ -126,15 +133,14 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
     own.dims = tensor.dim();
     std::copy(shape.begin(), shape.end(), own.sizes);
   }
-  const auto library = backend_->library_;
+  const auto library = library_;
   at::Tensor part = at::empty({WindowPart::kWords}, at::kLong);
   at::Tensor all = at::empty({WindowPart::kWords * backend_->getSize()}, at::kLong);
   auto* const words = part.mutable_data_ptr<std::int64_t>();
   std::memcpy(words, &own, sizeof own);
-  std::shared_ptr<void> opened(library->window_new(backend_->group_, words, tensor.const_data_ptr()),
-                               [library](void* last) {
-                                 if (last != nullptr) library->window_delete(last);
-                               });
+  std::shared_ptr<void> opened(library->window_new(group_, words, tensor.const_data_ptr()), [library](void* last) {
+    if (last != nullptr) library->window_delete(last);
+  });
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   backend_->_allgather_base(all, part, options);
@@ -153,7 +159,7 @@ void Window::tensor_deregister() {
   options.asyncOp = false;
   backend_->barrier(options);
   int status = 0;
-  backend_->callbacks_.without_interpreter([&] { status = backend_->library_->window_end(opened_.get()); });
+  backend_->callbacks_.without_interpreter([&] { status = library_->window_end(opened_.get()); });
   done(status, "tensor_deregister", backend_->rank_, started);
   opened_.reset();
   tensor_.reset();
@@ -166,8 +172,8 @@ Window::Started Window::put(const at::Tensor& tensor, std::int64_t dst, std::int
   const auto started = Clock::now();
   const at::Tensor given = tensor.resolve_conj().resolve_neg().contiguous();
   const auto run = [&] {
-    done(backend_->library_->window_put(opened_.get(), static_cast<int>(dst), first_element, given.numel(),
-                                        static_cast<int>(given.scalar_type()), given.const_data_ptr()),
+    done(library_->window_put(opened_.get(), static_cast<int>(dst), first_element, given.numel(),
+                              static_cast<int>(given.scalar_type()), given.const_data_ptr()),
          "put", dst, started);
   };
   backend_->callbacks_.without_interpreter(run);
@@ -177,8 +183,7 @@ Window::Started Window::put(const at::Tensor& tensor, std::int64_t dst, std::int
 at::Tensor Window::map_remote_tensor(std::int64_t rank) {
   check("map_remote_tensor");
   void* found = nullptr;
-  done(backend_->library_->window_memory(opened_.get(), static_cast<int>(rank), &found), "map_remote_tensor", rank,
-       Clock::now());
+  done(library_->window_memory(opened_.get(), static_cast<int>(rank), &found), "map_remote_tensor", rank, Clock::now());
   const WindowPart& part = part_of(parts_, rank);
   const at::IntArrayRef shape(part.sizes, static_cast<std::size_t>(part.dims));
   const at::TensorOptions options = at::TensorOptions(static_cast<at::ScalarType>(part.dtype));
@@ -190,7 +195,7 @@ Window::Started Window::signal(std::int64_t peer, bool, const c10d::SignalOption
   const auto started = Clock::now();
   int status = 0;
   backend_->callbacks_.without_interpreter(
-      [&] { status = backend_->library_->window_signal(opened_.get(), static_cast<int>(peer)); });
+      [&] { status = library_->window_signal(opened_.get(), static_cast<int>(peer)); });
   done(status, "signal", peer, started);
   return c10::make_intrusive<Done>(backend_->rank_);
 }
@@ -199,8 +204,7 @@ int Window::take(int src, double timeout_s) {
   if (!opened_) return static_cast<int>(Status::kClosed);
   int status = 0;
   const std::shared_ptr<void> opened = opened_;
-  backend_->callbacks_.without_interpreter(
-      [&] { status = backend_->library_->window_wait(opened.get(), src, timeout_s); });
+  backend_->callbacks_.without_interpreter([&] { status = library_->window_wait(opened.get(), src, timeout_s); });
   return status;
 }
 
@@ -220,7 +224,7 @@ Window::Started Window::wait_signal(std::int64_t peer, bool is_async, const c10d
 c10d::WindowAttr Window::get_attr(std::int64_t peer) {
   check("get_attr");
   void* found = nullptr;
-  const int status = backend_->library_->window_memory(opened_.get(), static_cast<int>(peer), &found);
+  const int status = library_->window_memory(opened_.get(), static_cast<int>(peer), &found);
   const bool is_apart = status == static_cast<int>(Status::kUnsupported);
   if (!is_apart) done(status, "get_attr", peer, Clock::now());
   c10d::WindowAttr made;

@@ -10,7 +10,8 @@ class Window final : public c10d::Window {
  public:
   using Started = Backend::Started;
 
-  explicit Window(c10::intrusive_ptr<Backend> backend) : backend_(std::move(backend)) {}
+  Window(c10::intrusive_ptr<Backend> backend, std::shared_ptr<const Library> library, std::uint64_t group)
+      : backend_(std::move(backend)), library_(std::move(library)), group_(group) {}
 
   // A tensor that the host's ranks don't map is copied: puts then write to the copy, and `get_attr` says SEPARATE.
   void tensor_register(const at::Tensor& tensor, bool owning) override;
@@ -32,6 +33,8 @@ class Window final : public c10d::Window {
   void done(int status, const char* method, std::int64_t rank, Clock::time_point started, double timeout_s = 0);
 
   const c10::intrusive_ptr<Backend> backend_;
+  const std::shared_ptr<const Library> library_;
+  const std::uint64_t group_;
   std::shared_ptr<void> opened_;
   std::vector<std::int64_t> parts_;
   at::Tensor tensor_;
