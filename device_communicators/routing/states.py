@@ -31,7 +31,8 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
         return operation.call
     method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
     what = f" of {list(operation.shape)} {operation.dtype}" if operation.dtype and not operation.call_text else ""
-    return f"{method}({'dst' if 'send' in operation.name else 'src'} global rank {context.ranks[operation.peer]}){what}"
+    side = "dst" if operation.name == "put" or "send" in operation.name else "src"
+    return f"{method}({side} global rank {context.ranks[operation.peer]}){what}"
 
 
 WAITS: dict[int, tuple[GroupContext, Operation]] = {}

@@ -13,6 +13,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from device_communicators.c10d import creation
 from parallel_state.tools.debug_page import DebugPage
@@ -42,6 +43,9 @@ calls = [lambda: dist.all_reduce(x), lambda: dist.recv(x, 1) if rank == 0 else d
 if os.environ.get("WITH_COORDINATORS"):
     ps.init_distributed_environment()
     calls.append(lambda: ps.get_world_group().all_reduce(x))
+if hasattr(dist.distributed_c10d, "_new_window"):  # from torch 2.15 on
+    window = dist.distributed_c10d._new_window(x)
+    calls.append(lambda: window.wait_signal(1, False) if rank == 0 else window.signal(0, False))
 for call in calls:
     if rank == 1:
         read_next_batch()
@@ -98,6 +102,8 @@ def _check(look: Callable[[], str], ranks: list[subprocess.Popen[str]], calls: l
     assert _next_line(ranks[1]) == "done"
 
 
+HAS_WINDOWS = hasattr(dist.distributed_c10d, "_new_window")
+SIGNALS = ["wait_signal(src global rank 1)"] if HAS_WINDOWS else []
 CALLS = [
     "all_reduce of [4] float32 of group '0' for ranks [1]",
     "recv(src global rank 1) of [4] float32 of group '0' for ranks [1]",
@@ -109,7 +115,7 @@ def test_calls_of_both_kinds_of_groups_are_in_one_record() -> None:
     with _two_ranks(WITH_COORDINATORS="1") as ranks:
         page = DebugPage()
         page._pid = str(ranks[0].pid)
-        _check(page.dump, ranks, CALLS)
+        _check(page.dump, ranks, CALLS + SIGNALS)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch.distributed.debug") is None, reason="needs torch >= 2.14")
@@ -128,7 +134,7 @@ def test_the_debug_server_shows_who_is_late(tmp_path: Path) -> None:
         return page
 
     with _two_ranks(port=str(port)) as ranks:
-        _check(look, ranks, CALLS[:2])
+        _check(look, ranks, CALLS[:2] + SIGNALS)
         text = _until(look, "No rank is awaited")
         assert "Ranks [1] are awaited" not in text and f"pid {ranks[0].pid}" in text
         with urllib.request.urlopen(f"http://localhost:{port}/parallel_state", timeout=10) as answer:

@@ -172,6 +172,8 @@ Window::Started Window::put(const at::Tensor& tensor, std::int64_t dst, std::int
   const auto started = Clock::now();
   const at::Tensor given = tensor.resolve_conj().resolve_neg().contiguous();
   const auto run = [&] {
+    const CallLog::Scope scope(*backend_->calls_, backend_->getSequenceNumberForGroup(), "put", given,
+                               static_cast<int>(dst));
     done(library_->window_put(opened_.get(), static_cast<int>(dst), first_element, given.numel(),
                               static_cast<int>(given.scalar_type()), given.const_data_ptr()),
          "put", dst, started);
@@ -202,6 +204,7 @@ Window::Started Window::signal(std::int64_t peer, bool, const c10d::SignalOption
 
 int Window::take(int src, double timeout_s) {
   if (!opened_) return static_cast<int>(Status::kClosed);
+  const CallLog::Scope scope(*backend_->calls_, backend_->getSequenceNumberForGroup(), "wait_signal", {}, src);
   int status = 0;
   const std::shared_ptr<void> opened = opened_;
   backend_->callbacks_.without_interpreter([&] { status = library_->window_wait(opened.get(), src, timeout_s); });
