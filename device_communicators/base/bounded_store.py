@@ -137,6 +137,11 @@ class BoundedStore:
     def can_hold(self) -> bool:
         return hasattr(self.raw, "hold")
 
+    @property
+    def waits_in_server(self) -> bool:
+        """Returns True if `wait_for` makes one request: for stores of the control plane, in Python or C++."""
+        return hasattr(_server_of(self.raw), "access")
+
     def hold(self, key: str, value: str) -> None:
         """Deletes the key when this process exits or closes the store (never if `can_hold` is False)."""
         self._ask("hold" if self.can_hold else "set", key, value)
@@ -147,7 +152,7 @@ class BoundedStore:
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Polls torch's stores, which log each wait that times out."""
-        if self.can_hold:
+        if self.waits_in_server:
             try:
                 self.raw.wait(list(keys), timedelta(seconds=timeout_s))
             except dist.DistStoreError:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.helper_threads import HelperThread
+from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import address_towards
 from device_communicators.c10d.control_store import for_torch
 from device_communicators.cpu.host_memory import HostMemory
@@ -117,7 +117,7 @@ class World:
             if World._current is self:
                 World._current = None
         if self.leaves_in_background:
-            HelperThread("leave", self.end_watch).start()
+            Call(self.end_watch)  # in a thread of the pool
         else:
             self.end_watch()
 

@@ -144,7 +144,8 @@ class _Roll:
     def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
         """Returns all ranks' entries in order, or at the deadline the missing ranks."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
-        nap_s, look_at = _SHORTEST_NAP_S, time.monotonic()
+        nap_s = longest_s if self._store.waits_in_server else _SHORTEST_NAP_S
+        look_at = time.monotonic()
         while True:
             attempt = self._store.compare_set(_ATTEMPT, "", secrets.token_hex(8)).decode()
             if attempt not in self._attempts:
