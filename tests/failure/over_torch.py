@@ -99,16 +99,15 @@ class OverTorch:
         return self.all_reduce_(x.clone(), op)
 
     def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
+        within = self._call_timeout
         self._run(
-            lambda: (
-                self._all_reduce_within(x) if self._call_timeout else dist.all_reduce(x, _REDUCE_OPS[op], self.group)
-            )
+            lambda: self._all_reduce_within(x, within) if within else dist.all_reduce(x, _REDUCE_OPS[op], self.group)
         )
         return x
 
-    def _all_reduce_within(self, x: Tensor) -> None:
+    def _all_reduce_within(self, x: Tensor, timeout: timedelta) -> None:
         options = dist.AllreduceOptions()
-        options.timeout = self._call_timeout
+        options.timeout = timeout
         self.group.allreduce([x], options).wait()
 
     def all_reduce_async(self, x: Tensor) -> Started:
