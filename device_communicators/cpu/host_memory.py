@@ -294,8 +294,10 @@ class HostMemory:
 
     def _parts(self) -> list[tuple[int, int]]:
         """Returns addresses and bytes: of this rank's slots, then of each ring that it has written to."""
-        rings = [] if self.channels is None else self.channels.written_rings()[0]
-        return [self._slots, *((self.channels.memory.map(each, SHAPE.data_bytes), SHAPE.data_bytes) for each in rings)]
+        if self.channels is None:
+            return [self._slots]
+        rings, memory = self.channels.written_rings()[0], self.channels.memory
+        return [self._slots, *((memory.map(each, SHAPE.data_bytes), SHAPE.data_bytes) for each in rings)]
 
     def close(self) -> None:
         """Frees the memory once no call uses it. May be called twice."""
