@@ -153,7 +153,13 @@ class Group:
         return sorted(
             (
                 Operation(
-                    number, method, str(dtype or "").removeprefix("torch."), shape, began_s, ended_s or None, peer=peer
+                    number,
+                    method,
+                    str(dtype or "").removeprefix("torch."),
+                    shape,
+                    began_s,
+                    ended_s or None,
+                    peer=peer if peer < self.context.size else -1,  # a window's call may name a wrong rank
                 )
                 for number, method, dtype, shape, began_s, ended_s, peer in self.logged_calls()
             ),
