@@ -173,7 +173,7 @@ def _check_that_one_has_left(
         for rank, (outcome, log) in enumerate(told):
             assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)
             assert outcome.suspect_ranks == (3,), (rank, outcome)
-            assert re.search(does, outcome.text), (rank, outcome)
+            assert route == OVER_TORCH or re.search(does, outcome.text), (rank, outcome)
             line = next(line for line in log if "has waited for" in line)
             assert re.search(does, line), (rank, line)
             assert "global rank 0 is" not in line and "global rank 1 is" not in line, (rank, line)
