@@ -62,9 +62,9 @@ class Timeout:
 def extended_deadline(seconds: float) -> AbstractContextManager[None]:
     """Adds `seconds` to the timeout of each call that begins in the body: `with ps.extended_deadline(600): warm_up()`.
 
-    Applies to all groups of this process, new ones too, and sends nothing: every rank that waits for a slow rank enters
-    it. Nested uses add up. A started call counts from its wait. Includes groups of our backend for
-    torch.distributed, except calls over gloo. Raises InvalidArgumentError unless `seconds` is above 0 and at most ten years.
+    Applies to all groups of this process, new ones too, and to groups of our backend for torch.distributed, except
+    calls over gloo. Sends nothing: every rank that waits for a slow rank enters it. Nested uses add up. A started call
+    counts from its wait. Raises InvalidArgumentError unless `seconds` is above 0 and at most ten years.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MOST_TIMEOUT_S:
         raise InvalidArgumentError(f"extended_deadline takes a positive number of seconds, but got {seconds!r}")
