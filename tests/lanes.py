@@ -367,7 +367,7 @@ def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
+def chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
     lint, words = ([LINT], words[1:]) if words[:1] == ["lint"] else ([], words)
     if words[:1] == ["room"] and len(words) > 1:
         return ["-m", "not slow", *words[2:]], [*lint, *lanes_of_room(words[1])]
@@ -380,6 +380,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
-        sys.exit(main(*_chosen(sys.argv[1:])))
+        sys.exit(main(*chosen(sys.argv[1:])))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -157,13 +157,13 @@ def test_interpreters_keep_their_bytecode() -> None:
 
 
 def test_the_words_of_the_command_line_choose_lanes() -> None:
-    assert lanes._chosen(["lint", "check", "-x"]) == (["-m", "not slow", "-x"], [lanes.LINT, *lanes.CHECK])
-    assert lanes._chosen(["lint", "-x"]) == (["-x"], [lanes.LINT, *LANES])
-    assert lanes._chosen([]) == ([], [*LANES])
+    assert lanes.chosen(["lint", "check", "-x"]) == (["-m", "not slow", "-x"], [lanes.LINT, *lanes.CHECK])
+    assert lanes.chosen(["lint", "-x"]) == (["-x"], [lanes.LINT, *LANES])
+    assert lanes.chosen([]) == ([], [*LANES])
 
 
 def test_a_room_has_the_unit_tests_that_import_it_most() -> None:
-    options, chosen = lanes._chosen(["room", "layout", "-x"])
+    options, chosen = lanes.chosen(["room", "layout", "-x"])
     assert options == ["-m", "not slow", "-x"] and len(chosen) == 2
     files = {path for lane in chosen for path in lane.paths}
     assert all(lanes.room_of(ROOT / path) == "layout" for path in files)
