@@ -1,1 +1,1 @@
-"""Parts of a call for all transports: description, records, tensor memory, reduction arithmetic, pending work."""
+"""Helpers of all transports for a call: its description, records, tensor memory, reductions and pending work."""

@@ -1,9 +1,9 @@
-"""Raises exceptions of signal handlers that ran while an op was in C++, where they can't propagate."""
+"""Raises the exception of a signal handler that ran during a C++ op. Exceptions can't propagate through C++."""
 
 from collections.abc import Callable
 
 ON_FAILED_OP: list[Callable[[], None]] = []
-"""Functions that raise a handler's pending exception. A failed op's route calls them before it raises its own error."""
+"""A failed op calls these functions before it raises its own error."""
 
 
 def raise_interruption() -> None:

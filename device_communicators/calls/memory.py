@@ -1,4 +1,4 @@
-"""The memory of tensors. torch defers conjugation, negation and zeros: memory holds the values only after `dense`."""
+"""Copies tensors whose memory doesn't hold their values, because torch defers conjugation, negation and zeros."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from device_communicators.base.torch_internals import is_zero_tensor
 QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
-"""torch can't create a plain tensor of these."""
+"""torch can't create plain tensors of these dtypes."""
 _BITS = frozenset(
     dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
 )
-"""Each value takes a byte. torch can copy them only as bytes."""
+"""Each value of these dtypes takes a byte. torch can copy them only as bytes."""
 DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
 
 
@@ -47,7 +47,6 @@ def dense(x: Tensor) -> Tensor:
 
 
 def copy_values(out: Tensor, x: Tensor) -> Tensor:
-    """Copies `x` to `out`, even if torch's `copy_` lacks the dtype."""
     if x.dtype in _BITS:
         out.view(torch.uint8).copy_(x.view(torch.uint8))
         return out

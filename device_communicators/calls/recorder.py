@@ -1,4 +1,4 @@
-"""Records the last operations of each group. A record costs 3 µs in Python, some tens of ns in C++."""
+"""Records the last operations of each group. A record costs 3 µs in Python, and some tens of ns in C++."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
-"""Operations in which tensors of ranks may differ in shape."""
+"""Operations whose tensors can have different shapes on different ranks."""
 PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "send_list", "recv_list")
-"""Operations of two ranks. They keep the number of the group's last collective."""
+"""Operations between two ranks. Their records have the number of the group's last collective."""
 
 
 @dataclass(slots=True)
@@ -24,10 +24,10 @@ class Operation:
     dtype: str
     shape: tuple[int, ...]
     started_s: float
-    """Of the host's monotonic clock. Times of native ops are off by up to some milliseconds."""
+    """Time on the host's monotonic clock. For ops in C++ the error is up to some milliseconds."""
     ended_s: float | None = None
     site: str = ""
-    """`file:line` of the caller, in debug mode."""
+    """`file:line` of the caller in debug mode, otherwise empty."""
     call_text: str = ""
     peer: int = -1
     """The peer's rank in the group; -1 for a collective."""
@@ -45,7 +45,7 @@ class Operation:
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterable[bytes] = ()) -> Path:
-    """Replaces earlier files of this rank."""
+    """Writes this rank's records to `folder`. Replaces files that this process wrote earlier."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}

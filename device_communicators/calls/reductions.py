@@ -1,4 +1,4 @@
-"""Reductions and fused norms by torch's functions. Kernels are tested against them."""
+"""Computes reductions and fused norms with torch's functions. Tests compare kernels with these results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
 UNSIGNED = frozenset([torch.uint32, torch.uint64])
-"""Only NCCL reduces these."""
+"""Dtypes that only NCCL can reduce."""
 _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 _ONE_THREAD_ELEMENTS = 32_768
-"""torch's threads run larger operators (at::internal::GRAIN_SIZE)."""
+"""torch computes larger tensors in several threads (at::internal::GRAIN_SIZE)."""
 _STATE_BYTES = 64
-"""`fenv_t` has 32 bytes on x86-64 and 8 on 64-bit ARM."""
+"""At least the size of `fenv_t`."""
 _DEFAULT = ctypes.c_void_p(-1)
-"""FE_DFL_ENV of glibc and musl: round to nearest, keep denormals, no traps."""
+"""FE_DFL_ENV of glibc and musl, the default state."""
 REDUCING = (
     "all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv",
     "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
@@ -49,7 +49,7 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` in a reducible dtype, the op for it, and the tensor to copy the result to, or None."""
+    """Returns `x` as a reducible tensor, the op for this tensor, and `x` if the result must be copied back."""
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
     if x.dtype in _NATIVE or x.dtype in UNSIGNED:
@@ -66,7 +66,9 @@ def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor |
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
-    """Gives the bits of cpu/csrc/reduce.h. torch's maximum of 0.0 and -0.0 depends on the element's address."""
+    """Reduces `x` into `total`, with the same bits as cpu/csrc/reduce.h. torch's own maximum of 0.0 and -0.0 depends on
+    the element's address.
+    """
     if total.is_cpu and total.numel() > _ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(_ONE_THREAD_ELEMENTS) for each in (total, x))
         for piece, other in zip(*pieces, strict=True):  # torch's threads have another floating-point state
@@ -86,7 +88,7 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
 
 def divide_(total: Tensor, size: int) -> None:
-    """Rounds quotients of integers toward zero, as NCCL does."""
+    """Divides `total` by `size`. Quotients of integers are rounded toward zero, as in NCCL."""
     if not (total.dtype.is_floating_point or total.dtype.is_complex):
         total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold a size of 128
         return
@@ -109,22 +111,26 @@ def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) ->
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""As vLLM's."""
+"""vLLM uses the same minimum."""
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` with rounded `y = total + residual`; the norm is rounded once."""
+    """Returns `(rms_norm(y) * weight, y)` for `y = total + residual`. The sum and the norm are each rounded once."""
     y = total + residual
     return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
 
 
 def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
-    """Returns `normed / scale` with vLLM's bits. `scale`: float32, one element. Clamps infinities; torch doesn't."""
+    """Returns `normed / scale` in float8, bitwise as vLLM. `scale`: one float32 element. Infinities are clamped, unlike
+    in torch.
+    """
     return (normed.float() * scale.reshape(()).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `(normed / scale, scale)` with vLLM's bits. NaN makes a row NaN, an infinity its finite elements 0."""
+    """Returns `(normed / scale, scale)` by row, bitwise as vLLM. A NaN makes the whole row NaN, an infinity makes the
+    finite elements 0.
+    """
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
     scale = (largest / FP8_MAX).clamp(min=MIN_SCALE)
@@ -133,7 +139,9 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def default_state(x: Tensor) -> Iterator[None]:
-    """If `x` is on the CPU, resets this thread's floating-point state: else ranks can get different bits."""
+    """If `x` is on the CPU, resets this thread's floating-point state for the block. Otherwise ranks could get
+    different bits.
+    """
     functions = _state_functions() if x.is_cpu else None
     if functions is None:
         yield

@@ -1,4 +1,4 @@
-"""A collective as the program called it: what all ranks must pass alike."""
+"""Describes a collective as the program called it, so that ranks can compare their calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_tensor_dict with a spec",),
     ("reduce",),
 )
-"""In the order of `Method` in csrc/call.h. Methods of one class match each other."""
+"""Classes of methods, in the order of `Method` in csrc/call.h. Ranks may call different methods of one class."""
 _VARIANTS = 8
 METHODS = {
     name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
@@ -57,15 +57,13 @@ DTYPE_NUMBERS = {
     torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
     torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
-"""As c10::ScalarType."""
+"""The numbers of c10::ScalarType in torch."""
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPE_NUMBERS.items()}
 _SHAPE_BITS = 60
 _NO_SHAPE = 15
-"""In the four bits above the shape, instead of the number of dims, if the shape doesn't fit."""
 REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
-"""As `ReduceOp` in csrc/reduce.h."""
+"""The numbers of `ReduceOp` in csrc/reduce.h."""
 _OF_ROWS = ("all_to_all", "all_gatherv")
-"""Ranks may pass different numbers of rows."""
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("dim",),
@@ -78,7 +76,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "broadcast_": ("root",),
     "ibroadcast_": ("root",),
 }
-"""Names of the arguments after the first tensor."""
+"""For each operation, the names of the arguments after the first tensor."""
 _STARTED = {
     "iall_reduce_": "all_reduce_async",
     "iall_gather": "all_gather_async",
@@ -88,16 +86,16 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """All fields must be equal on all ranks; the method may be another of its class."""
+    """The facts of a collective. All ranks must pass the same, except for the method within its class."""
 
     method: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
-    """Of one row if ranks may pass different numbers of rows."""
+    """One row's shape if ranks may pass different numbers of rows."""
     reduce_op: str | None = None
     dim: int = -1
     root: int = -1
-    """`src` or `dst`."""
+    """`src` or `dst`; -1 for none."""
     sizes: tuple[int, ...] = ()
 
     @property
@@ -159,7 +157,6 @@ def _text(call: UserCall) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _words(call: UserCall) -> tuple[int, int]:
-    """Cached: computing them takes 1 to 2 µs."""
     return call.word, call.packed_shape
 
 
@@ -170,7 +167,7 @@ TRANSFERS = (
     "send_tensor_dict with a spec", "recv_tensor_dict with a spec", "send_object", "isend_object", "send_tensor_dict",
     "isend_tensor_dict", "recv_object", "recv_tensor_dict",
 )  # fmt: skip
-"""Indexed by `ToOne` in csrc/messages.h."""
+"""`ToOne::method` in csrc/messages.h is an index into this tuple."""
 _TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
 
 
@@ -189,7 +186,9 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """`word` and `packed_shape` are `Told` of csrc/call.h; `parts` are sizes in bytes."""
+    """Describes a call for errors. `word` and `packed_shape` are the fields of `Told` (csrc/call.h); `parts` are in
+    bytes.
+    """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
     ops = list(REDUCE_OPS)
@@ -228,7 +227,7 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """`method` and `dim` apply if `args` don't contain them."""
+    """`method` and `dim` are used if `args` don't contain them."""
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
         tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor
@@ -297,7 +296,7 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Makes errors name `method`, not the collectives that implement it."""
+    """Makes errors in the block name `method`."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield
@@ -306,7 +305,7 @@ def called_as(method: str) -> Iterator[None]:
 
 
 def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes `elapsed_s` of errors count from the method's start."""
+    """Decorates a method so that `elapsed_s` of its errors counts from the method's start."""
 
     @functools.wraps(call)
     def under_time(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -323,7 +322,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """As `timed`, for a block and a monotonic start time."""
+    """Makes `elapsed_s` of errors in the block count from the monotonic time `began_s`."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -336,7 +335,7 @@ def began_s() -> float:
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Makes errors name `method`, not its steps. Also applies `timed`."""
+    """Makes errors of the decorated function name `method`. Also applies `timed`."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)
@@ -359,7 +358,7 @@ def transfer_method() -> str:
 
 
 def begin_sending() -> None:
-    """A failure from here on fails the group."""
+    """Marks that this thread's call has begun to send. A failure now fails the group."""
     _THREAD.has_sent = True
 
 
@@ -368,5 +367,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """A failure before `begin_sending` doesn't fail the group."""
+    """Marks that this thread's call has sent nothing. Until `begin_sending`, a failure doesn't fail the group."""
     _THREAD.has_sent = False

@@ -1,4 +1,4 @@
-"""Operations in progress, and steps that follow them."""
+"""Operations in progress, and functions that follow them."""
 
 from __future__ import annotations
 

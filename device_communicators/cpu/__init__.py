@@ -1,1 +1,1 @@
-"""Moves CPU tensors between processes: shared memory, TCP connections, collectives and their C++ in `csrc/`."""
+"""Moves CPU tensors between processes by shared memory and TCP connections. `csrc/` has the C++ code."""

@@ -1,6 +1,6 @@
-"""The message queues of one group on one host: between each two ranks, and from each rank to all others.
+"""The message queues of one group on one host: from each rank to each other rank, and from each rank to all others.
 
-Their writers allocate them at first use. Queues of different kinds don't match.
+A queue's writer allocates the memory at first use. Each kind of message has its own queues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from device_communicators.cpu.transfers import Transfers
 
 _PAGE_BYTES = 4096
 _Key = tuple[int, int]
-"""A rank, or -1 for all others, and a kind."""
 _E = TypeVar("_E", Sender, Receiver)
 
 
@@ -54,13 +53,13 @@ class QueueMemory:
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Raises OSError if /dev/shm is full; a write would kill this process."""
+        """Allocates memory. Raises OSError if /dev/shm is full: a write would then kill this process."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """The mapped memory stays valid."""
+        """Closes the file. The mapped memory stays valid."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -75,10 +74,10 @@ class QueueMemory:
 
 
 TENSORS, MESSAGES = 0, 1
-"""Kinds: plain tensors; objects and tensor dicts."""
+"""Kinds of messages: plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""With chunks of 64 KiB, tensors of 2 MiB take 1.15 of the time; with 256 KiB, twice the time."""
+"""Tensors of 2 MiB take 1.15 times as long with chunks of 64 KiB, and twice as long with 256 KiB."""
 
 
 def region_bytes(size: int) -> tuple[int, int]:
@@ -117,7 +116,7 @@ class Channels:
 
     @property
     def broadcasts(self) -> int:
-        """Equal on all ranks. C++ counts its own, too."""
+        """Number of broadcasts so far, including those by C++. Equal on all ranks."""
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
@@ -129,7 +128,7 @@ class Channels:
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Returns the address for `ps_transfers_delete`, or None."""
+        """Returns a new C++ object of transfers, or None without memory."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
@@ -146,13 +145,13 @@ class Channels:
         return self.receiver(src, MESSAGES)
 
     def sender(self, dst: int | None, kind: int) -> Sender:
-        """None: to all others."""
+        """Returns the queue to rank `dst`, or to all others if `dst` is None."""
         key = (-1 if dst is None else dst, kind)
         place = self.members.rank, dst, kind
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """With `broadcast`, from `src` to all others."""
+        """Returns the queue from `src` to this rank, or with `broadcast` from `src` to all others."""
         key = (src, kind | KINDS if broadcast else kind)
         place = src, None if broadcast else self.members.rank, kind
         return self._receivers.get(key) or self._open(self._receivers, key, Receiver, place, src, broadcast)
@@ -220,7 +219,7 @@ class Channels:
             raise self.members.destroyed()
 
     def close(self) -> bool:
-        """Returns False if a thread still uses an end: the memory stays mapped."""
+        """Frees the queues. If a thread still uses a queue, returns False and leaves the memory mapped."""
         with self._lock:
             self._closed = True
             ends = [*self._senders.values(), *self._receivers.values()]
@@ -240,4 +239,3 @@ class Channels:
 
 
 _STUCK: list[Channels] = []
-"""Leaked: a stuck thread uses their memory."""

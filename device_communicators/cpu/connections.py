@@ -1,7 +1,4 @@
-"""Makes the TCP connections between ranks of a group that share no memory.
-
-A connection begins with the listener's token, the dialer's rank and the connection's number.
-"""
+"""Makes the TCP connections between ranks of a group that share no memory."""
 
 from __future__ import annotations
 
@@ -30,23 +27,22 @@ _SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
 _MOST_UNKNOWN = 256
-"""Beyond this, the oldest connection without a hello is closed."""
 _BACKLOG = 512
 _MOST_ADDRESSES = 4
 _Key = tuple[int, int]
 _STRANGER: _Key = (-1, 0)
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
-"""Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
+"""Fields of Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
-"""After so many unanswered probes a full receiver's kernel owes an answer."""
+"""After this many unanswered probes, even a receiver with full buffers should have answered."""
 _SECOND_PROBE_S = 0.4
-"""Twice TCP_RTO_MIN: the least time between two probes."""
+"""The shortest time between two probes: twice TCP_RTO_MIN."""
 
 
 class Meeting(NamedTuple):
     members: GroupMember
     gather: Callable[[bytes], list[bytes]]
-    """Every rank calls it."""
+    """Every rank must call this function."""
     watcher: Watcher
     watched: Sequence[int]
     """Global ranks whose death ends the wait."""
@@ -57,20 +53,23 @@ class Meeting(NamedTuple):
 
 
 class Connections:
-    """Both ends list the connections of a pair in the same order."""
+    """TCP connections by peer rank. The two ranks of a pair list their connections in the same order."""
 
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
-        """`early_bytes`: what this rank may send before a peer calls receive; `granted_bytes`: what peers may send."""
+        """`early_bytes`: how much this rank may send to each peer before the peer receives. `granted_bytes`: how much
+        each peer may send likewise.
+        """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
         self.early_bytes = dict(early_bytes)
         self._unanswered: dict[socket.socket, float] = {}
-        """Since when the peer's kernel owes an acknowledgement."""
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns ranks whose host acknowledges nothing for `limit_s`. Call it several times within that time."""
+        """Returns the ranks whose hosts acknowledged nothing for `limit_s`. Must be called several times within that
+        time.
+        """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
             for connection in connections:
@@ -96,7 +95,7 @@ class Connections:
         self.sockets = {}
 
     def release(self) -> None:
-        """The compiled group owns the descriptors now."""
+        """Forgets the sockets without closing them: the compiled group owns the descriptors now."""
         for connections in self.sockets.values():
             for connection in connections:
                 connection.detach()
@@ -104,7 +103,9 @@ class Connections:
 
 
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Every rank of the group calls it; `peers` list this rank. If one can't listen, all raise CommunicationError."""
+    """Connects this rank with `peers`. Every rank must call this, and each peer must list this rank. If one rank can't
+    listen, all raise CommunicationError.
+    """
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
     token, wanted = secrets.token_bytes(_TOKEN_BYTES), _connections(members, len(peers))
@@ -169,7 +170,7 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Waits briefly for a death that explains the failure."""
+    """Returns the error, after a short wait for a death that explains the failure."""
     members = meeting.members
     suspects = [members.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
@@ -219,9 +220,8 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Closes all connections but `keys`."""
+    """Accepts the connections in `keys`, and closes all others."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
-    """Connections without a whole hello, in order of arrival."""
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}
     for listener in listeners:

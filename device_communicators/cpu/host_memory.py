@@ -1,10 +1,10 @@
-"""Finds the ranks of a group that can share memory, and makes that memory.
+"""Finds the ranks of a group that can share memory, and allocates this memory.
 
-Each rank makes an empty file in shared memory, a *segment*. Ranks that can open it by its random name share memory with
-it, whatever the hosts are called. All ranks of a host work in the segment of its lowest rank; each allocates its own
-slots, on its own NUMA node. Then all names are removed.
+Each rank creates an empty file in shared memory, a *segment*, with a random name. Ranks that can open the file share
+memory, whatever their host names. All ranks of a host use the segment of its lowest rank. Each rank allocates its own
+slots there, on its own NUMA node. Then all names are removed.
 
-The ranks in one segment are a *memory domain*, which the collectives treat as a host.
+The ranks that use one segment are a *memory domain*. Collectives treat a memory domain as a host.
 """
 
 from __future__ import annotations
@@ -39,45 +39,44 @@ _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
 MOST_MESHED = 256
-"""Larger groups connect only the domains' lowest ranks."""
+"""Larger groups connect only the lowest ranks of the memory domains."""
 MESHED_UNASKED = 32
-"""Larger groups are meshed only if each rank has enough descriptors."""
+"""Larger groups connect all ranks of different memory domains only if each rank has enough descriptors."""
 _MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
 class HostMemory:
-    """All ranks call `attach` once."""
+    """A group's shared memory and connections. All ranks must call `attach` once."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: core masks of this host's ranks, if some are outside of the group."""
+        """`neighbours`: core masks of all ranks on this host, if some are outside of the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
         self.areas: tuple[cores.Area, ...] = ()
         self.area_ranks = 0
-        """Ranks per area; 0: collectives ignore areas."""
+        """Number of ranks per area (NUMA node or cache). With 0, collectives ignore areas."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
         self._slots = (0, 0)  # address and bytes of the whole pages in this rank's slots
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
-        """Ranks in the group by host, sorted by first rank."""
+        """The ranks of each host, sorted by first rank."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """As `hosts`, by segment."""
+        """The ranks of each memory domain, sorted by first rank."""
         self.apart = ""
-        """Why a host has several domains, equal on all ranks."""
+        """Why a host has several memory domains. Equal on all ranks."""
         self.problem: str | None = "it isn't attached yet"
-        """Why there are no compiled collectives, equal on all ranks."""
+        """Why there are no compiled collectives, or None. Equal on all ranks."""
         self.collectives: NativeGroup | None = None
         self.is_meshed = False
-        """True if all ranks of different domains are connected."""
+        """True if each rank is connected with all ranks of other memory domains."""
         self.channels: Channels | None = None
         self.streams: MessageStreams | None = None
         self.debug = False
-        """True if PARALLEL_STATE_DEBUG is on on any rank."""
         self.rounding: tuple[bool, ...] = ()
         self.pids: tuple[int, ...] = ()
-        """Of this host's ranks; -1 in another PID namespace."""
+        """PIDs of this host's ranks; -1 in another PID namespace."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -100,11 +99,11 @@ class HostMemory:
         address: str | None = None,
         limit_s: float = float("inf"),
     ) -> None:
-        """Finds the ranks that share memory, maps it, and connects the others by TCP. All ranks call it.
+        """Maps memory for the ranks that can share it, and connects the others by TCP. All ranks must call this.
 
-        The deadline is that of start-up, or `limit_s` from now. Deaths in `watched`, by default the group's ranks, end
-        the wait. `cpu_group`: gloo's, needed without a control plane. Raises as `Watcher.gather` and `connect`, and
-        ConfigMismatchError for different settings.
+        The deadline is the earliest of the group's timeout, the start-up timeout and `limit_s`. The exit of a rank in
+        `watched`, by default the group's ranks, ends the wait. `cpu_group`: a gloo group, needed without a control
+        plane. Raises errors of `Watcher.gather` and `connect`, and ConfigMismatchError if ranks' settings differ.
         """
         if self.attached:
             return
@@ -136,7 +135,7 @@ class HostMemory:
         watched: Sequence[int],
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Every rank calls it."""
+        """Connects the memory domains. Every rank must call this."""
         rank, size = self.members.rank, len(self.members.ranks)
         rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
         others = [other for domain in self.domains if rank not in domain for other in domain]
@@ -158,7 +157,7 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Every rank calls it."""
+        """Every rank must call this."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
@@ -178,7 +177,7 @@ class HostMemory:
         return values[0]
 
     def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
-        """Returns the same on all ranks, which all call it."""
+        """Every rank must call this, and all get the same result."""
         shortage = limits.descriptor_shortage(needed)
         if shortage:
             logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
@@ -257,7 +256,7 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Does nothing without a control plane."""
+        """Makes deaths of ranks in `domain` end this group's waits. Does nothing without a control plane."""
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
@@ -320,7 +319,6 @@ class _Memory:
         self.arenas_at = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         self.address = 0
         self.arenas: list[int] = []
-        """First pages; the rest is mapped on use."""
         self.arena_bytes = 0
         self.descriptor = -1
         self.queues: QueueMemory | None = None
@@ -366,7 +364,9 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """That rank calls it, so that its slots are on its NUMA node; the first also allocates what all share."""
+    """Allocates the slots of `rank`. Each rank allocates its own slots, to get memory on its own NUMA node. Rank 0 also
+    allocates the rest.
+    """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
         last = library.ps_slots_offset(size, size)
@@ -397,7 +397,6 @@ class _Meeting:
         self.members = members
         self.problem: str | None = None
         self.apart = ""
-        """Why this rank, or after `agree` any rank, is a domain of its own."""
         self.local_ranks: tuple[int, ...] = (members.rank,)
         self._sharing: tuple[int, ...] = (members.rank,)
         self._stack = stack
@@ -472,11 +471,7 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Returns None for a rank that shares memory with no other.
-
-        The lowest rank's segment begins with the collectives' memory. At the offset behind it, each segment has its
-        rank's arena, and the first then the queues.
-        """
+        """Returns None if this rank shares memory with no other rank."""
         if len(self._sharing) == 1:
             return None
         try:
@@ -513,7 +508,9 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the ranks of hosts and domains. Ranks that don't name each other are alone."""
+        """Returns the ranks of each host and memory domain. Only ranks that all list each other form a domain. Any
+        other rank is a domain of its own.
+        """
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
         hosts = tuple(
@@ -548,9 +545,10 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns how long a waiting rank polls, in ns, and how often it then yields. Takes core masks.
+    """Returns how long a waiting rank polls, in ns, and how often it then yields. The arguments are core masks of
+    ranks.
 
-    With more ranks than cores, polling delays the awaited rank.
+    If there are more ranks than cores, polling would delay the awaited rank.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)
@@ -561,5 +559,5 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns `wait_policy` of messages. A sleeping receiver gets its message at least 50 us later."""
+    """Returns polling time and yields for messages. A sleeping receiver would get a message at least 50 us later."""
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

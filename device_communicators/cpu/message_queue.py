@@ -1,6 +1,6 @@
-"""Messages between ranks of one host: the ends of a queue in shared memory (csrc/queue.h).
+"""Sends and receives messages between ranks of one host, through queues in shared memory (csrc/queue.h).
 
-A signal handler may send while it interrupts its thread in a message, but not wait for its own thread.
+A signal handler that interrupts a message may send, but must not wait for the interrupted thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
 LINE_BYTES = 128
-"""Counters in the control part: the second is the writer's, the readers' follow."""
 
 
 class Shape(NamedTuple):
@@ -50,11 +49,11 @@ class Shape(NamedTuple):
 @dataclass(frozen=True)
 class Place:
     control: int
-    """Zero when the queue is new."""
+    """Address of the queue's counters, which must be zero at first."""
     data: int
     shape: Shape
     ranks: tuple[int, ...]
-    """The writer's, then the readers'."""
+    """The writer's rank, then the readers' ranks."""
 
 
 class Waiting(NamedTuple):
@@ -64,7 +63,9 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Packs addresses and sizes of contiguous CPU tensors. Leaves out empty tensors."""
+    """Returns packed addresses and sizes of `more_head` and of contiguous CPU tensors, and their number. Omits empty
+    tensors.
+    """
     flat: list[int] = []
     if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
@@ -109,7 +110,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """The queue's later calls raise the error, too."""
+        """Returns the error for `status`. Later calls of this queue raise the same error."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -134,7 +135,7 @@ class _End:
         return failure
 
     def check(self, operation: str = "") -> None:
-        """Raises the failure of an earlier call, here or in C++ alone."""
+        """Raises the error of an earlier failed call."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
@@ -143,23 +144,23 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """While the sum of `calls` isn't 0, C++ calls fail at this end."""
+        """Adds `calls` to a counter. While the counter isn't 0, no call at this end bypasses Python."""
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler that interrupted its thread at this end."""
+        """True in a signal handler that interrupted its own thread's call at this end."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """`close` must follow."""
+        """Makes calls at this end fail. `close` must follow."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Returns False if a thread is still in a call: the memory stays mapped."""
+        """Closes this end. Returns False if a thread is still in a call; the memory must then stay mapped."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -179,13 +180,13 @@ class Message(NamedTuple):
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
-    """Equal on sender and receiver."""
+    """Must be equal on sender and receiver."""
     more_head: bytes | Pinned = b""
-    """The rest of a long head, to avoid a copy."""
+    """The rest of a long head, separate to avoid a copy."""
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """Returns `pieces_of` all but `head`, and how many pieces belong to `more_head`."""
+        """Returns `pieces_of` for everything but `head`, and the number of pieces of `more_head`."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
@@ -216,7 +217,7 @@ class _Sending:
 
 
 class Sender(_End):
-    """Messages keep the order of the calls. Thread-safe."""
+    """A queue's sending end. Messages arrive in the order of the calls. Thread-safe."""
 
     side = "writer"
 
@@ -226,7 +227,7 @@ class Sender(_End):
         self._writer = 0  # the thread that writes a message without the lock
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Returns once the tensors may be changed."""
+        """Sends a message, and returns once the program may change the tensors."""
         writer = 0
         try:
             with self.lock:
@@ -254,7 +255,7 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """Raises in a signal handler that would wait for its own thread's send."""
+        """Raises UsageError in a signal handler that would wait for its own thread's send."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
@@ -263,7 +264,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """A thread sends what doesn't fit into the ring."""
+        """Starts to send a message. A thread sends the rest that doesn't fit into the queue."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -295,7 +296,6 @@ class Sender(_End):
         return work
 
     def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
-        """Lets other threads send. A new thread completes `begun` and the waiting messages."""
         with self.lock:
             if begun is None and not self._waiting:
                 self._end_turn()
@@ -346,15 +346,14 @@ class Sender(_End):
 
 class Head(NamedTuple):
     data: memoryview
-    """Valid until the receiver's next call; empty if it is too long."""
+    """The head, valid until the receiver's next call. Empty if the head is too long."""
     head_bytes: int
     left_bytes: int
-    """Of the tensors, and of the head if `data` is empty."""
     fingerprint: int
 
 
 class Receiver(_End):
-    """Hold `lock` while receiving a message."""
+    """A queue's receiving end. Callers must hold `lock` while they receive a message."""
 
     side = "reader"
 
@@ -376,7 +375,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """As `take`; returns False after `timeout_s`."""
+        """Takes the next message. Returns False if none arrives within `timeout_s`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -412,7 +411,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """The message must have so many more bytes."""
+        """Reads the next `size_bytes` bytes of the message."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:

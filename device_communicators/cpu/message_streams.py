@@ -1,4 +1,4 @@
-"""Messages between hosts, as transfers to one rank or calls of the group, with the methods of `message_queue`."""
+"""Sends and receives messages between hosts. A message is a transfer to one rank, or a call of the group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.cpu.transfers import Transfers
 
 _STATUS = 9
-"""`QueueReport::broken` of csrc/queue.h."""
+"""Index of `broken` in `QueueReport` (csrc/queue.h)."""
 
 
 class MessageStreams:
-    """Every two ranks must be connected. Thread-safe."""
+    """Messages between ranks of different hosts. All ranks must be connected with each other. Thread-safe."""
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
         """`tag` must equal `Transfers.message_tag` in C++."""
@@ -75,20 +75,19 @@ class StreamReceiver(_StreamEnd):
         self._tag = tag
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Returns NotImplemented after a failure."""
+        """Receives a message. Returns NotImplemented after a failure."""
         return self._transfers.receive_message(past, self._src, self._tag, group, self._report, *arguments)
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler or decoder in a transfer of this thread."""
+        """True in a signal handler or decoder that runs during a transfer of its own thread."""
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:
-        """Raises the group's first failure, here or in C++ alone."""
+        """Raises the group's first failure."""
         self._transfers.check()
 
     def reserve(self, calls: int) -> None:
-        """As `message_queue`'s."""
         self._transfers.reserve(self._src, calls)
 
     def in_a_handler(self, operation: str) -> UsageError:
@@ -116,7 +115,7 @@ class ToAllReceiver(_StreamEnd):
         self._group, self._src, self._call = group, src, call
 
     def check(self, operation: str = "") -> None:
-        """`receive` raises the group's failure."""
+        """Does nothing: `receive` raises the group's failure."""
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
         started, report = time.monotonic(), ctypes.addressof(self._report)

@@ -1,9 +1,9 @@
-"""The compiled library: builds `csrc/` once per machine and torch version, and declares its functions.
+"""Builds the C++ library once per machine and torch version, and declares its functions.
 
-The *full* build has the registered ops' kernels and fits one version of torch. The *plain* build needs neither torch
-nor Python.
+The *full* build contains the kernels of the registered ops, and works with one version of torch. The *plain* build
+needs neither torch nor Python.
 
-Ops use torch's unstable ABI: the stable one takes 0.4 to 0.7 us more, and can't read requires_grad.
+Ops use torch's unstable ABI. The stable ABI takes 0.4 to 0.7 us more, and can't read requires_grad.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ logger = logging.getLogger("parallel_state")
 _VERSION = 21
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
-"""A group, and `Told` in csrc/call.h."""
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
-"""A failed compile isn't repeated for this time: a host's ranks start at different times."""
+"""A failed compile isn't repeated within this time, because a host's ranks start at different times."""
 _FAILURE_BYTES = 4096
 _STALE_S = 3600.0
 _UNUSED_S = 60 * 86400.0
@@ -198,7 +197,6 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_view_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ps_set_direct": (None, (c_void_p,)),
 }
-"""In the full build only."""
 
 
 _METH_FASTCALL = 0x80
@@ -206,7 +204,6 @@ _CALLED_BY_C = (
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
     "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size", "Py_IncRef", "Py_DecRef", "PyErr_NoMemory",
 )  # fmt: skip
-"""Passed to `ps_set_calling`."""
 
 
 class _Method(ctypes.Structure):
@@ -217,22 +214,21 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
     ("PyCFunction_NewEx", ctypes.pythonapi)
 )
 _METHODS: list[_Method] = []
-"""Kept alive for their functions."""
 
 QueueReport = c_int64 * 12
-"""Of csrc/queue.h."""
+"""The type of `QueueReport` in csrc/queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
 
 class NativeUnavailableError(Exception):
-    """The text is the reason, for `explain()`."""
+    """The compiled library can't be used. The text is the reason."""
 
 
 class NativeLibrary:
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
-        """False if ops go through Python."""
+        """False if the registered ops run through Python."""
         self.note = note
         self.path = path
         self._library = ctypes.CDLL(str(path))
@@ -250,7 +246,7 @@ class NativeLibrary:
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
         self.signal_pipe = self._library.ps_signal_pipe()
-        """Of a `wakeup.SignalPipe`."""
+        """Address of a `wakeup.SignalPipe`."""
         wakeup.tell(wakeup.SignalPipe.from_address(self.signal_pipe))
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
         self._library.ps_set_add_pending(ctypes.cast(ctypes.pythonapi.Py_AddPendingCall, c_void_p))
@@ -265,14 +261,14 @@ class NativeLibrary:
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a function of csrc/calling.h, which receives `itself`."""
+        """Returns a C function of the library as a Python callable. The function receives `itself`."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
         return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
-        """Raises what a signal handler raised during a C++ call."""
+        """Raises the exception, if any, that a signal handler raised during a C++ call."""
         record = (c_void_p * 3)()
         self._library.ps_take_exception(record)
         if record[0]:
@@ -283,7 +279,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Compiles the library first if necessary."""
+    """Loads the library, after compiling it if necessary. Raises NativeUnavailableError if this fails."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -293,7 +289,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Prefers the plain build: `load()` imports torch for seconds."""
+    """Loads the library, preferably an existing plain build, because `load()` imports torch for seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -338,7 +334,9 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
 
 
 def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
-    """Returns None and the reason if the file can't be used. `packaged` accepts the wheel's."""
+    """Returns the compiled file, or None and the reason why there is none. With `packaged`, the wheel's file is
+    accepted.
+    """
     brought = _PACKAGED / recipe.packaged_name
     if packaged and brought.exists() and native_build.is_current(brought, recipe):
         return brought, ""
@@ -353,7 +351,7 @@ def _target_of(recipe: Recipe) -> Path:
 
 
 def wanted_recipe() -> Recipe:
-    """Raises ImportError without torch, and BuildError."""
+    """Returns the recipe that the settings select. Raises BuildError, or ImportError if torch is missing."""
     return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
 
 
@@ -367,7 +365,9 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns as `_find`, but compiles a missing file. Logs the time of `announced_with`, or nothing for None."""
+    """Returns the same as `_find`, but compiles a missing file. Logs the expected time including `announced_with`, or
+    nothing if that is None.
+    """
     found, flaw = _find(recipe, packaged)
     if found is not None:
         return found, ""
@@ -394,9 +394,10 @@ def _compile(
     asked_s: float,
     announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
-    """The caller holds the lock. Processes that wait for it read a failure's reason from its file.
+    """Compiles `recipe`. The caller must hold the lock. Processes that wait for the lock read a failure's reason from
+    its file.
 
-    Its block is allocated first, because a disk may be full.
+    The file's space is allocated first, because the disk can be full later.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -420,7 +421,7 @@ def _compile(
 
 
 def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -> None:
-    """Also compiles a base that is missing or doesn't fit."""
+    """Compiles a missing or unsuitable base first."""
     base = recipe.base
     if base is None:
         native_build.compile_library(recipe, target, compiler, build_cache.seal)
@@ -471,7 +472,7 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes folders of killed compiles, and libraries unused for 60 days. The caller holds the lock of `target`."""
+    """Removes folders of killed compiles, and libraries unused for 60 days. The caller must hold the lock."""
     now = time.time()
     for path in target.parent.iterdir():
         with contextlib.suppress(OSError):

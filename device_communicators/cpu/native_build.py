@@ -1,7 +1,7 @@
 """Compiles the C++ sources here and in `control/`. setup.py loads this file by its path.
 
-Each library links a few sources with the *base* object. The kernels choose their instruction set at run time, without
-`-march=native`.
+Each library links a few sources with the *base* object, the compiled rest. Kernels choose their instruction set at run
+time, without `-march=native`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTROL = Path(__file__).parents[1] / "control" / "csrc"
 FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
-"""Contraction would round differently where there is no fused multiply-add."""
+"""No contraction: results would differ on processors without fused multiply-add."""
 _TOGETHER = (
     ("-O3", "add_rms_norm reduce"),
     ("-O1", "agreement core end_listeners guest hmac record"),
@@ -37,13 +37,15 @@ _TOGETHER = (
     ("-O3", "loans plain_tree shared_inputs transfers transfers_api unpack wait windows"),
     ("-O3", "hosts_blocks hosts_reductions"),
 )
-"""Optimization level and files of one unit, the longest first. Names in unnamed namespaces must differ in a row."""
+"""Each row is one unit: optimization level and files, the slowest unit first. Names in unnamed namespaces must differ
+within a row.
+"""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
 
 
 class BuildError(Exception):
-    """The text is the reason."""
+    """A compile failed. The text is the reason."""
 
 
 class Unit(NamedTuple):
@@ -57,19 +59,19 @@ class Unit(NamedTuple):
 class Recipe:
     what: str
     packaged_name: str
-    """In a wheel. Objects end with .o."""
+    """File name in a wheel. Object files end with .o."""
     units: tuple[Unit, ...]
     flags: tuple[str, ...] = ()
     link_flags: tuple[str, ...] = ()
     for_torch: str = ""
-    """The required build; empty: any."""
+    """The required build of torch; empty for any."""
     include_flags: tuple[str, ...] = ()
-    """Not in the digest: environments share compiled files."""
+    """Flags that the digest omits, because environments share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
-    """Of headers that are included by relative path."""
+    """Folders of headers that are included by relative path."""
     base: Recipe | None = None
     usual_cpu_s: float = 0.0
-    """Roughly, on GCC 12, without the base."""
+    """Approximate CPU time of the compile on GCC 12, without the base."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -103,7 +105,7 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """Raises ImportError without torch."""
+    """Raises ImportError if torch is missing."""
     import torch
 
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
@@ -120,7 +122,9 @@ def full_recipe() -> Recipe:
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
-    """Returns `Recipe`'s arguments for sources with torch's headers. Raises BuildError for the old ABI of C++."""
+    """Returns `Recipe`'s arguments for sources that include torch's headers. Raises BuildError if torch uses the old
+    C++ ABI.
+    """
     import torch
 
     if not torch.compiled_with_cxx11_abi():
@@ -139,7 +143,7 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Self-made builds of one version of torch differ in generated headers."""
+    """Returns a digest of torch's headers. Self-made builds of one version can differ in generated headers."""
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
@@ -184,16 +188,15 @@ def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callabl
 
 
 def usable_cores() -> set[int]:
-    """Returns all cores on systems without affinity."""
+    """Returns this process's cores, or all cores on systems without affinity."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 _CORES = threading.BoundedSemaphore(len(usable_cores()))
-"""Concurrent builds share the cores."""
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """Splits $CXX as a shell would (`ccache g++`)."""
+    """Returns the compiler's command, or None. $CXX is split as in a shell (`ccache g++`)."""
     if given := shlex.split(os.environ.get("CXX", "")):
         return tuple(given)
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -207,7 +210,9 @@ def compile_library(
     seal: Callable[[bytes], bytes] | None = None,
     base: Callable[[], Path] | None = None,
 ) -> None:
-    """Writes `target` atomically, writable by its owner only. `seal` returns the bytes to write, `base` a path."""
+    """Writes the library to `target` atomically, writable only by its owner. `seal` converts the bytes before; `base`
+    returns the base object's path.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)
         if recipe.base is not None:

@@ -1,4 +1,4 @@
-"""The collectives of a group on CPU tensors: calls C++, and turns failures into errors."""
+"""Runs a group's collectives on CPU tensors in C++, and turns failures into errors."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ from device_communicators.cpu.native import NativeLibrary
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED = 1, 2, 3, 4, 5
 _FAILED, _BUSY, _UNMAPPED, _BROKEN, _TOO_LARGE, _UNREACHABLE = 7, 8, 9, 10, 11, 13
-"""`Status` in csrc/group.h."""
+"""Values of `Status` in csrc/group.h."""
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                  11: "bool", 15: "bfloat16"}  # fmt: skip
-"""c10::ScalarType."""
 OUTSIDE = 1 << 15
-"""`kOutside` in csrc/liveness.h."""
+"""`kOutside` in csrc/liveness.h: a rank outside of the group."""
 _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
     _TIMED_OUT: (CollectiveTimeoutError, "timed out"),
     _PEER_DIED: (PeerDiedError, "waited for a rank that has left"),
@@ -62,30 +61,30 @@ _COUNTED = (
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
     "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
-"""As `Counted` in csrc/handle.h."""
+"""Names in the order of `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
 _MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
     torch.int32: 6, torch.int64: 7, torch.uint8: 8,
 }  # fmt: skip
-"""`Dtype` in csrc/reduce.h."""
+"""Numbers of `Dtype` in csrc/reduce.h."""
 _PARTS = 64
-"""kMaxRanks of csrc/tuning.h."""
+"""Must equal kMaxRanks in csrc/tuning.h."""
 
 
 _METHODS = 256
-"""Meter::kMethods of csrc/handle.h."""
+"""Must equal Meter::kMethods in csrc/handle.h."""
 
 
 class QueueStatus:
-    """As in csrc/queue.h, also of transfers."""
+    """Statuses of queues and transfers, as in csrc/queue.h."""
 
     DONE, TIMED_OUT, PEER_DIED, MALFORMED, INTERRUPTED, GIVEN_UP = range(6)
 
 
 class Taken(NamedTuple):
-    """`waited_s`: the part of `took_s` that waited for other ranks."""
+    """Calls of one method. `waited_s` is the part of `took_s` spent waiting for other ranks."""
 
     calls: int
     took_s: float
@@ -93,7 +92,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """`last`: how often each global rank arrived last."""
+    """Calls by method, and in `last` how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -103,7 +102,7 @@ class Meter(NamedTuple):
 class Members(GroupMember):
     name: str
     ranks: tuple[int, ...]
-    """Global."""
+    """Global ranks."""
     rank: int
     timeout: Timeout
 
@@ -117,7 +116,6 @@ class NativeGroup:
         self.number = number
         self.members = members
         self.connections = Connections({}, {}, 0)
-        """The compiled group owns their descriptors."""
         self._host_of_rank: Sequence[int] = ()
         self._lock = threading.Lock()
         self._served: set[str] = set()
@@ -125,7 +123,8 @@ class NativeGroup:
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Extends the group over several hosts, before its first call. Takes over the descriptors.
+        """Extends the group over several hosts, before its first call. The group then owns the connections'
+        descriptors.
 
         `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16 are rounded before they are
         sent.
@@ -153,7 +152,9 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Raises the call's failure, or UsageError if another is running. Peers receive `user_call`."""
+        """Runs a collective. Raises the call's failure, or UsageError if another call is running. Peers receive
+        `user_call`.
+        """
         user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
@@ -162,7 +163,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Orders a broadcast message among collectives. Every rank calls it."""
+        """Gives a broadcast message its place among the group's collectives. Every rank must call this."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -175,7 +176,7 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Other threads' calls raise until `exit`. Raises if one is running."""
+        """Makes calls of other threads raise until `exit`. Raises UsageError if a call is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -187,7 +188,7 @@ class NativeGroup:
         return bool(self.library.ps_group_is_busy(self.number))
 
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
-        """Returns a TransferError if a connection broke."""
+        """Returns the error of a failed call, or a TransferError if a connection broke."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -254,7 +255,6 @@ class NativeGroup:
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _unreachable_from(self, reporter: int, operation: str, elapsed_s: float) -> CommunicationError:
-        """Another host can't reach this rank's host."""
         members, hosts = self.members, self._host_of_rank
         there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
         why = (
@@ -291,7 +291,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns what `traffic` returns."""
+        """Returns the last `traffic`."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -299,7 +299,7 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Covers the time with `ps_measure_calls`."""
+        """Returns the times of calls, measured while `ps_measure_calls` is on."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
@@ -311,7 +311,7 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Of ops that bypassed Python."""
+        """Returns the calls and bytes of each op that bypassed Python."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -353,18 +353,18 @@ class NativeGroup:
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
-        """Ends this process's waits. Later calls fail."""
+        """Ends all waits of this process in the group. Later calls fail."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Keeps other ranks from taking an exit for a death."""
+        """Announces that this rank leaves. Other ranks then don't take an exit for a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Memory is freed when the last call returns. May be called twice."""
+        """Closes the group. The memory is freed when the last call returns. May be called twice."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -407,7 +407,7 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """The route adds the rank."""
+    """Returns the error for a death outside of the group."""
     why = "a rank outside this group has ended, and its death fails this group too (see failure_domain)"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 

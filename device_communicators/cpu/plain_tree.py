@@ -1,4 +1,4 @@
-"""Encodes Python objects in C++ (csrc/pack.h), which must know the layout of Python's and torch's objects."""
+"""Encodes Python objects in C++ (csrc/pack.h), by the memory layout of Python's and torch's objects."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ _FUNCTIONS = {
     "call": "PyObject_Vectorcall",
 }
 _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""By torch's version. Both take an address."""
+"""Names in different versions of torch. Each function takes an address."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Pinned(NamedTuple):
-    """Pieces as (address, size), and the objects that own this memory."""
+    """Pieces of memory as (address, size), and the objects that own the memory."""
 
     pieces: tuple[tuple[int, int], ...]
     keeps: object
@@ -101,11 +101,11 @@ class Packed(NamedTuple):
     more: Pinned
     tensors: list[torch.Tensor]
     is_cut: bytes
-    """By tensor: 1 if only this rank's slice is sent."""
+    """For each tensor: 1 if only this rank's slice is sent."""
 
 
 _Cut = tuple[int, int, "dict[str, None] | None"]
-"""Number of slices, this rank's, and the keys of tensors that are sent whole."""
+"""Number of slices, index of this rank's slice, and keys of the tensors that are sent whole."""
 _WHOLE: _Cut = (0, 0, None)
 
 
@@ -118,7 +118,7 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """A dict's CPU tensors, which sender and receiver know in advance. `entries`: of the dict, with other values."""
+    """A dict's CPU tensors, which sender and receiver know in advance. `entries`: how many entries the dict has."""
 
     def __init__(
         self, keys: Sequence[str], dtypes: Sequence[int], shapes: Sequence[Sequence[int]], entries: int
@@ -135,8 +135,8 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    First arguments: a group's key, a peer and a method's number in TRANSFERS; for broadcasts the key, the call's word
-    and its source. Functions without a result return an `Outcome`.
+    The first arguments are a group's key, a peer and a method's number in TRANSFERS; for broadcasts, the key and the
+    call's word. Functions without a result return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -144,31 +144,33 @@ class PastPython:
             return library.method(name, python)
 
         self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
-        """A dict, its `Form`'s address, and its head."""
+        """Further arguments: a dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """An object, the maximum of bytes, a `_Cut`, and True to wait between hosts.
+        """Further arguments: an object, the maximum number of bytes, a `_Cut`, and True to wait between hosts.
 
-        Between hosts, an unsent message returns 4 (`kStarted`) plus its transfer's number.
+        Between hosts, a send that isn't complete returns 4 (`kStarted`) plus its transfer's number.
         """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
-        """The expected head, and the tensors to fill."""
+        """Further arguments: the expected head, and the tensors to fill."""
         self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
         self.receive_value: Callable[..., Any] = method("ps_receiving_value")
-        """Takes `Received` of csrc/messages_api.cpp. After NotImplemented, call `receive_at`."""
+        """Further arguments: those of `Received` in csrc/messages_api.cpp. If the result is NotImplemented, call
+        `receive_at`.
+        """
         self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
         self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
-        """A reader's end, the message's number, the timeout, the group's number."""
+        """First arguments: a reader's end, the message's number, the timeout, and the group's number."""
         self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
-        """Between hosts."""
+        """Receives from one rank of another host."""
         self.broadcast_between: Callable[..., int] = method("ps_group_broadcasting")
         self.receive_between: Callable[..., Any] = method("ps_group_receiving")
-        """From one rank to all on several hosts."""
+        """Receives a broadcast in a group on several hosts."""
 
 
 class PlainObjects:
-    """Calls hold the GIL, unlike ctypes' usual ones."""
+    """Encodes objects in C++. Calls hold the GIL, unlike ctypes' usual calls."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
@@ -183,11 +185,11 @@ class PlainObjects:
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
 
     def pack(self, value: object, limit: int, cut: _Cut = _WHOLE) -> Packed | None:
-        """Returns None if Python must encode the object."""
+        """Encodes an object. Returns None if only Python can encode it."""
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes an object for `packed`. Returns False if Python must encode it."""
+        """Encodes an object for `packed`. Returns False if only Python can encode it."""
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
@@ -213,7 +215,9 @@ class PlainObjects:
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns the last message's pieces, how many are its head, and kept objects: texts, then tensors."""
+        """Returns the last message's pieces, how many of them are its head, and the objects in use: texts, then
+        tensors.
+        """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
         count = self._packed(found, _MOST_PIECES, counts, held)
@@ -236,7 +240,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Also returns the objects that must live as long."""
+    """Returns the struct, and the objects that must live as long as the struct."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()
@@ -263,7 +267,9 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns the offset of an object's type, or 0: then C++ calls PyObject_Type, three times as slow."""
+    """Returns the offset of an object's type, or 0 if unknown. With 0, C++ calls PyObject_Type, which is three times as
+    slow.
+    """
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):
@@ -272,7 +278,7 @@ def type_at() -> int:
 
 
 def tensor_at() -> int:
-    """Returns the offset of TensorImpl, or 0 if it varies."""
+    """Returns the offset of TensorImpl in a tensor object, or 0 if it varies."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):

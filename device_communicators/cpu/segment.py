@@ -1,6 +1,6 @@
-"""Files in shared memory, *segments*, that only this user can open, until their names are removed.
+"""Creates files in shared memory, *segments*, that only this user can open, until their names are removed.
 
-A maker holds a lock while the name exists, so `sweep` removes names of killed makers.
+A segment's creator holds a lock while the name exists, so `sweep` removes only names of killed creators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 
 _SPARE_BYTES = 64 << 20
 DIRECTORY = "/dev/shm" if sys.platform == "linux" else tempfile.gettempdir()
-"""Elsewhere a segment only shows which ranks are on one host."""
+"""The folder of segments. Outside of Linux, a segment only shows which ranks are on one host."""
 NAME_BYTES = 33
 _PREFIX = "parallel_state-"
 _LOCKED = "k"
@@ -30,7 +30,7 @@ class SegmentError(Exception):
 
 
 class Segment:
-    """Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
+    """Call `unlink` when all ranks have opened the segment, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -51,7 +51,9 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Returns None if this host has none. Raises SegmentError for another user's."""
+        """Opens a segment, or returns None if this host has none of this name. Raises SegmentError for another user's
+        segment.
+        """
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -78,7 +80,9 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Raises SegmentError if the file system is full, or with `leave_some` nearly full; a write would kill us."""
+        """Allocates memory. Raises SegmentError if the file system is full, or with `leave_some` nearly full. A write
+        would then kill the process.
+        """
         try:
             if leave_some:
                 state = os.fstatvfs(self.descriptor)
@@ -128,7 +132,7 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Returns False if a sweep, which holds the lock while it removes a name, was faster."""
+    """Locks a new segment. Returns False if a sweep removes its name first."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

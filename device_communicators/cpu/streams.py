@@ -11,13 +11,15 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import Watcher
 
 STRIPED_BYTES = 256 << 10
-"""Bodies of this size are striped over several connections."""
+"""Message bodies of at least this size are split over several connections."""
 
 
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Every rank calls it. The caller closes the connections after `ps_transfers_delete` of the address."""
+    """Connects all ranks and returns the C++ object's address. Every rank must call this. The caller closes the
+    connections after `ps_transfers_delete`.
+    """
     members, collectives = memory.members, memory.collectives
     if collectives is None:
         raise members.destroyed()

@@ -1,6 +1,6 @@
-"""Sends tensors between two ranks, and between hosts also messages. `csrc/transfers.h` moves the data.
+"""Sends tensors from one rank to another, and between hosts also messages. `csrc/transfers.h` moves the data.
 
-The library keeps tensors alive. Its thread completes transfers that no caller waits for.
+The library keeps tensors alive during a transfer. Its thread completes transfers that no caller waits for.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from device_communicators.cpu.native_group import Members, QueueStatus, wait_fai
 from device_communicators.cpu.plain_tree import PastPython
 
 _NO_MEMORY, _CLOSED, _BROKEN = 7, 8, 9
-"""Of `TransferFailure`, beside those of `QueueStatus`. Others: a malformed message."""
+"""Statuses of `TransferFailure` that `QueueStatus` lacks. Any other status means a malformed message."""
 _DONE, _INSIDE = 0, -2
-"""Of a start (csrc/transfer_call.h). Other negative numbers: a refusal."""
+"""Results of starting a transfer (csrc/transfer_call.h). Other negative numbers mean a failure."""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
-"""Of a wait. Others: a failure."""
+"""Results of a wait. All others mean a failure."""
 _LONGEST_S = 1e9
 MOST_TAG = (1 << 31) - 1
 _DTYPES: dict[int, object] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
@@ -48,7 +48,7 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """`TransferFailure` in csrc/transfer_call.h. Ranks are ranks in the group."""
+    """The fields of `TransferFailure` in csrc/transfer_call.h."""
 
     status: int
     sends: int
@@ -75,7 +75,7 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
-    """Returns a TransferError with `text` if the connection broke. `needs_bytes`: of a ring, or 0."""
+    """Returns a TransferError with `text` if the connection broke. `needs_bytes`: the size of a ring, or 0."""
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
     if failed.sent_dtype >= 0:
@@ -113,7 +113,7 @@ def failure_text_of(library: Any, transfers: int) -> str:
 
 
 def _what_is_short(needs_bytes: int) -> str:
-    """Judges by what is free now: the library doesn't report it."""
+    """Returns which memory is short, judged by the memory that is free now."""
     with contextlib.suppress(OSError):
         found = os.statvfs("/dev/shm")
         free_bytes = found.f_bavail * found.f_frsize
@@ -144,7 +144,7 @@ def _functions(library: NativeLibrary) -> _Functions:
 
 @functools.cache
 def _number_of(dtype: torch.dtype) -> int:
-    """Sender and receiver must have the same."""
+    """Returns a number that is the same for sender and receiver."""
     return DTYPE_NUMBERS.get(dtype, zlib.crc32(str(dtype).encode()) >> 1 | 1 << 30)
 
 
@@ -162,7 +162,7 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns `address`, of `ps_rings_new` or `ps_streams_new`. `group` and `tag` are for calls that bypass Python."""
+        """Owns the C++ object at `address`. `group` and `tag` are for calls that bypass Python."""
         self.members = members
         self._library = library
         self._functions = _functions(library)
@@ -173,20 +173,21 @@ class Transfers:
         self._failure: Failure | None = None
         self._is_free = False
         self._waits: set[tuple[int, int, int]] = set()
-        """Thread, direction and peer; between hosts only the thread."""
         if group:
             library.ps_transfers_serve(self.address, group, tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
-        """`x` is contiguous. Returns complete work if there was room for it."""
+        """Starts to send the contiguous `x`. The work is already complete if there was room for `x`."""
         return self._started(1, x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
-        """`out` is contiguous. Raises CollectiveMismatchError for another size or dtype."""
+        """Starts to receive into the contiguous `out`. Raises CollectiveMismatchError if the sent size or dtype
+        differs.
+        """
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
-        """`x` is contiguous, and may be changed afterwards."""
+        """Sends the contiguous `x`. The program may change `x` afterwards."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
@@ -227,7 +228,6 @@ class Transfers:
     def receive_message(
         self, past: PastPython, src: int, tag: int, group: int, report: ctypes.Array[c_int64], *arguments: Any
     ) -> Any:
-        """Writes the sizes to `report`. Returns as `PastPython.receive_over`."""
         with self._waiting(0, src):
             address = ctypes.addressof(report)
             return past.receive_over(self.address, src, tag, self._timeout_us, group, address, *arguments)
@@ -240,7 +240,7 @@ class Transfers:
         raise self._failed()
 
     def reserve(self, src: int, receives: int) -> None:
-        """Receives that bypass Python wait for these."""
+        """Adds `receives` to a counter. While the counter isn't 0, no receive from `src` bypasses Python."""
         self._library.ps_transfers_reserve(self.address, src, receives)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
@@ -263,7 +263,9 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Refuses a handler that interrupted a transfer with this peer, between hosts with any: messages would mix."""
+        """Raises UsageError in a signal handler that interrupted a transfer with this peer (between hosts, with any
+        peer): messages would mix.
+        """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
 
@@ -308,7 +310,7 @@ class Transfers:
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
-        """Fails started transfers. Peers on other hosts detect it at once."""
+        """Makes started transfers fail. Peers on other hosts detect the failure at once."""
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
@@ -318,7 +320,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Returns False if a thread still uses a ring, which stays mapped."""
+        """Returns False if a thread still uses a ring. The memory must then stay mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # the memory may be unmapped then
 

@@ -1,4 +1,4 @@
-"""Starts to detect failures of a process group's ranks, which exchange addresses at a store."""
+"""Starts to detect failures of a process group's ranks. The ranks exchange addresses through a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import LOOPBACK, Place, Watcher, answer_within
 
 _OWN_NAME_S = 2.0
-"""Of resolving this host's own name."""
 _ATTEMPT = "process/attempt"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
@@ -35,7 +34,9 @@ TOGETHER_S = 0.1
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Returns the address of this rank's control plane, or "". Replaces an unknown or loopback `address`."""
+    """Starts this rank's control plane and returns its address, or "" without one. Replaces an empty or loopback
+    `address`.
+    """
     if not address or is_loopback(address):  # as /etc/hosts' 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
     try:
@@ -57,10 +58,11 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Starts to watch the global `ranks`, each of which must call this, unless one has a note. Returns their notes.
+    """Exchanges notes with the global `ranks`, each of which must call this. Returns all notes. If no rank has a note,
+    starts to watch the ranks.
 
-    `store`: a prefix of this call's own. `check` runs about every 20 ms; its exception ends the wait. Raises
-    RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited.
+    `store`: must have a prefix that only this call uses. `check` runs about every 20 ms; its exception ends the wait.
+    Raises RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -101,7 +103,7 @@ def meet(
 
 
 class Neighbours:
-    """The processes of this PID namespace in a meeting, for a rank that loses the store."""
+    """The ranks of a meeting in this PID namespace. A rank that loses the store checks which of these ranks exited."""
 
     def __init__(self, processes: str) -> None:
         """`processes`: the PID namespace; empty if unknown."""
@@ -119,7 +121,7 @@ class Neighbours:
             self.found = {int(rank): (int(pid), began) for rank, pid, began in map(str.split, found.splitlines())}
 
     def ended(self) -> set[int]:
-        """Returns the ranks that had entered and have exited."""
+        """Returns the ranks that entered the meeting and have exited since."""
         return {rank for rank, process in self.found.items() if _has_ended(*process)}
 
 
@@ -163,7 +165,7 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Returns the ranks that are missing from all attempts, or from the last."""
+        """Closes the attempt. Returns the ranks that are missing from every attempt, or else from the last."""
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):
@@ -192,7 +194,7 @@ class _Roll:
         return list(entries)
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Bisects: one missing rank of 1,000 takes 20 requests."""
+        """Returns the missing ranks by bisection: one missing rank of 1,000 takes 20 requests."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2
@@ -204,7 +206,7 @@ class _Roll:
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:
-    """`memory` must be attached."""
+    """Passes the PIDs of this host's ranks to `watcher`. `memory` must be attached."""
     ranks = memory.members.ranks
     own = ranks[memory.members.rank]
     pids = {ranks[place]: pid for place, pid in zip(memory.local_ranks, memory.pids, strict=True)}

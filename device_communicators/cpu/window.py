@@ -1,4 +1,4 @@
-"""Windows: memory of each rank that other ranks write, and ranks of its host also read (csrc/one_sided.h)."""
+"""Windows: memory of each rank that other ranks can write. Ranks of the same host can also read (csrc/one_sided.h)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from device_communicators.cpu.transfers import Failed, failure_of
 
 TIMED_OUT = 1
 _CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _BROKEN, _WRONG_ARGUMENT = 4, 5, 6, 9, 10, 12
-"""`Status` in csrc/group.h."""
+"""Values of `Status` in csrc/group.h."""
 _PART_WORDS, _MOST_DIMS = 17, 9
-"""`WindowPart` in csrc/one_sided.h."""
+"""Sizes of `WindowPart` in csrc/window_part.h."""
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _LONGEST_S = 1e9
 _ADVICE = "call it outside the compiled function"
@@ -50,7 +50,9 @@ _ADVICE = "call it outside the compiled function"
 def window_failure(
     group: NativeGroup, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
 ) -> Exception:
-    """Returns the error of this thread's last call, or raises what a signal handler raised."""
+    """Returns the error of this thread's last call. If a signal handler raised an exception, raises that exception
+    instead.
+    """
     members = group.members
     if status == _INTERRUPTED:
         group.library.raise_interruption()
@@ -84,7 +86,7 @@ def window_failure(
 
 
 def group_of_one(context: GroupMember) -> NativeGroup:
-    """Raises UnsupportedError without the library."""
+    """Returns a group of this rank alone. Raises UnsupportedError if the compiled library is missing."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -102,7 +104,7 @@ def _calls_of(library: Any) -> tuple[Any, Any, Any]:
 
 
 class _Opened:
-    """Tensors that view its memory keep it."""
+    """An open window. Tensors that view the window's memory keep this object alive."""
 
     def __init__(self, library: Any, address: int) -> None:
         self.library, self.address = library, address
@@ -112,12 +114,13 @@ class _Opened:
 
 
 class Window:
-    """A tensor on each rank that the group's other ranks write. `GroupCoordinator.window` makes it.
+    """A tensor on each rank that the group's other ranks can write. `GroupCoordinator.window` makes a window.
 
-    Ranks are those in the group, this one included. Only `deregister` needs calls of other ranks.
+    Arguments are ranks in the group; a rank may name itself. Only `deregister` needs calls of other ranks.
 
-    After `wait_signal`, a rank sees all earlier puts of the other rank to it; within a host, all its earlier writes.
-    Within a host, a read after `put` has returned gives the new bytes. Reading while a rank writes gives a mix.
+    After `wait_signal(src)`, a rank sees all earlier puts of `src` to this rank; within a host, all earlier writes of
+    `src`. Within a host, a read after `put` has returned gives the new bytes. A read during a write can give old and
+    new bytes mixed.
 
     Calls raise PeerDiedError if a rank died, InvalidArgumentError after `deregister`, and GroupDestroyedError.
     Thread-safe.
@@ -132,7 +135,7 @@ class Window:
         barrier: Callable[[], object],
         failure_of: Callable[[Exception, str, float], Exception],
     ) -> None:
-        """`exchange` gathers a tensor of all ranks. `failure_of` returns the group's error."""
+        """`exchange` gathers a tensor of each rank. `failure_of` turns an error into the group's error."""
         self._group, self._barrier, self._failure_of = group, barrier, failure_of
         count, library = math.prod(size), group.library
         number = DTYPE_NUMBERS.get(dtype, -1)
@@ -155,11 +158,11 @@ class Window:
 
     @host_call(_ADVICE)
     def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
-        """Copies the CPU tensor `x` to elements of rank `dst` from `offset` on. `x` may be changed afterwards.
+        """Copies the CPU tensor `x` to rank `dst`, from element `offset` on. The program may change `x` afterwards.
 
-        The bytes have then arrived (within a host) or are on their way. `signal=True` adds `signal(dst)`, in the same
-        message. Raises InvalidArgumentError if `x` doesn't fit, and CollectiveTimeoutError if another host doesn't
-        receive it.
+        On return, the bytes have arrived (within a host) or are on their way. `signal=True` also signals rank `dst`, in
+        the same message. Raises InvalidArgumentError if `x` doesn't fit, and CollectiveTimeoutError if another host
+        doesn't receive the bytes.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
@@ -174,9 +177,10 @@ class Window:
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Returns the memory of `rank` as a tensor that shares it and keeps it mapped.
+        """Returns the memory of `rank` as a tensor. The tensor keeps the memory mapped.
 
-        After `deregister`, that rank may reuse the memory. Raises UnsupportedError if it shares none with this rank.
+        After `deregister`, that rank may reuse the memory. Raises UnsupportedError if `rank` shares no memory with this
+        rank.
         """
         found = c_void_p()
         status = self._group.library.ps_window_memory(self._address, index(rank), ctypes.byref(found))
@@ -192,7 +196,7 @@ class Window:
 
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
-        """Sends a signal for rank `dst`'s `wait_signal`. Returns at once."""
+        """Sends a signal to rank `dst`, which receives it by `wait_signal`. Returns at once."""
         started = time.monotonic()
         status = self._signalling(self._address, index(dst))
         if status:
@@ -200,9 +204,9 @@ class Window:
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
-        """Receives one signal of rank `src`. `timeout_s`: by default the group's timeout; 0 polls.
+        """Receives one signal of rank `src`. `timeout_s` is by default the group's timeout; 0 only polls.
 
-        After a CollectiveTimeoutError the window stays usable; a later call can receive the signal.
+        After a CollectiveTimeoutError the window stays usable, and a later call can receive the signal.
         """
         started = time.monotonic()
         limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
@@ -212,7 +216,7 @@ class Window:
 
     @host_call(_ADVICE)
     def deregister(self) -> None:
-        """Ends the window and frees its memory. Every rank calls it; returns when all puts have arrived."""
+        """Ends the window and frees its memory. Every rank must call this. Returns when all puts have arrived."""
         self._barrier()
         started, status = time.monotonic(), self._group.library.ps_window_end(self._address)
         if status:

@@ -1,1 +1,1 @@
-"""Collectives by kernels in GPU memory that all ranks of a host have mapped. `csrc/` has the CUDA code."""
+"""Collectives by CUDA kernels on GPU memory that all ranks of a host have mapped. `csrc/` has the kernels."""

@@ -1,6 +1,6 @@
-"""Collectives of small GPU tensors within one host, by kernels in peer memory.
+"""Collectives of small GPU tensors within one host, by kernels on GPU memory that all ranks have mapped (peer memory).
 
-All kernels sum in float32, in rank order, and round once: an element's bits depend on neither rank, kernel, size nor
+All kernels sum in float32 in rank order, and round once. An element's bits don't depend on the rank, kernel, size or
 position.
 """
 
@@ -18,14 +18,16 @@ from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.communicator import COMPOSED, GroupContext, PartialCommunicator, Request
 
 ALIGNMENT = 16
-"""In bytes."""
+"""Alignment of tensors' addresses, in bytes."""
 
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
-    """Supports up to 8 ranks. Each call is one launch on the current stream, unless a fused norm must be composed."""
+    """Runs each collective of up to 8 ranks as one kernel launch on the current stream. Unsupported fused norms are
+    composed of several calls.
+    """
 
     name = "peer_memory"
     picks_by_size = True
@@ -33,7 +35,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def __init__(
         self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
     ) -> None:
-        """`thresholds` replace those in the table."""
+        """`thresholds`: used instead of the table of measured thresholds."""
         super().__init__(context)
         self._thresholds = thresholds
         self._at = context.device
@@ -130,7 +132,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """A fixed algorithm uses the fused kernel for every size: the composed norm rounds differently."""
+        """A fixed algorithm uses the fused kernel for every size, because the composed norm rounds differently."""
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
         return is_small and self.group.has_norm(x, residual, weight)

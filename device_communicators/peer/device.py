@@ -1,4 +1,4 @@
-"""The part of a GPU's interface, except the kernels, that tests without a GPU replace."""
+"""The interface to a rank's GPU. Tests without a GPU replace `PeerDevice`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Measured times are valid for these versions only."""
+    """Returns the versions for which measured times are valid."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:
@@ -59,7 +59,7 @@ class PeerDevice:
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """Every rank of the group calls it."""
+        """Every rank of the group must call this."""
         read: list[Any] = []
         run_on_all_ranks(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)
@@ -72,7 +72,9 @@ class PeerDevice:
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """Every rank of the group calls it. If CUDA fails on one, all raise NotSharedError."""
+    """Starts CUDA and returns the rank's device. Every rank must call this. If CUDA fails on one rank, all ranks raise
+    NotSharedError.
+    """
     found: list[PeerDevice] = [] if device is None else [device]
     run_on_all_ranks(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
     return found[0]

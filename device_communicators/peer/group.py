@@ -1,9 +1,10 @@
-"""A group's kernels in peer memory: set-up, self-test, launches and failures.
+"""Sets up, tests and launches a group's kernels in peer memory, and reports their failures.
 
-A kernel waits for peers on the device. After its deadline, or when the host sets the *abort* word, it writes a *report*
-into host memory and ends. The next call raises the failure; calls launched before it have undefined results.
+A kernel waits for peers on the device. At its deadline, or when the host sets the *abort* word, a kernel writes a
+*report* into host memory and ends. The group's next call raises the failure. Results of all calls before that one are
+undefined.
 
-Calls on several streams wait for each other; the program must order replays of captured calls.
+Calls on several streams run one after another. The program must order replays of captured calls.
 """
 
 from __future__ import annotations
@@ -49,13 +50,11 @@ _PROOFS = (
 )
 _NORM = "all_reduce_add_rms_norm"
 _MOST_PREPARED = 4096
-"""When it is reached, all are dropped."""
 
 _CallKey = tuple[str, str, "torch.dtype | None", int, int]
-"""Operation, algorithm or kind of norm, dtype (None for bytes), elements, row length (0 without norm)."""
 
 _REPORT, _ABORT, _WORDS = 0, 16, 32
-"""Words on cache lines of their own: the device writes one and reads the other."""
+"""Two indexes, on separate cache lines, and the number of words."""
 _PROOF_S = 30.0
 _GOODBYE_S = 10.0
 _STEP_S = 0.0005
@@ -73,7 +72,7 @@ class PeerGroup:
         self._share_of_timeout = 1.0
         self._prepared: dict[_CallKey, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
-        """Blocks of any kernel that can be resident on every rank's device."""
+        """Every rank's device can hold this many blocks of any kernel."""
         self._order = StreamOrder(device.streams)
         self._failure: CommunicationError | None = None
         self._closed = threading.Event()
@@ -86,7 +85,9 @@ class PeerGroup:
 
     @classmethod
     def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
-        """Every rank calls it. If a step fails on one, all raise NotSharedError."""
+        """Creates the group and tests its kernels. Every rank must call this. If a step fails on one rank, all ranks
+        raise NotSharedError.
+        """
         started = time.monotonic()
         is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
         admission = agree(context, device, thresholds, is_auto=is_auto)
@@ -113,9 +114,9 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Tests each kind of call before captures. Wrong results raise last: peers need this rank's calls.
+        """Makes a test call of each kind. Raises for wrong results only after all calls, because peers wait for them.
 
-        The timeout is below the kernels' deadline: a kernel's trap destroys the CUDA context.
+        The timeout is shorter than the kernels' deadline: a kernel at its deadline destroys the CUDA context.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         # `run_on_all_ranks` may time out after 0.75 of the timeout.
@@ -185,7 +186,7 @@ class PeerGroup:
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
-        """Frees the regions, or leaks them if calls still run after 10 s. Replays must be finished."""
+        """Frees the shared memory, or leaks it if calls still run after 10 s. Graph replays must be finished."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -204,7 +205,7 @@ class PeerGroup:
         self.memory.leak()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Aborts calls that aren't done after `timeout_s`."""
+        """Waits for all calls, and aborts them after `timeout_s`."""
         if self._order.last is None:
             return True
         with contextlib.suppress(RuntimeError):  # the CUDA context is lost, most likely by a kernel's trap
@@ -219,7 +220,6 @@ class PeerGroup:
         return False
 
     def _abort_on_death(self) -> None:
-        """Runs in the thread that detected the exit."""
         if self.context.deaths() and not self._words[_ABORT]:
             self._words[_ABORT] = 1
             logger.error(
@@ -227,7 +227,6 @@ class PeerGroup:
             )
 
     def _watch_words(self) -> None:
-        """Runs in a thread; calls no CUDA."""
         while not self._closed.wait(_POLL_S):
             if self._words[_REPORT] and not self._words[_ABORT]:
                 logger.error("%s", self._failed("peer memory"))
@@ -267,7 +266,7 @@ class PeerGroup:
     # Tensors: contiguous, on the group's device, aligned to 16 bytes. `how`: push, pull; two_shot for all_reduce.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """`out` may be `x`."""
+        """Writes the sum to `out`, which may be `x`."""
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
@@ -277,7 +276,7 @@ class PeerGroup:
         self._launch(("reduce_scatter", how, out.dtype, out.numel(), 0), x, out)
 
     def has_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """The result is equal on all ranks."""
+        """All ranks get the same result."""
         if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
             return False
         if residual.shape != x.shape or weight.shape != x.shape[-1:]:

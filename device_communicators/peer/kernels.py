@@ -1,7 +1,7 @@
-"""Compiles, loads and launches the kernels of `csrc`. `Call`, constants and names mirror `call.cuh`.
+"""Compiles, loads and launches the kernels of `csrc`. `Call`, the constants and the kernel names mirror `call.cuh`.
 
-`load` loads everything: nothing may be loaded during a capture, and a load may wait for kernels that wait for this
-rank.
+`PeerKernels.load` loads all kernels at once: CUDA forbids loading during a capture. A later load could also wait for a
+kernel that waits for this rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ MAX_THREADS = 512
 PART_PACKETS = 256
 """Packets, of 8 data bytes each, from a block to each rank in one epoch."""
 STAGE_BYTES = 32 << 10
-"""Per block and epoch."""
+"""Staging memory per block and epoch."""
 REGION_ALIGNMENT = 256
 PACKETS_OFFSET = 64 << 10
 STAGES_OFFSET = PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16
 REGION_BYTES = STAGES_OFFSET + 2 * MAX_BLOCKS * STAGE_BYTES
-"""Per rank, for tensors of any size. Must be zeroed before any rank's first launch."""
+"""Size of each rank's shared memory, for tensors of any size. The memory must be zero before any rank's first launch.
+"""
 
 
 class Call(ctypes.Structure):
@@ -57,18 +58,20 @@ KERNELS: tuple[str, ...] = (
     *("all_gather_push", "all_gather_pull"),
     *(f"{what}_{dtype}" for what in _NORMS for dtype in _DTYPES),
 )
-"""The index is `Call.operation`; append new names."""
+"""Kernels by their number in `Call.operation`. New names must be appended."""
 OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 
 class Launcher(Protocol):
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Copies the call. The launcher's device must be current. Capturable. Raises KernelError."""
+        """Launches a kernel with a copy of `call`. The launcher's device must be current. CUDA graphs can capture this.
+        Raises KernelError.
+        """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns the maximum number of blocks of a launch: all must be resident, because they wait for peers.
+        """Returns the maximum number of blocks of a launch. All blocks must be resident, because they wait for peers.
 
-        At most half the multiprocessors: two half-resident groups of kernels would deadlock.
+        At most half the multiprocessors are used: two half-resident groups of kernels would deadlock.
         """
 
 
@@ -79,9 +82,9 @@ class KernelError(RuntimeError):
 @dataclass(frozen=True)
 class KernelReport:
     reason: str
-    """"deadline" or "abort"."""
+    """Why the kernel ended: "deadline" or "abort"."""
     peer: int
-    """The awaited rank in the group; 255 for another of its own blocks."""
+    """The rank in the group that the kernel waited for; 255 for its own blocks."""
     kernel: str
     block: int
     epoch: int
@@ -101,19 +104,23 @@ def read_report(word: int) -> KernelReport | None:
 
 
 THREADS = {"push": 256, "pull": 512, "two_shot": 512}
-"""Per block."""
+"""Threads per block."""
 _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns blocks (0: launch nothing) and threads. `limit` is the minimum `resident_blocks` of all ranks."""
+    """Returns the number of blocks (0: launch nothing) and of threads per block. `limit`: the minimum `resident_blocks`
+    of all ranks.
+    """
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
     return min(-(-nbytes // each), limit, MAX_BLOCKS), THREADS[how]
 
 
 def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
-    """Returns blocks and threads of a kernel with a norm. Returns 0 blocks if a row needs more than `limit`."""
+    """Returns the number of blocks and of threads per block for a fused norm. Returns 0 blocks if one row needs more
+    than `limit`.
+    """
     members = -(-row_bytes // (8 * PART_PACKETS))
     if members == 0:
         return 0, THREADS["push"]
@@ -146,14 +153,16 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) -> Any:
-    """NVRTC before 13.3 rejects device calls in a generic lambda unless all code is device code by default."""
+    """Returns compiler options that make all code device code. NVRTC before 13.3 otherwise rejects device calls in a
+    generic lambda.
+    """
     return core.ProgramOptions(
         name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), device_as_default_execution_space=True, **more
     )
 
 
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
-    """`arch` is as "sm_90". Writes the assembler's report to `log`."""
+    """Compiles the kernels for `arch`, such as "sm_90". Writes the assembler's report to `log`."""
     nvrtc_version()  # raises a clearer error if the library is missing
     core, _ = _packages()
     try:
@@ -198,7 +207,7 @@ def _digest(arch: str, version: tuple[int, int]) -> str:
 
 
 def _packages() -> tuple[Any, Any]:
-    """Needs cuda.core 0.7: earlier versions need a driver to compile."""
+    """Imports cuda.core and NVRTC. Versions of cuda.core before 0.7 can't compile without a driver."""
     try:
         from cuda import core
         from cuda.bindings import nvrtc
@@ -246,9 +255,9 @@ class LaunchConfig(ctypes.Structure):
 
 
 class _Prepared(threading.local):
-    """One per thread, because launches release the GIL.
+    """A thread's buffers for launches. Each thread needs its own, because launches release the GIL.
 
-    A thread without a CUDA call has no context, and torch.cuda.set_device doesn't set one for the current device
+    Also sets the CUDA context of a thread that has none. torch.cuda.set_device doesn't do this for the current device
     (pytorch #152667, triton #3729).
     """
 
@@ -261,10 +270,9 @@ class _Prepared(threading.local):
 
 
 class PeerKernels:
-    """The loaded kernels of one device. Never unloaded, because CUDA graphs may use them."""
+    """The loaded kernels of one device. They are never unloaded, because CUDA graphs can still use them."""
 
     def __init__(self, driver: _Driver, device: int) -> None:
-        """`device` is the driver's number."""
         self._driver = driver
         self._functions: dict[str, tuple[c_void_p, int]] = {}
         self._resident: dict[tuple[str, int], int] = {}
@@ -285,7 +293,7 @@ class PeerKernels:
     @staticmethod
     @functools.cache
     def load(device: int) -> PeerKernels:
-        """`device` is torch's number."""
+        """Loads the kernels for torch's device number `device`."""
         driver = _load_driver()
         nvrtc = nvrtc_version()
         if nvrtc[0] > driver.version[0]:

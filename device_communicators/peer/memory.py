@@ -1,7 +1,7 @@
-"""*Regions*: zeroed memory on each rank's GPU that all ranks of the group have mapped.
+"""Allocates a *region* on each rank's GPU: zeroed memory that all ranks of the group map.
 
-It is freed when its owner and all that mapped it have closed it (over CUDA IPC only while the owner lives). A rank must
-finish its work with the mappings before it closes.
+A region is freed when its owner and all ranks that mapped it have closed it. With CUDA IPC, a region exists only while
+its owner lives. A rank must finish its work on mapped regions before it closes them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
 _RENDEZVOUS_S = 60.0
-"""If one rank fails in torch's rendezvous, the others detect it only by this timeout."""
+"""Timeout of torch's rendezvous. If one rank fails there, the other ranks detect the failure only by this timeout."""
 ALIGNMENT = 256
-"""In bytes."""
+"""Alignment of regions' addresses, in bytes."""
 
 
 class NotSharedError(Exception):
-    """Raised on all ranks of a group. Only used inside this package."""
+    """Raised on all ranks if the group can't share GPU memory. Used only inside this package."""
 
 
 class Sharing(Protocol):
@@ -38,7 +38,7 @@ class Sharing(Protocol):
     def map(self, offers: Sequence[Any]) -> Sequence[int]: ...
 
     def close(self) -> None:
-        """May be called twice."""
+        """Releases the memory. May be called twice."""
 
 
 class SharingMethod(Protocol):
@@ -51,7 +51,7 @@ class SharingMethod(Protocol):
 
 
 class SymmetricSharing:
-    """CUDA's virtual memory, shared by file descriptors or fabric handles over the CPU group's store."""
+    """Allocates CUDA's virtual memory. Ranks exchange file descriptors or fabric handles over the CPU group's store."""
 
     name = "torch symmetric memory"
 
@@ -84,7 +84,7 @@ class SymmetricSharing:
         return [int(address) for address in self.handle.buffer_ptrs]
 
     def _meet(self) -> Any:
-        """Waits for the store's timeout if another rank failed."""
+        """Waits until the store's timeout if another rank failed."""
         from torch.distributed import _symmetric_memory
 
         enter(self._context.device)
@@ -160,7 +160,7 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """This rank's work with the regions must be finished. May be called twice."""
+        """Releases the regions. This rank's work on them must be finished. May be called twice."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
@@ -171,7 +171,9 @@ class PeerMemory:
 
 
 def hold(what: object) -> None:
-    """Keeps an object alive: its release at exit would wait for the device, or abort if CUDA has failed."""
+    """Keeps an object alive until `release`. Freeing the object at exit would wait for the device, or abort if CUDA has
+    failed.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
@@ -180,7 +182,9 @@ def release(what: object) -> None:
 
 
 def share(context: GroupContext, size_bytes: int, ways: Sequence[SharingMethod]) -> PeerMemory:
-    """Every rank calls it with the same ways and size. Raises NotSharedError on all if no way works on all."""
+    """Shares memory by the first of `ways` that works on all ranks. Every rank must pass the same arguments. If no way
+    works, all ranks raise NotSharedError.
+    """
     reasons = []
     for way in ways:
         try:
@@ -217,7 +221,9 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
 
 
 def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """Returns all ranks' results, which must be JSON data. If `step` raises on one rank, all ranks raise."""
+    """Runs `step` on every rank and returns all results, which must be JSON data. If `step` raises on one rank, all
+    ranks raise.
+    """
     outcome: dict[str, Any] = {}
     try:
         outcome["value"] = step()

@@ -1,4 +1,4 @@
-"""Decides up to which sizes a group uses the kernels in peer memory, by tables of measurements."""
+"""Decides up to which message size a group uses the kernels in peer memory, by tables of measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from device_communicators.peer.memory import NotSharedError, run_on_all_ranks
 from device_communicators.routing.communicator import GroupContext
 
 ALGORITHMS = ("push", "pull", "two_shot")
-"""From small to large messages."""
+"""Ordered from small to large messages."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -30,7 +30,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 @dataclass(frozen=True)
 class Conditions:
     arch: str
-    """CUDA's compute capability, as `9.0`."""
+    """CUDA's compute capability, such as `9.0`."""
     world_size: Count
     one_gpu_each: bool = False
     link: str = ""
@@ -48,23 +48,23 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
-    """The largest message in bytes for each algorithm and operation. 0 disables it."""
+    """The largest message in bytes for each algorithm and operation. 0 disables the algorithm or operation."""
 
     push: Count
     pull: Count
     two_shot: Count
     all_gather: Count
-    """Bytes of a rank's input."""
+    """Bytes of one rank's input."""
     all_gather_push: Count
-    """Up to this size by push, above it by pull."""
+    """Messages up to this size use push, larger messages use pull."""
     reduce_scatter: Count
-    """Bytes of a rank's output."""
+    """Bytes of one rank's output."""
     reduce_scatter_push: Count
     fused: Count
     measured: bool
     source: str
     proven_calls: Count = 0
-    """Calls with random delays and checked results before the row was written."""
+    """Number of test calls, with random delays, that returned correct results before the row was written."""
     own_nccl: bool = False
     """True if this library's NCCL communicators were faster than torch's."""
 
@@ -84,16 +84,16 @@ class Table:
     rows: tuple[Thresholds, ...]
     path: Path
     digest: str
-    """All ranks must have the same table."""
+    """Digest of the file. All ranks must have the same table."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
-        """Returns the row for the smallest sufficient number of ranks."""
+        """Returns the row for the smallest number of ranks that is at least `world_size`, or None."""
         rows = [row for row in self.rows if row.arch == arch and row.world_size >= world_size]
         return min(rows, key=lambda row: row.world_size, default=None)
 
 
 class _File(msgspec.Struct):
-    """Files of versions up to 0.2.0 have the further column `symmetric`."""
+    """The content of a table's file. Versions up to 0.2.0 wrote another column, `symmetric`."""
 
     format: Literal[1]
     rows: tuple[Thresholds, ...]
@@ -101,7 +101,9 @@ class _File(msgspec.Struct):
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads `path`, else PARALLEL_STATE_PEER_MEMORY_TABLE, else the user's table without rows of shared GPUs."""
+    """Loads the table at `path`, or else at PARALLEL_STATE_PEER_MEMORY_TABLE. By default loads the user's table without
+    the rows for shared GPUs.
+    """
     named = settings.PEER_MEMORY_TABLE.get()
     if path is None and named is None:
         if not user_path().exists():
@@ -122,11 +124,11 @@ def load(path: Path | None = None) -> Table:
 
 
 _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
-"""Maximum number of ranks, limit of pull, limit of two_shot."""
+"""Maximum number of ranks, and limits of pull and two_shot in bytes."""
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns limits of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). `fused` is a guess."""
+    """Returns the limits of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). `fused` is a guess."""
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
             return Thresholds(
@@ -159,7 +161,7 @@ HOW = "`python -m parallel_state tune` measures this machine, tests the kernels 
 
 
 def link_of(topology: GroupTopology) -> str:
-    """Returns "none" for one shared GPU, NVn for at least n links of each pair, or PCIe."""
+    """Returns "none" if all ranks share one GPU, "NVn" if each pair of GPUs has at least n NVLinks, or "PCIe"."""
     if len(topology.sharers(0)) == len(topology.gpus) > 1:
         return "none"
     if not topology.nvlink_full_mesh:
@@ -189,7 +191,7 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why `auto` means off. Doesn't call the driver unless a row has this number of ranks."""
+    """Returns why `auto` means off here, or None. Calls the CUDA driver only if a row fits the number of ranks."""
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
@@ -199,7 +201,9 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
-    """Every rank calls it. The result, a row or a reason, is equal on all."""
+    """Returns the row that covers the group, or the reason why none does. Every rank must call this, and all get the
+    same result.
+    """
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")
     difference = _difference(facts)
@@ -229,14 +233,16 @@ def warn_once(setting: str) -> None:
 class Admission:
     thresholds: Thresholds
     pinned: str | None
-    """None to choose by size."""
+    """The algorithm for all sizes, or None to choose by size."""
     topology: GroupTopology
 
 
 def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
-    """Every rank calls it. `thresholds` replace the table's, to measure them."""
+    """Decides thresholds and algorithm of the group. Every rank must call this. Measurements pass `thresholds` to
+    replace the table's.
+    """
     tables: list[Table] = []
     facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))
     difference = _difference(facts)
