@@ -1,7 +1,7 @@
-"""Deadlines for operations on a torch store. Only this file calls methods of one.
+"""Adds deadlines to operations on a torch store. Only this file calls methods of torch's stores.
 
-torch's TCPStore client waits without a deadline, behind a lock: 16 minutes on a dead link. So each operation runs in a
-helper thread, which its caller abandons at the deadline.
+torch's TCPStore client waits without a deadline, while it holds a lock: 16 minutes on a dead link. Therefore a helper
+thread runs each operation, and the caller abandons that thread at the deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
 LAST_WORD_S = 0.5
-"""Bounds publishing a verdict: the error is raised within the timeout + 1 s."""
+"""Time to publish a failure before the error is raised. A larger value would delay the error beyond
+the timeout + 1 s.
+"""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
 
@@ -49,7 +51,8 @@ class _Connection:
 
 
 class BoundedStore:
-    """Operations raise StoreSilentError at a deadline, and DistError as torch's do. Thread-safe.
+    """A torch store with deadlines: operations raise StoreSilentError at the deadline, and torch's DistError for other
+    failures. Thread-safe.
 
     `get` and `multi_get` wait for a missing key until the deadline.
     """
@@ -64,7 +67,7 @@ class BoundedStore:
         connection: _Connection | None = None,
     ) -> None:
         self.raw = store
-        """For torch's own functions, whose callers must bound them."""
+        """The torch store, for torch's own functions. Their callers must bound the time."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
@@ -76,7 +79,9 @@ class BoundedStore:
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Uses the same connection. A true `ended()` ends a wait."""
+        """Returns this store, on the same connection, with another deadline. A wait also ends if `ended()` returns
+        True.
+        """
         return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
 
     def within(self, limit_s: float) -> BoundedStore:
@@ -139,11 +144,15 @@ class BoundedStore:
 
     @property
     def waits_in_server(self) -> bool:
-        """Returns True if `wait_for` makes one request: for stores of the control plane, in Python or C++."""
+        """True for the control plane's stores, where `wait_for` is one request: the server answers
+        when the keys exist.
+        """
         return hasattr(_server_of(self.raw), "access")
 
     def hold(self, key: str, value: str) -> None:
-        """Deletes the key when this process exits or closes the store (never if `can_hold` is False)."""
+        """Sets the key, and deletes it when this process exits or closes the store. If `can_hold` is False, the key is
+        never deleted.
+        """
         self._ask("hold" if self.can_hold else "set", key, value)
 
     def close(self) -> None:
@@ -151,7 +160,9 @@ class BoundedStore:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Polls torch's stores, which log each wait that times out."""
+        """Waits for the keys; returns False at the timeout. Polls torch's own stores, because these log each wait that
+        times out.
+        """
         if self.waits_in_server:
             try:
                 self.raw.wait(list(keys), timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""The user's cache of compiled code: its folder, access rights, lock and seal."""
+"""The user's cache of compiled code: folder, access rights, lock, and checksums."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheError(Exception):
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError if others could have written `path`, which is loaded as code."""
+    """Raises CacheError if another user can write to `path`, because the library executes the code in it."""
     if path.exists():
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -47,7 +47,7 @@ def about_cache(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """May be deleted: its files are compiled again."""
+    """Returns the cache's folder. The user can delete it at any time: the code is then compiled again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 
@@ -74,7 +74,7 @@ def seal(content: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes:
-    """Raises CacheError."""
+    """Returns the file's content. Raises CacheError if the checksum is wrong or another user can write to the file."""
     try:
         info = path.stat()
         content = path.read_bytes()
@@ -89,7 +89,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def flaw_of(library: Path) -> str | None:
-    """Returns the reason why a sealed library can't be loaded."""
+    """Returns the reason why the compiled library in the cache can't be loaded, or None."""
     try:
         read_sealed(library)
     except CacheError as error:

@@ -1,4 +1,4 @@
-"""The cores of this host: topology in /sys, division among ranks, binding."""
+"""Reads the topology of this host's cores, divides cores among ranks, and binds processes to cores."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ UNKNOWN = -1
 class Core(NamedTuple):
     number: int
     physical: int
-    """Lowest number among the threads of its physical core."""
+    """Lowest number among the hardware threads of the same physical core."""
     cache: int
-    """Lowest number among the cores that share its last-level cache; -1 if unknown."""
+    """Lowest number among the cores that share the last-level cache; -1 if unknown."""
     node: int
 
 
 class Area(NamedTuple):
-    """-1 if no node or cache contains all cores of a process."""
+    """The NUMA node and the last-level cache that contain all cores of a process; -1 if there is no
+    such node or cache.
+    """
 
     node: int
     cache: int
@@ -37,7 +39,7 @@ def usable_cores() -> set[int]:
 
 
 def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
-    """An unknown core counts as its own physical core, on node 0."""
+    """Returns the cores' topology. A core without an entry in /sys counts as a physical core of its own, on node 0."""
     nodes = _nodes(devices)
     found = []
     for number in sorted(numbers):
@@ -49,7 +51,7 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
 
 @functools.cache
 def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
-    """Reads /sys at the first call only."""
+    """Returns the NUMA node and the cache that contain all these cores. Later calls use the first result."""
     nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)
@@ -87,7 +89,7 @@ def _list_in(path: Path) -> set[int]:
 
 
 def parse_list(text: str) -> list[int]:
-    """Parses `0-3,8`. Raises ValueError."""
+    """Returns the numbers in a list such as `0-3,8`. Raises ValueError if the text is invalid."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
@@ -109,10 +111,11 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
-    """Divides cores among ranks: whole physical cores in one node and in as few caches as possible.
+    """Divides cores among `count` ranks. Each rank gets whole physical cores of one NUMA node, in as few caches as
+    possible.
 
-    Ranks of one node are consecutive; their number depends on its number of cores. With more ranks than physical cores,
-    threads are given out singly: the first of each core, then its siblings. With fewer ranks than nodes, a rank gets
+    Each node gets consecutive ranks, in proportion to its cores. With more ranks than physical cores, each rank gets
+    hardware threads: first the first thread of each core, then the second. With fewer ranks than nodes, a rank gets
     several nodes. Raises InvalidArgumentError if there are fewer cores than ranks.
     """
     if count > len(cores):
@@ -150,7 +153,7 @@ def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
 
 
 def bind(cores: Iterable[int]) -> None:
-    """Raises InvalidArgumentError if none of `cores` is usable."""
+    """Binds all threads of this process to `cores`. Raises InvalidArgumentError if none of the cores is usable."""
     wanted = set(cores)
     try:
         os.sched_setaffinity(0, wanted)
@@ -165,9 +168,11 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns 0 if ranks can't be divided into areas, by "nodes" or "caches" (of a single node).
+    """Returns how many ranks each area has, or 0 if ranks can't be divided. `by`: "nodes" (NUMA), or "caches" within
+    one node.
 
-    All areas must have equally many ranks, at least two and consecutive: the first step of a sum is within an area.
+    Each area must have the same number of ranks, at least two, and these must be consecutive: sums are first formed
+    within an area.
     """
     if by == "off":
         return 0

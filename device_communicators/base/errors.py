@@ -84,11 +84,11 @@ class ConfigMismatchError(UsageError, ValueError):
 
 
 class CommunicationError(ParallelStateError, RuntimeError):
-    """An operation failed while ranks communicated. The group is poisoned: its later calls fail at once.
+    """Base class of errors by which a group fails. Later calls of the group raise GroupFailedError at once.
 
-    Attributes, None or empty if they don't apply: `group` (name), `operation` (method), `sequence` (number of the
-    operation within its group), `rank` (in the group), `suspect_ranks` (global), `elapsed_s` (includes the search for
-    the cause), `timeout_s`. A GroupFailedError has those of the group's first failure.
+    Attributes, which are None or empty if they don't apply: `group` (name), `operation` (method), `sequence` (number of
+    the operation within its group), `rank` (in the group), `suspect_ranks` (global), `elapsed_s` (includes the search
+    for the cause), `timeout_s`. A GroupFailedError has the attributes of the group's first failure.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.operation = operation
         self.sequence = sequence
         self.recent: tuple[str, ...] = ()
-        """The failed operation is the last one."""
+        """The last operations, as text. The failed operation is the last of them."""
         self.rank = rank
         self.suspect_ranks = tuple(suspect_ranks)
         self.elapsed_s = elapsed_s
         self.timeout_s = timeout_s
 
     def set_elapsed(self, elapsed_s: float) -> None:
-        """Updates the message too, which was written before the search for the cause. Never decreases."""
+        """Sets `elapsed_s`, which never decreases, and updates the time in the message."""
         self.elapsed_s = max(elapsed_s, self.elapsed_s or 0.0)
         if self.args:
             self.args = (_ELAPSED.sub(f" after {self.elapsed_s:.3f} s", str(self.args[0]), count=1), *self.args[1:])
@@ -128,7 +128,7 @@ class CommunicationError(ParallelStateError, RuntimeError):
 
 
 _ELAPSED = re.compile(r" after \d+\.\d{3} s\b")
-"""The first match is the time of the call itself."""
+"""Finds the call's duration in a message, as the first match."""
 
 
 class PeerDiedError(CommunicationError):
@@ -152,7 +152,7 @@ class MessageDecodeError(CommunicationError, ValueError):
 
 
 class GroupFailedError(CommunicationError):
-    """The group failed earlier; `__cause__` is the first failure."""
+    """A call was made on a group that had failed earlier; `__cause__` is the first failure."""
 
 
 class RendezvousError(CommunicationError):
@@ -184,14 +184,16 @@ class LaunchError(ParallelStateError, RuntimeError):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Abbreviates more than 16 ranks as `[0, 1, 2, …, 1023]`."""
+    """Returns the ranks as text. More than 16 ranks are abbreviated as `[0, 1, 2, …, 1023]`."""
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
 
 
 def int_advice(value: object) -> str:
-    """Returns advice for an integer of numpy or torch, or a string; else ""."""
+    """Returns advice to pass a Python int if `value` is an integer of numpy or torch or a string with a number; else
+    "".
+    """
     if isinstance(value, int):
         return ""
     try:
@@ -209,7 +211,7 @@ def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
 
 
 def plain(error: BaseException) -> str:
-    """Removes source locations and general advice from an error of torch or gloo."""
+    """Returns the first line of torch's or gloo's error, without source locations and general advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
     first = first.partition("This is typically caused by")[0].partition("Check the logs of")[0]

@@ -1,7 +1,7 @@
-"""Prevents an abort at exit while threads are in native calls, by blocking them as Python 3.14 does.
+"""Prevents an abort when Python exits while threads run native calls: such threads then block, as in Python 3.14.
 
-Older versions unwind a thread that returns from a native call during the exit. noexcept C++ code, such as torch's
-bindings, then calls `std::terminate`.
+Older versions of Python unwind a thread that returns from a native call during the exit. In noexcept C++ code, such as
+torch's bindings, this calls `std::terminate`.
 """
 
 from __future__ import annotations

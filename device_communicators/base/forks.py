@@ -1,4 +1,4 @@
-"""Processes forked from a rank: they may read numbers, but calls that communicate raise `ForkedError`."""
+"""Makes calls that communicate raise `ForkedError` in processes that were forked from a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Only the first call counts. `leave` runs in each forked child; it returns True if the parent had groups."""
+    """Calls `leave` in each forked child; `leave` returns True if the parent had groups. Only the first call has an
+    effect.
+    """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)
@@ -30,7 +32,9 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Idempotent. Call it at first use: an import registers no hooks."""
+    """Calls `function` in each forked child. Idempotent. Use this at first need, not at import: imports mustn't
+    register hooks.
+    """
     os.register_at_fork(after_in_child=function)
 
 

@@ -1,4 +1,4 @@
-"""The library's threads, and a pool of them for calls that their callers may abandon."""
+"""The library's threads, and a pool of threads for calls whose callers can stop waiting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _prctl() -> Any:
 
 
 def name_this_thread(name: str) -> None:
-    """The kernel keeps 15 bytes of the name."""
+    """Sets the thread's name in the kernel, which keeps 15 bytes."""
     _prctl()(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
@@ -47,7 +47,7 @@ class _Helpers:
         self._ends = 0
 
     def run(self, job: Callable[[], object]) -> None:
-        """`job` must not raise."""
+        """Runs `job`, which must not raise, in an idle thread of the pool or a new one."""
         try:
             _, jobs = self._idle.pop()
         except IndexError:
@@ -101,14 +101,14 @@ class Call:
         return self._done.is_set()
 
     def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
-        """Returns False at the deadline, or if `ended()` is true."""
+        """Waits for the call to end. Returns False at the deadline, or if `ended()` is true before."""
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()
         return True
 
     def result(self) -> Any:
-        """Use it only after the call is done."""
+        """Returns the call's result or raises its error. Use this only after the call is done."""
         if self._error is not None:
             raise self._error
         return self._result

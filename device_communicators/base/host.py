@@ -1,4 +1,4 @@
-"""This host, its processes and its addresses. Unknown values are empty or 0."""
+"""Identifies this host and its processes, and finds its addresses. Unknown values are empty or 0."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def namespace_id(kind: str) -> str:
 
 
 def process_domain() -> str:
-    """Equal for processes that can watch each other by PID."""
+    """Returns a text that is equal for processes that can watch each other by PID; "" if unknown."""
     processes = namespace_id("pid")
     # `start_time` uses the clock of the reader's time namespace.
     return f"{processes}/{local_namespace('time')}" if processes else ""
 
 
 def start_time(pid: int) -> str:
-    """Returns clock ticks since boot, which detect a reused PID."""
+    """Returns the time at which the process started, in clock ticks since boot. This detects a reused PID."""
     return _stat(pid, 19)
 
 
@@ -53,7 +53,7 @@ def parent_of(pid: int) -> int:
 
 
 def _stat(pid: int, field: int) -> str:
-    """Field 0 is the state, which follows the name."""
+    """Returns a field of /proc/PID/stat, or "". Field 0 is the process's state, the first field after the name."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[field]
@@ -62,7 +62,7 @@ def _stat(pid: int, field: int) -> str:
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
-    """Raises OSError for invalid names, where Python raises UnicodeError."""
+    """Returns the results of getaddrinfo. Raises OSError instead of Python's UnicodeError for an invalid name."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except UnicodeError as error:
@@ -101,7 +101,7 @@ def ipv4_of(interface: str) -> str | None:
 
 
 def networks_of(interface: str) -> Iterator[str]:
-    """Yields `10.0.0.7/16`; IPv4 first, which gloo uses."""
+    """Yields the interface's addresses with prefix lengths, such as `10.0.0.7/16`. IPv4, which gloo uses, is first."""
     ipv4, mask = ipv4_of(interface), interface_ioctl(interface, _SIOCGIFNETMASK)
     if ipv4 is not None:
         yield f"{ipv4}/{int.from_bytes(mask[4:8], 'big').bit_count()}"
@@ -139,11 +139,13 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """Returns the address that gloo publishes. May block on a name server."""
+    """Returns the address that gloo publishes. Can block on a name server."""
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """Returns one per interface in GLOO_SOCKET_IFNAME ("" if it has none). Unset: a local one of the host's name."""
+    """Returns the address of each interface in GLOO_SOCKET_IFNAME ("" for an interface without addresses). If that is
+    unset, returns the address that the host's name resolves to, or 127.0.0.1.
+    """
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

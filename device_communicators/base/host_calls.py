@@ -1,4 +1,6 @@
-"""Excludes functions from torch.compile without the import (1 s) and wrapper (1 µs) of torch.compiler.disable."""
+"""Excludes functions from torch.compile. torch.compiler.disable would import torch._dynamo (1 s) and add a wrapper (1
+µs per call).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
-    """Makes the function a graph break. Under `fullgraph=True`, torch's error quotes `advice`, one line.
+    """Returns a decorator that makes torch.compile break the graph at the function. Under `fullgraph=True`, torch's
+    error quotes `advice`, one line.
 
-    Apply it below `property`, `contextmanager` and the like.
+    Apply the decorator below `property`, `contextmanager` and similar decorators.
     """
 
     def mark(function: Function) -> Function:

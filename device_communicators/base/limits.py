@@ -1,4 +1,4 @@
-"""Limits of the process, the user and the machine: which one caused an error, and what to change."""
+"""Finds which limit of the process, the user or the machine caused an error, and describes how to raise that limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Enough for 13,000 groups. Some containers allow 10⁹: closing every number takes minutes."""
+"""Highest limit that the library sets: enough for 13,000 groups. A container's limit of 10⁹ would make programs that
+close every number take minutes.
+"""
 _TEXTS = {
     "Too many open files": errno.EMFILE,
     "can't start new thread": errno.EAGAIN,
@@ -32,7 +34,9 @@ _FOLDERS = "/dev/shm", "/tmp"
 
 
 def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Returns None if no shortage caused `error`. `folder`: for errors without a file name."""
+    """Returns which resource ran out and caused `error`, or None. If the error names no file, `folder` is checked for
+    space.
+    """
     for each in _chain(error):
         number = _number(each)
         if number is not None:
@@ -42,7 +46,9 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns a ResourceLimitError, or `error`: the library's own errors keep their type and get a longer text."""
+    """Returns a ResourceLimitError if a resource ran out, else `error`. An error of this library keeps its type and
+    gets a longer text.
+    """
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):
         return error
@@ -75,7 +81,9 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Call it before gloo connects, which ends the process if it can't accept a connection."""
+    """Raises ResourceLimitError if `count` descriptors can't be opened. Call this before gloo connects: gloo ends the
+    process if it can't accept a connection.
+    """
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         spare.callback(os.close, first)
@@ -158,7 +166,9 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Without a filter, this call fails with EINVAL. glibc falls back to clone only after ENOSYS."""
+    """Returns whether a sandbox forbids clone3 with EPERM: glibc falls back to clone only after ENOSYS. If allowed,
+    this invalid call fails with EINVAL.
+    """
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -196,7 +206,7 @@ def _space(path: str | os.PathLike[str] | None) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """A group over gloo needs at least five descriptors."""
+    """Raises the soft limit of open files, because a group over gloo needs at least five descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

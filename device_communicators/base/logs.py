@@ -1,4 +1,6 @@
-"""The library's log in programs that have not configured logging, and the rank that logs faults of its host."""
+"""Configures the library's log if the program has not configured logging, and chooses the rank that logs a host's
+problems.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(rank: int | None) -> None:
-    """Does nothing if the program has handlers. Idempotent."""
+    """Adds a handler that shows the rank, except if the program has handlers of its own. Idempotent."""
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
         own = [_OwnHandler()]

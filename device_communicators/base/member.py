@@ -1,4 +1,4 @@
-"""The facts of a rank in a group (names, ranks, timeout), and errors that contain these facts."""
+"""Holds the facts of a rank in a group (names, ranks, timeout) and makes errors that contain them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 
 
 class Timeout:
-    """Shared by all parts of the group. A change applies to calls that begin later."""
+    """The timeout of a group, shared by all objects of that group. A change applies to calls that begin later."""
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0
@@ -62,9 +62,10 @@ class Timeout:
 def extended_deadline(seconds: float) -> AbstractContextManager[None]:
     """Adds `seconds` to the timeout of each call that begins in the body: `with ps.extended_deadline(600): warm_up()`.
 
-    Applies to all groups of this process, new ones too, and to groups of our backend for torch.distributed, except
-    calls over gloo. Sends nothing: every rank that waits for a slow rank enters it. Nested uses add up. A started call
-    counts from its wait. Raises InvalidArgumentError unless `seconds` is above 0 and at most ten years.
+    Applies to all present and new groups of this process, and to groups of our backend for torch.distributed, except
+    for calls over gloo. Sends nothing: every rank that waits for a slow rank must use this. Nested uses add up. For a
+    started call, the time of its wait counts. Raises InvalidArgumentError if `seconds` isn't positive or exceeds ten
+    years.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MOST_TIMEOUT_S:
         raise InvalidArgumentError(f"extended_deadline takes a positive number of seconds, but got {seconds!r}")
@@ -89,7 +90,7 @@ def _extend(seconds: float) -> None:
 
 _EXTENDING = threading.Lock()
 MOST_TIMEOUT_S = 10 * 365 * 86400
-"""After an infinite timeout, the end of an extended deadline would leave NaN."""
+"""Largest timeout. An infinite timeout would become NaN when the end of an extended deadline subtracts the seconds."""
 LOST = "The group can't be used further"
 LEFT = "has left: it destroyed its group, or its program ended"
 Failure = TypeVar("Failure", bound=CommunicationError)
@@ -115,7 +116,9 @@ class GroupMember:
         like: CommunicationError | None = None,
         **facts: Any,
     ) -> Failure:
-        """`started`: monotonic clock. `like`: an error whose facts are copied. `facts` override both."""
+        """Returns an error of class `kind` with this group's facts. `started`: start of the call by the monotonic
+        clock. `like`: an error whose facts are copied. `facts` override other values.
+        """
         if like is not None:
             names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")
             facts = {**{name: getattr(like, name) for name in names}, **facts}

@@ -1,4 +1,4 @@
-"""Loads public names at first use, so that a command that needs no torch starts without it."""
+"""Imports public names at first use. Commands that don't need torch then start without importing torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, get_type_hints
 from device_communicators.base.limits import naming_shortages  # imported early: later no descriptor may be left
 
 Names = Mapping[str, Sequence[str]]
-"""Module -> its public names. A submodule of the root may itself be public."""
+"""Maps a module to its public names. The value can name a submodule of the package itself."""
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
-    """Returns the sorted names, and the root's `__getattr__` (PEP 562). `root`: the module's globals."""
+    """Returns the sorted names, and a `__getattr__` (PEP 562) for the package whose globals are `root`."""
     module_of = {name: module for module, defined in names.items() for name in defined}
 
     def load(name: str) -> Any:
@@ -32,7 +32,9 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Sets the module of loaded public classes to `root`, in which `typing.get_type_hints` then looks names up."""
+    """Sets `__module__` of loaded public classes to the package `root`. Resolves their annotations first, because
+    `typing.get_type_hints` then looks in `root`.
+    """
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
             if isinstance(public, type) and public.__module__ != root:

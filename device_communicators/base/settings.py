@@ -1,4 +1,4 @@
-"""The library's environment variables. Each is read when its value is needed."""
+"""The library's environment variables. The library reads a variable each time it needs the value."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ T = TypeVar("T")
 PREFIX = "PARALLEL_STATE_"
 
 _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
-"""The dict behind os.environ: finds an unset variable in a tenth of the time."""
+"""The dict behind os.environ. A look-up of an unset variable takes a tenth of the time here."""
 
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """An unset or empty variable has the default. An invalid value raises SettingError."""
+    """An environment variable. An unset or empty variable has the default value; an invalid value
+    raises SettingError.
+    """
 
     name: str
     default: T
@@ -32,7 +34,7 @@ class Setting(Generic[T]):
     must_be: str
     help: str
     equal: bool = False
-    """All ranks must have the same value; they compare at start."""
+    """True if all ranks must have the same value. The ranks compare these values at start."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         if environ is None and _VARIABLES is not None and self.name.encode() not in _VARIABLES:

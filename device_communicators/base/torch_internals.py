@@ -1,4 +1,6 @@
-"""The only file that uses private names of torch. Tested with 2.11, 2.13, 2.15 (tests/unit/test_private_names.py)."""
+"""Wraps private names of torch; only this file uses them. Tested with 2.11, 2.13, 2.15
+(tests/unit/test_private_names.py).
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,20 @@ def default_store() -> BoundedStore:
 
 
 def is_fake(group: Any = None) -> bool:
-    """Waits for peers of a fake group never end, unless the program writes their keys."""
+    """Returns whether the backend is torch's "fake". A fake group has no peers: a wait for their keys in the store ends
+    only if the program sets these.
+    """
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
 def bound_device() -> torch.device | None:
-    """Returns the device that the program bound the default group to at init."""
+    """Returns the device to which the program bound the default group at init, or None."""
     return _UNBOUND[-1] if _UNBOUND else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def reset_group_count() -> None:
-    """Gives the next default group the number 0, which is part of its keys. Call it without a default group.
+    """Makes torch give the next default group the number 0, which is part of its store keys. Call this while there is
+    no default group.
 
     An init that fails within torch increases the number on that rank only.
     """
@@ -63,7 +68,7 @@ def reset_group_count() -> None:
 
 
 def set_timeout(group: Any, timeout_s: float) -> None:
-    """Doesn't apply to a send or receive whose `wait` gets no timeout."""
+    """Sets the group's timeout. A send or receive whose `wait` gets no timeout isn't affected."""
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
 
@@ -96,7 +101,7 @@ def has_plugin(backend: str) -> bool:
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """torch.distributed.set_timeout (public since 2.15) calls it."""
+    """Replaces the private function that torch.distributed.set_timeout (public since 2.15) calls."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
@@ -164,10 +169,11 @@ def new_group_of_members(
     options: Any = None,
     store: BoundedStore | None = None,
 ) -> Any:
-    """Only `ranks` (global, ascending) call it. `name` must be unique in the store.
+    """Creates a process group; only `ranks` (global, ascending) call this. `name` must be unique in the store.
 
-    Before torch 2.15, `new_group(use_local_synchronization=True)` hashes the process's number of groups into the name:
-    members with different numbers never meet, and a group created again reads old addresses.
+    Replaces `new_group(use_local_synchronization=True)`. Before torch 2.15, that puts a hash of the process's number of
+    groups into the name: members with different numbers never connect, and a group that is created again reads old
+    addresses.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -188,7 +194,9 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Keeps torch from splitting the bound device's communicator, which every rank would have to join."""
+    """Unbinds the default group's device in the block. Otherwise torch would split its communicator, and every rank
+    would have to take part.
+    """
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
         yield
@@ -207,10 +215,10 @@ def is_registered(group: Any) -> bool:
 
 
 def name_ranks(group: Any) -> None:
-    """Call it before the default group is split.
+    """Sets the ranks in the NCCL group's options. Call this before the default group is split.
 
-    torch sets the ranks only for a process's first NCCL group; later a split reads past the end of an empty list and
-    crashes (pytorch #192109; seen with 2.11). Not run on a GPU.
+    torch sets these ranks only for a process's first NCCL group. For a later group, a split reads past the end of an
+    empty list and crashes (pytorch #192109; seen with 2.11). Not run on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -223,7 +231,9 @@ def mark_written(x: Tensor) -> None:
 
 
 def end_process_groups(group: Any = None) -> None:
-    """NCCL waits without a limit while a CUDA graph uses the group."""
+    """Destroys the group, or all groups. Logs a reminder after 10 s: NCCL waits without a limit while a CUDA graph uses
+    the group.
+    """
     ended = threading.Event()
 
     def remind() -> None:
@@ -239,9 +249,10 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Makes torch's `env://` and `tcp://` use the store of `find(host, port)`. None restores torch's own.
+    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. `find=None` restores torch's
+    own stores.
 
-    Without `_create_c10d_store` in torch, its `env://` fails; `rendezvous.meet` works.
+    Does nothing if torch has no `_create_c10d_store`; `rendezvous.meet` works even then.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -310,7 +321,9 @@ except (ImportError, AttributeError):
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Does what torch.compiler.disable does, without importing torch._dynamo (1 s)."""
+    """Excludes the function from torch.compile, as torch.compiler.disable does, but without importing torch._dynamo (1
+    s).
+    """
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -322,7 +335,9 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Marks kernels: if a frame that dynamo can't trace calls the op, its hook would run on the kernel's frames."""
+    """Makes dynamo skip this function's frames. Otherwise dynamo could trace a kernel when a frame that dynamo can't
+    trace calls the op.
+    """
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
@@ -332,7 +347,7 @@ def mark_constant(function: Any) -> None:
 
 
 def mark_static_address(tensor: Any) -> None:
-    """Lets a compiled graph that writes to this input become a CUDA graph."""
+    """Marks an input's address as constant. A compiled graph that writes to this input can then become a CUDA graph."""
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -384,7 +399,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores `value` also for autograd's threads in this thread's backward."""
+    """Stores `value` in this thread. Threads that autograd uses for this thread's backward can read the value, too."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -401,13 +416,14 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Keeps the order of an op in a traced graph: the op writes to a token, of which each graph has a copy.
+    """Keeps the order of ops in a traced graph: each op writes to a token, and each graph has its own copy of the
+    token.
 
-    The caller's token would be a mutated input: an exported program may not mutate a constant, and a partitioner
-    without in-graph mutation takes the token after the backward for an output of the forward.
+    If ops wrote to the caller's token, that would be a mutated input. An exported program must not mutate a constant,
+    and a partitioner without in-graph mutation treats the token after the backward as an output of the forward.
 
-    The op's results must be saved, because recomputed collectives have no order with those of the backward. A budget of
-    0, or a checkpoint that recomputes, repeats all ops in their order.
+    The op's results must be saved, because recomputed collectives have no order relative to the backward's collectives.
+    An activation budget of 0, or a checkpoint that recomputes, repeats all ops in their order.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -428,7 +444,7 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the mark, or the backward would repeat the ops that have no other input."""
+    """Removes the token's recompute mark. Otherwise the backward would repeat ops that have no other input."""
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
@@ -437,7 +453,9 @@ def _leave_to_partitioner(token: FunctionalTensor) -> None:
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Before 2.15, if all nodes within an activation budget must be saved, torch saves a tuple and fails."""
+    """Returns the policy for an op's results: save them. Before torch 2.15, a budget below 1 gets a weaker policy,
+    because torch fails if all nodes must be saved.
+    """
     from torch._functorch import config as functorch_config  # already imported
 
     may_repeat = 0 < functorch_config.activation_memory_budget < 1
@@ -445,7 +463,7 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """One token for each device and each tracer of `mode`."""
+    """Returns the copy of `token` in the graph: one for each device and each tracer of `mode`."""
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
     tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
@@ -457,7 +475,7 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""Has no `apply`, which rejects transforms."""
+"""Base class of autograd functions whose `apply` accepts torch.func transforms."""
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -469,7 +487,9 @@ def in_forward_mode() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """torch rejects functions without a vmap rule; but here the dispatcher handles the other levels afterwards."""
+    """Calls `apply` within one level of torch.func. torch would reject functions without a vmap rule, but the
+    dispatcher handles the other levels afterwards.
+    """
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
@@ -477,13 +497,13 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Enables, within torch.func, the gradients of outer levels."""
+    """Calls `function` with gradients enabled for the outer levels of torch.func."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """Does what register_vmap does, which imports torch._functorch at registration."""
+    """Runs the op's vmap rule, as register_vmap does. register_vmap would import torch._functorch at registration."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

@@ -1,7 +1,7 @@
-"""Lets C++ waits detect signals without the interpreter lock, by polling the pipe of `signal.set_wakeup_fd`.
+"""Lets C++ waits detect signals without Python's interpreter lock: they poll the pipe of `signal.set_wakeup_fd`.
 
-If the program sets its own descriptor, as asyncio does, waits of the main thread take the lock in each slice. To detect
-that, this module replaces `signal.set_wakeup_fd`.
+If the program sets its own descriptor, as asyncio does, waits of the main thread instead take the lock in each slice of
+the wait. This module replaces `signal.set_wakeup_fd` to detect that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """Struct of cpu/csrc/signals.h."""
+    """Mirrors the struct in cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
-    """Readable after a signal; -1 if there is none."""
+    """Descriptor that is readable after a signal; -1 if there is none."""
     inode: int
-    """If `reader` has another inode, the program closed the pipe. 0 skips the check."""
+    """Inode of the pipe. If `reader` has another inode, the program closed the pipe. 0 skips this check."""
 
 
 class _Wakeup:
@@ -35,12 +35,14 @@ class _Wakeup:
         self._inode = os.fstat(self.reader).st_ino
         self.pipes: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
-        """Set by this module, or by the program."""
+        """True if this module (`is_set`) or the program (`is_foreign`) set the wakeup descriptor."""
         forks.call_in_children(self.renew)
         signal.set_wakeup_fd = self.set
 
     def set(self, fd: int, /, **options: Any) -> int:
-        """Returns -1 instead of the pipe's descriptor, which programs must not get."""
+        """Replaces `signal.set_wakeup_fd`. Returns -1 instead of the library's own descriptor, which programs must not
+        get.
+        """
         before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
         self.is_set, self.is_foreign = fd == -1, fd != -1
         self.publish()
@@ -52,14 +54,16 @@ class _Wakeup:
             pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
-        """Returns False if the program closed the pipe, as daemons do."""
+        """Returns False if the program closed the pipe, as a process does that becomes a daemon."""
         try:
             return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Replaces the pipe if it is closed, or in a forked child, whose signals would wake its parent."""
+        """Replaces the pipe. Needed after the program closed it, and in a forked child: the child's signals would wake
+        its parent.
+        """
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -70,7 +74,9 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Keeps the number `old`, if it still is the pipe `inode`."""
+    """Gives the new descriptor the number `old` if that still belongs to the pipe `inode`. Returns the descriptor's
+    number.
+    """
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
             os.dup2(new, old, inheritable=False)
@@ -89,13 +95,15 @@ def _wakeup() -> _Wakeup:
 
 
 def tell(pipe: SignalPipe) -> None:
-    """Updates `pipe` at each change."""
+    """Updates `pipe` now and whenever the wakeup descriptor changes."""
     _wakeup().pipes.append(pipe)
     begin()
 
 
 def begin() -> None:
-    """Does nothing outside the main thread, or if the program has set a descriptor."""
+    """Sets the library's pipe as the wakeup descriptor, except outside the main thread or if the program has set its
+    own.
+    """
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""The path of a call: the communicator interface, a group's route over communicators, waits, records and errors."""
+"""Chooses the communicator that runs a call, waits for the call, records it, and turns failures into errors."""

@@ -1,7 +1,8 @@
-"""The interface of a communicator: one way to move the bytes of one group.
+"""The interface of a communicator, which moves the bytes of one group in one way, such as over gloo or NCCL.
 
-A communicator implements the *flat* operations: contiguous tensors, the group along dim 0. It inherits the *public*
-ones, whose results are contiguous and new. Ranks are ranks in the group.
+A subclass implements the `flat_*` operations: their tensors are contiguous, and the ranks' blocks lie along dim 0. It
+inherits the other operations, which accept any strides and return new contiguous tensors. Rank arguments are ranks in
+the group.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """The facts by which a route chooses a communicator, equal on every rank."""
+    """Describes a call; a route uses this to choose a communicator. Equal on all ranks, so that all choose the same
+    one.
+    """
 
     operation: str
     dtype: torch.dtype | None
@@ -53,7 +56,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupContext(GroupMember):
-    """The facts of a group."""
+    """Describes a group on one rank: its ranks, device, timeout and process groups."""
 
     name: str
     ranks: tuple[int, ...]
@@ -62,21 +65,21 @@ class GroupContext(GroupMember):
     device: torch.device
     timeout: Timeout
     device_group: Any = None
-    """torch ProcessGroup of `device`; None in a simulated group."""
+    """The torch ProcessGroup for `device`; None in a simulated group."""
     make_cpu_group: Callable[[], Any] | None = None
-    """Returns the gloo group. Every rank must make the first call."""
+    """Creates the gloo group in the first call, which every rank must make; later calls return the same group."""
     host_memory: HostMemory | None = None
     watcher: Watcher | None = None
     domain: FailureDomain | None = None
-    """The ranks whose death fails the group; None: its own."""
+    """The ranks whose death fails the group. If None, these are the group's own ranks."""
     channel: int = 0
-    """Number among the groups over the same process groups."""
+    """Number that distinguishes groups over the same process groups."""
     given: str = ""
-    """Label of the caller's process group, or empty."""
+    """Label of the process group that the caller passed in; empty if the library created the process group."""
     simulated: bool = False
     fake: bool = False
     custom_all_reduce: bool = True
-    """Allows the library's own kernels."""
+    """True if this library's own all-reduce kernels can be used."""
     high_priority_stream: bool = False
     nccl_config: Mapping[str, int] = field(default_factory=dict)
     """Fields of ncclConfig_t."""
@@ -103,17 +106,17 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns the name in ops' arguments, with the size: they are keys of compiled code, which depends on it."""
+        """Returns the group's name and size. Ops get this as an argument, because compiled code depends on the size."""
         return f"{self.name}/{self.size}"
 
     @property
     def ranked_key(self) -> str:
-        """For ops whose compiled code also depends on the rank."""
+        """Returns `key` and this rank, for ops whose compiled code also depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
     def label(self) -> str:
-        """Returns a text that is equal on all ranks and differs between groups of the same ranks."""
+        """Returns a text that is equal on all ranks and differs between groups with the same ranks."""
         return f"{self.channel}/{self.given}" if self.given else str(self.channel)
 
     @property
@@ -124,7 +127,7 @@ class GroupContext(GroupMember):
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
-        """Returns the records of all ranks. Every rank calls it."""
+        """Gathers `record` of every rank and returns the list, by rank. Every rank must call this."""
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
             self.ranks,
@@ -138,7 +141,7 @@ class GroupContext(GroupMember):
         )
 
     def agree_on(self, method: str, problem: str) -> None:
-        """Raises UsageError on all ranks if any has a `problem` with `method`. Every rank calls it."""
+        """Raises UsageError on all ranks if any rank passes a `problem`. Every rank calls this."""
         texts = self.gather(problem.encode(), method)
         found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
         if found:
@@ -147,7 +150,7 @@ class GroupContext(GroupMember):
             )
 
     def check_cpu_group(self, what: str) -> None:
-        """Raises GroupNotInitializedError if a transfer needs a gloo group that all ranks must still create."""
+        """Raises GroupNotInitializedError if a transfer needs the gloo group and the ranks haven't created it yet."""
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
                 f"{what} on {self} needs the group's gloo group, which all its ranks must create together; first "
@@ -155,7 +158,7 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """`kind`: 0 … 3. Groups over the same process groups get different tags."""
+        """Returns a tag for transfers of `kind` (0 to 3). Groups over the same process groups get different tags."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
@@ -163,46 +166,54 @@ class GroupContext(GroupMember):
 
 
 class Communicator(ABC):
-    """One way to move the bytes of a group."""
+    """Moves the bytes of a group in one way, for example over gloo, NCCL or shared memory."""
 
     name: str
     picks_by_size: ClassVar[bool] = False
-    """True if `refusal` depends on `numel`."""
+    """True if the result of `refusal` depends on the tensor's number of elements."""
     carries_the_device: ClassVar[bool] = False
-    """True if it supports every tensor on the group's device: later communicators aren't prepared."""
+    """True if this communicator supports every tensor on the group's device. The route then doesn't set up those after
+    it.
+    """
 
     tells_sending: ClassVar[bool] = False
-    """True if it calls `begin_sending`: earlier failures leave the group usable."""
+    """True if this communicator calls `begin_sending` before it sends. Failures before that leave the group usable."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates what ranks must create together, or returns a reason and keeps nothing. Equal on every rank."""
+        """Creates the resources that all ranks must create together. If that fails on any rank, every rank frees them
+        and returns the reason.
+        """
         return None
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Returns why `request` is unsupported, or None. The result must be equal on all ranks."""
+        """Returns the reason why `request` is unsupported, or None. The result must be equal on all ranks."""
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates what the first call, and with `divisible` what `divide`, needs. Every rank calls it."""
+        """Creates the resources that the first call needs and, if `divisible`, those that `divide` needs. Every rank
+        calls this.
+        """
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits off resources for the communicator `part`, if not None. Every rank calls it after `set_up`."""
+        """Splits resources off this communicator for `part`, the communicator of a sub-group with this rank, or None.
+        Every rank calls this after `set_up`.
+        """
 
     def suspend(self) -> None:
-        """Frees memory until `resume`. Every rank calls both, without calls under way. May raise UnsupportedError."""
+        """Frees memory until `resume`. Every rank calls this while no call is under way. Can raise UnsupportedError."""
 
     def resume(self) -> None:
-        """Undoes `suspend`; without one it does nothing."""
+        """Allocates the memory that `suspend` freed. Does nothing if `suspend` wasn't called."""
 
     def connect(self, peer: int) -> None:
-        """Creates what the first transfer with `peer` would create. The peer calls it too."""
+        """Creates the resources of transfers with `peer` in advance. The peer must call this, too."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepares the capture of a CUDA graph, in a block."""
+        """Returns a context in which a CUDA graph can capture this communicator's calls."""
         yield
 
     @property
@@ -210,23 +221,25 @@ class Communicator(ABC):
         return False
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns registered, uninitialised bytes, or None on all ranks. Every rank calls it."""
+        """Returns uninitialised bytes in memory that peers can access, or None on all ranks. Every rank calls this."""
         raise UnsupportedError(f"{self.name} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Returns a context in which another thread's conflicting collective raises UsageError."""
+        """Returns a context for one collective. In it, a conflicting collective of another thread raises UsageError."""
         return nullcontext()
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns the C++ collectives that ops may call without the route, if it is the first communicator."""
+        """Returns the C++ collectives that ops can call directly if this communicator is the
+        route's first; else None.
+        """
         return None
 
     def abandon(self) -> None:
-        """Cancels this rank's transfers once the group has failed."""
+        """Cancels this rank's transfers after the group has failed."""
 
     def close(self) -> None:
-        """Frees what the communicator owns; process groups aren't its own."""
+        """Frees the communicator's resources, but not the process groups."""
 
     # Every rank of the group calls public operations, except send and recv.
 
@@ -236,14 +249,14 @@ class Communicator(ABC):
         return out
 
     def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """`x` may have any strides."""
+        """Reduces `x`, which can have any strides, in place."""
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
     # `out` is contiguous and new. If all dims before `dim` have length 1, no copy is needed.
 
     def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-        """Gathers `[…, d, …]` of each rank into `[…, size · d, …]`; 0-d tensors into `[size]`."""
+        """Concatenates the ranks' `[…, d, …]` to `[…, size · d, …]` along `dim`. 0-d tensors become `[size]`."""
         out = new_gathered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
@@ -260,7 +273,7 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
-        """Reduces `[…, size · d, …]`. Returns this rank's slice `[…, d, …]`."""
+        """Reduces `[…, size · d, …]` over the ranks and returns this rank's slice `[…, d, …]`."""
         out = new_scattered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
@@ -271,7 +284,7 @@ class Communicator(ABC):
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """`sizes[r]` is the length of rank r's slice, here and in all_gatherv."""
+        """Reduces over the ranks and returns this rank's slice of `dim`. Rank r's slice has length `sizes[r]`."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -280,14 +293,14 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
-        """Returns an empty `[0]` tensor on ranks other than `dst`."""
+        """Returns the concatenated tensors on rank `dst`, and an empty tensor on other ranks."""
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
         return x.new_empty(0) if out is None else merge_blocks(out, dim, x.dim())
 
     def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
-        """Writes slice r of `src`'s `[…, size · d, …]` to rank r's contiguous `out`."""
+        """Splits rank `src`'s `[…, size · d, …]` along `dim` and writes slice r to rank r's contiguous `out`."""
         blocks = None
         if x is not None:
             slices = (self.context.size, x.shape[dim] // self.context.size)
@@ -297,7 +310,7 @@ class Communicator(ABC):
     def all_to_all(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        """Sends `input_splits[r]` rows to rank r, and receives `output_splits[r]` from it."""
+        """Sends `input_splits[r]` rows of `x` to each rank r and receives `output_splits[r]` rows from rank r."""
         out = x.new_empty((sum(output_splits), *x.shape[1:])) if out is None else out
         self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
         return out
@@ -312,12 +325,12 @@ class Communicator(ABC):
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs send, recv or broadcast_ for each contiguous tensor."""
+        """Runs `operation` (send, recv or broadcast_) for each of the contiguous tensors."""
         for each in tensors:
             getattr(self, operation)(each, peer)
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Returns once `x` may be changed."""
+        """Sends `x`, and returns when the caller can change `x`."""
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
@@ -328,37 +341,39 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        """`out`: `[size, *x.shape]`."""
+        """Writes rank r's `x` to `out[r]`; `out` has the shape `[size, *x.shape]`."""
 
     @abstractmethod
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """Writes rank r's `x` to contiguous `outs[r]`."""
+        """Writes rank r's `x` to `outs[r]`, which is contiguous."""
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """`x`: `[size · out.shape[0], *out.shape[1:]]`."""
+        """Reduces `x`, of shape `[size · out.shape[0], *out.shape[1:]]`, and writes this rank's slice to `out`."""
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        """`out`: `[size, *x.shape]`, or None."""
+        """Writes rank r's `x` to `out[r]` on rank `dst`. Other ranks pass None as `out`."""
 
     @abstractmethod
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        """`x`: `[size, *out.shape]`, or None."""
+        """Writes row r of rank `src`'s `x` to rank r's `out`. Other ranks pass None as `x`."""
 
     @abstractmethod
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
 
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        """The caller keeps `x` alive until the work is done."""
+        """Starts a broadcast of rank `src`'s `x`. The caller keeps `x` alive until the returned work is done."""
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
         self.ibroadcast_(x, src).wait()
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """The caller keeps `x` unchanged until the work is complete. gloo matches tags, NCCL doesn't."""
+        """Starts to send `x`, which must not change until the returned work is done. gloo matches tags; NCCL ignores
+        them.
+        """
 
     @abstractmethod
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work: ...
@@ -441,7 +456,9 @@ def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Has the bits of cpu/csrc/reduce.h: 16-bit and 8-bit floats are accumulated in float32."""
+    """Reduces the blocks in the order of ranks, bitwise as cpu/csrc/reduce.h: 16-bit and 8-bit floats are accumulated
+    in float32.
+    """
     dtype = blocks.dtype
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
     with default_state(wide):
@@ -455,7 +472,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
-    """Merges `[size, *shape]` into `shape` with `dim` size times as long."""
+    """Concatenates the blocks of `[size, *shape]` along dimension `dim` of `shape`."""
     if x_dim == 0:
         return blocks
     if dim == 0:
@@ -482,7 +499,9 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Supports some requests only."""
+    """Base class of communicators that support only some operations. Each operation that isn't overridden raises
+    UnsupportedError.
+    """
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

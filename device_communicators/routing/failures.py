@@ -1,4 +1,4 @@
-"""Classifies failures of calls, by known deaths or by torch.distributed's texts."""
+"""Finds the cause of a failed call, from known deaths of ranks or from the text of torch's error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
-"""Copies, which don't keep the originals' frames alive, of the last errors raised through torch's C++."""
+"""The last errors that were raised through torch's C++. These are copies: the originals would keep tensors of their
+frames alive.
+"""
 
 
 def note_error(error: CommunicationError) -> None:
@@ -42,9 +44,9 @@ def note_error(error: CommunicationError) -> None:
 
 @host_call(OUTSIDE)
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
-    """Returns this library's error that caused `exception`, or None. Other ranks needn't call it.
+    """Returns the error of this library that caused `exception`, or None. Sends nothing to other ranks.
 
-    Also finds errors of the backend "parallel_state" that torch's autograd turned into DistBackendErrors.
+    Also finds errors of the backend "parallel_state" that torch's autograd replaced by DistBackendErrors.
     """
     seen: set[int] = set()
     link = exception
@@ -78,7 +80,9 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """If False, this rank is at fault."""
+    """Returns whether torch's transport raised `error`. Otherwise this rank caused the failure, and peers needn't be
+    asked.
+    """
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
 
@@ -91,7 +95,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Makes `elapsed_s` of communication errors count from the block's start."""
+    """Returns a context. Errors raised in it get the time since its start as `elapsed_s`."""
     started = time.monotonic()
     try:
         yield
@@ -111,7 +115,7 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns an error that names all dead ranks."""
+    """Returns an error that names all dead ranks, or `failure` if it already does."""
     watcher = context.watcher
     if watcher is None:
         return failure
@@ -123,7 +127,9 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """A live rank usually leaves a group because another rank of the world died."""
+    """Adds the dead ranks of the world to `failure`: if the suspected rank is alive, it usually
+    left because of them.
+    """
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)
@@ -133,7 +139,9 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
 def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
-    """Waits briefly for the report of a death that explains a broken connection."""
+    """Waits briefly for the report of a death that explains a broken connection. Returns the error of that death, if
+    any, else `failure` with what is known.
+    """
     watcher = context.watcher
     if watcher is None:
         return failure

@@ -1,4 +1,4 @@
-"""The program's hooks on operations and failures, and meters. Exceptions of hooks are logged."""
+"""Calls the program's hooks after operations and failures, and measures operations. Exceptions of hooks are logged."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class OperationEvent:
     """Global rank."""
     operation: str
     sequence: int
-    """Number in the group. A transfer has that of the last collective."""
+    """Number of the collective in its group. A transfer has the number of the last collective before."""
     bytes: int
-    """Of this rank's tensor."""
+    """Size of this rank's tensor."""
     dtype: str
     shape: tuple[int, ...]
     peer: int
     """Global rank; -1 for a collective."""
     started_s: float
-    """Monotonic, of this host."""
+    """Start, by this host's monotonic clock."""
     ended_s: float
 
 
@@ -51,14 +51,14 @@ class FailureEvent:
     """Global rank."""
     error: CommunicationError
     at_s: float = field(default_factory=time.monotonic)
-    """Monotonic, of this host."""
+    """Time of the failure, by this host's monotonic clock."""
 
 
 ON_OPERATION: list[Callable[[OperationEvent], object]] = []
 PYTHON_ONLY: list[Callable[[OperationEvent], object]] = []
-"""Hooks that miss native ops instead of disabling them."""
+"""Hooks that aren't called for operations in C++. Hooks in ON_OPERATION instead make every operation run in Python."""
 IN_PROFILER: list[bool] = []
-"""Not empty while torch's profiler shows operations."""
+"""Not empty while torch's profiler records this library's operations."""
 ON_FAILURE: list[Callable[[FailureEvent], object]] = []
 
 
@@ -117,7 +117,7 @@ METERS = _Meters()
 
 
 def measure(on: bool) -> None:
-    """Results so far are kept."""
+    """Switches the meters on or off. Results so far are kept."""
     if on and not METERS.is_on:
         PYTHON_ONLY.append(METERS.note)
     elif METERS.is_on and not on:

@@ -1,4 +1,4 @@
-"""Finds this process's routes by name, adds hooks, and writes records."""
+"""Finds this process's groups by name, adds hooks, and writes the last operations to a file."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""Also of destroyed groups."""
+"""Names by key, including those of destroyed groups."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns open routes, without simulated groups and groups of one rank."""
+    """Returns the routes of this process's groups, except closed and simulated groups and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
 
 @host_call(OUTSIDE)
 def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` after each operation of this rank's groups. Returns a function that removes it.
+    """Calls `hook(event)` after each operation of this rank's groups. Returns a function that removes the hook.
 
-    All operations then go through Python. A started operation is reported when it is waited for. Exceptions of hooks
-    are logged.
+    All operations then run in Python instead of C++. A started operation is reported when the program waits for it.
+    Exceptions of hooks are logged.
     """
     return _add(hook, observers.ON_OPERATION, _serve_ops)
 
 
 @host_call(OUTSIDE)
 def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` when a group fails on this rank. Returns a function that removes it.
+    """Calls `hook(event)` when a group fails on this rank. Returns a function that removes the hook.
 
-    The hook runs in the detecting thread, before the error is raised. Its exceptions are logged.
+    The hook runs in the thread that detects the failure, before the error is raised. Exceptions of hooks are logged.
     """
     return _add(hook, observers.ON_FAILURE)
 
@@ -73,9 +73,10 @@ def _serve_ops() -> None:
 
 @host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
-    """Writes the groups' last operations to a file in `folder`, for `python -m parallel_state debug`.
+    """Writes the groups' last operations to a file in `folder`, for `python -m parallel_state debug`, and returns the
+    path.
 
-    Returns its path, or None without groups or if writing fails, which is logged. Thread-safe.
+    Returns None if there is no group, or if writing fails, which is logged. Thread-safe.
     """
     found = routes()
     if not found:
@@ -108,7 +109,9 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """Returns True in a forked child that had routes; frees nothing of its parent's."""
+    """Marks the parent's routes as unusable in a forked child, without freeing their resources. Returns True if there
+    are any.
+    """
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
         route.closed = route.is_parents = True
@@ -116,7 +119,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """The caller keeps the route alive."""
+    """Makes `find_route` find the route. The caller must keep the route alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
@@ -132,14 +135,18 @@ def register_route(route: Route) -> None:
 
 
 def unique_name(stem: str) -> str:
-    """Returns `tp:0`, then `tp:1`, …: a destroyed group's name finds no other."""
+    """Returns `tp:0`, then `tp:1`, and so on. No name is used twice, or a destroyed group's name could find another
+    group.
+    """
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"
 
 
 def find_route(key: str) -> Route:
-    """Raises GroupDestroyedError or GroupNotInitializedError."""
+    """Returns the route of the group `key`. Raises GroupDestroyedError if the group was destroyed, and
+    GroupNotInitializedError if the name is unknown.
+    """
     route = _ROUTES.get(key)
     if route is None or route.closed or route.first_failure is not None:
         raise_interruption()

@@ -1,6 +1,7 @@
-"""Compares all ranks' calls after a wait has failed, to name missing or mismatched ranks.
+"""Compares all ranks' calls after a wait has failed, to name missing ranks, or ranks in different calls.
 
-A timeout closes gloo's connections, so all ranks' waits fail, and each sends its call over the control plane.
+A timeout closes gloo's connections, which fails the waits of all ranks. Each rank then sends its call over the control
+plane.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.states import MOST_ASKED, State, call_in_words, describe_states, group_key
 
 _MOST_REPORTS = 64
-"""Larger groups exchange reports only with the 32 ranks before and after."""
+"""Groups with more peers exchange reports only with the next 32 and the previous 32 ranks."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The call in which a group failed on one rank."""
+    """The call in which a group failed on one rank, sent to peers to find the cause."""
 
     sequence: int
     call: str
     timed_out: bool = field(default=False, compare=False)
-    """A missing rank may then be slow instead of dead."""
+    """True if the call timed out. A rank without a report is then perhaps slow instead of dead."""
     before: str = field(default="", compare=False)
-    """The last completed call; empty if unknown."""
+    """The last completed call, or empty if unknown."""
 
 
 def explained(
     context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
 ) -> CommunicationError:
-    """Returns an error that names missing or mismatched ranks, or `failure`. `before`: the group's previous call."""
+    """Returns an error that names missing ranks or ranks in different calls, or `failure` if none are found. `before`
+    is the group's previous call.
+    """
     status = _status_of(context)
     if status is None:
         return failure
@@ -56,7 +59,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Reports a mismatched call, without waiting."""
+    """Sends this rank's call to its peers, without waiting: they are in another call."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
@@ -73,7 +76,7 @@ def _peers_to_ask(context: GroupContext) -> list[int]:
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds the states of other ranks, suspects first."""
+    """Adds the states of other ranks to the error's text. If there are too many ranks, those suspected come first."""
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
     ranks = [rank for rank in ranks if rank != context.global_rank][:MOST_ASKED]
@@ -109,7 +112,9 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that only some ranks completed, and these ranks, which must be in the same next call."""
+    """Returns a call that only some ranks completed, with these ranks; else None. These ranks must all be in the same
+    next call.
+    """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
     ahead = {reports[rank] for rank in completed}
@@ -125,7 +130,9 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """`reports`: by rank in the group. `missing`: global ranks without a report."""
+    """Returns the error for what the reports show. `reports` has ranks in the group as keys; `missing` lists global
+    ranks that sent no report.
+    """
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
 
@@ -182,7 +189,9 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns all reports if a rank's call is unknown. A rank that needs no data can already be in the next call."""
+    """Returns each rank's call with the lowest number. A rank can be one call ahead: its previous call is used. If a
+    call is unknown, returns `reports`.
+    """
     first = min(report.sequence for report in reports.values())
     calls = {
         rank: report.call if report.sequence == first else report.before * (report.sequence == first + 1)
@@ -208,7 +217,9 @@ def _mismatch(
 
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
-    """Raises CollectiveMismatchError on every rank if calls differ. Every rank calls it, in debug mode."""
+    """Raises CollectiveMismatchError on every rank if the ranks' calls differ. In debug mode every rank calls this
+    before each collective.
+    """
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}
     texts = context.gather(json.dumps(call).encode(), "comparison of calls")

@@ -1,4 +1,4 @@
-"""A group's communicators in order of preference. The first that supports a call runs it."""
+"""Runs each call of a group on its first communicator that supports the call."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class Traffic:
 
 
 class _CallScope:
-    """Rejects calls of other threads, whose order ranks can't agree on. A generator would cost 3 µs more."""
+    """Rejects collectives of other threads during a collective, because ranks can't agree on an order of threads. A
+    class, because a generator would cost 3 µs more.
+    """
 
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
 
@@ -129,7 +131,7 @@ class Route:
     ) -> None:
         self.context = context
         self.refusals = refusals
-        """Unused communicator -> the reason."""
+        """Maps the name of each unused communicator to the reason."""
         self.paths = paths
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
@@ -142,7 +144,7 @@ class Route:
         self._owner_thread = 0
         self.communicators = communicators
         self.sequence = 0
-        """Number of the last operation that ran in this class. Native ops take numbers as well."""
+        """Number of the last operation that ran in Python. Operations in C++ take numbers from the same sequence."""
         self._recorded: deque[Operation] = deque(maxlen=RECORDS)
         self._native_records: list[Operation] = []  # from before native ops were disabled
         self.first_failure: CommunicationError | None = None
@@ -150,7 +152,7 @@ class Route:
         self.closed = self.suspended = False
         self._was_captured = False
         self.is_parents = False
-        """True in a forked child of the process that created the route."""
+        """True in a forked child if the parent created the route."""
 
     def attach_messenger(self, messenger: object) -> None:
         self._messenger = weakref.ref(messenger)
@@ -168,7 +170,9 @@ class Route:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """An assignment takes effect from the next call on."""
+        """Returns the communicators in order of preference. Assigning a new list affects the calls that begin
+        afterwards.
+        """
         return self._communicators
 
     @communicators.setter
@@ -181,7 +185,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Lets registered ops call the first communicator without this route."""
+        """Lets compiled ops call the first communicator's C++ code directly, without this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -199,7 +203,7 @@ class Route:
 
     @property
     def in_debug_mode(self) -> bool:
-        """True if PARALLEL_STATE_DEBUG is set on at least one rank."""
+        """Returns True if PARALLEL_STATE_DEBUG is set on at least one rank."""
         memory = self.context.host_memory
         return memory is not None and memory.debug
 
@@ -213,9 +217,9 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Runs a method on the first communicator that supports it for `tensor`.
+        """Runs the method `operation` on the first communicator that supports it for `tensor`.
 
-        `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
+        `method`: the name that the user called, if different. `part_of`: the operation whose traffic includes this one.
         `as_list`: the first argument is a list, for `run_list`.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
@@ -245,7 +249,9 @@ class Route:
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns an uninitialised tensor in registered memory, or None. Every rank calls it. Raises as `run`."""
+        """Returns an uninitialised tensor in memory that peers can access, or None. Every rank calls this. Raises the
+        same errors as `run`.
+        """
         size_bytes = math.prod(size) * dtype.itemsize
         maker = next((each for each in self.communicators if each.has_memory), None)
         if maker is None or size_bytes == 0:
@@ -271,7 +277,9 @@ class Route:
         return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides are optional
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
-        """Uses one launch if one communicator supports all tensors. All ranks pass the same dtypes and sizes."""
+        """Runs `operation` for each tensor, in one kernel launch if one communicator supports all of them. All ranks
+        must pass the same dtypes and sizes.
+        """
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
             self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
             self.count(part_of, 0, sum(x.nbytes for x in tensors[1:]))
@@ -289,7 +297,9 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation. Its bytes count as traffic of `part_of`; the caller counts the call."""
+        """Starts an operation and returns its handle. The bytes count as traffic of `part_of`; the caller counts the
+        call.
+        """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
             started = time.monotonic()
@@ -319,7 +329,7 @@ class Route:
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """As `user_call.called_as`, on all ranks."""
+        """Makes errors name `method` as the user's call, in Python and in C++. All ranks must use this."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:
@@ -403,7 +413,7 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """An operation without an end is running or has failed."""
+        """Returns the last operations. An operation without an end is running or has failed."""
         others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
@@ -431,7 +441,9 @@ class Route:
         raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
-        """Raises if the group was destroyed or forked, or has failed, or if a rank has died."""
+        """Raises an error if the group was destroyed, has failed, or belongs to the parent process, or if one of its
+        ranks has died.
+        """
         if self.closed:
             if self.is_parents:
                 raise forks.error(str(self.context))
@@ -457,7 +469,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns the start of a call that is repeated, or `started`."""
+        """Returns the start of the first attempt if this call is a repetition, else `started`."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -465,9 +477,9 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise. After a communication error the group is unusable, unless `sent` is False.
+        """Returns the error to raise. After a communication error the group is unusable, except if `sent` is False.
 
-        `record`: of the failed operation, if it isn't the last.
+        `record` is the record of the failed operation; by default the last operation.
         """
         if error is self.first_failure:
             return error
@@ -550,14 +562,15 @@ class Route:
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Every rank calls it."""
+        """Creates the connections that the first call would create. Every rank calls this."""
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
 
     def suspend(self) -> None:
-        """Frees the memory that calls need, until `resume`. Every rank calls it. Raises UsageError on all if one is
-        in a call. After an error the group remains usable."""
+        """Frees the memory of calls until `resume`. Every rank calls this. Raises UsageError on all ranks if any rank
+        is in a call; the group then remains usable.
+        """
         self.check_usable("suspend")
         if self.suspended or self.context.size == 1 or self.context.simulated:
             return
@@ -576,7 +589,9 @@ class Route:
             memory.suspend()
 
     def resume(self) -> None:
-        """Undoes `suspend`. Every rank calls it; without a `suspend` it does nothing."""
+        """Allocates the memory that `suspend` freed. Every rank calls this. Does nothing if the
+        group isn't suspended.
+        """
         self.check_usable("resume")
         if self.suspended:
             memory = self.context.host_memory
@@ -590,7 +605,7 @@ class Route:
         self.serve_ops(not suspended)
 
     def _under_way(self) -> str:
-        """Returns what prevents a suspend; empty if nothing does."""
+        """Returns the unfinished call that prevents a suspend, or ""."""
         collectives, memory = self.context.collectives, self.context.host_memory
         if self._turn.locked() or (collectives is not None and collectives.is_busy):
             return "a collective of another thread"
@@ -603,7 +618,9 @@ class Route:
             communicator.divide(parts.get(communicator.name), color)
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
-        """Lets a CUDA graph record transfers with `peers`, too. Every rank calls it; each peer must name this rank."""
+        """Returns a context in which a CUDA graph can capture calls, including transfers with `peers`. Every rank calls
+        this; each peer must name this rank.
+        """
         self.check_usable()
         self._was_captured = True
         # All ranks connect their pairs in the same order, which avoids a deadlock.
@@ -630,7 +647,7 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Frees the communicators. Idempotent."""
         if not self.closed:
             self.closed = True
             with ExitStack() as stack:  # runs all callbacks, even if one raises

@@ -1,4 +1,4 @@
-"""Handles of started operations."""
+"""Handles of operations that returned before they completed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Starter(Protocol):
 
 
 class Handle:
-    """A started operation. `wait()` and its error may be repeated."""
+    """Handle of a started operation. `wait()` can be repeated, and then raises the same error again."""
 
     def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
@@ -47,7 +47,9 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Starts a thread for an incomplete gloo transfer, which completes only while waited for."""
+        """Returns whether the operation has ended. A gloo transfer completes only while a thread waits for it: the
+        first call starts that thread.
+        """
         work = self._work
         if work is None or self._error is not None:
             return True
@@ -63,19 +65,19 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """As `is_completed`, but starts no thread."""
+        """Returns whether the operation has ended, but unlike `is_completed` starts no thread."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
     @property
     @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
-        """Returns True if it completes only while a thread is in `run_to_end`."""
+        """Returns True if the operation completes only while a thread runs `run_to_end`."""
         return not self.has_ended and hasattr(self._work, "run_in_this_thread")
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Has no deadline. Keeps an error for `wait()`."""
+        """Runs a gloo transfer in this thread, without a deadline. `wait()` raises its error."""
         run = getattr(self._work, "run_in_this_thread", None)
         if run is not None:
             run()
@@ -115,7 +117,7 @@ class Handle:
 
 
 class TensorHandle:
-    """A started operation that returns a tensor."""
+    """Handle of a started operation that returns a tensor."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class TensorHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
-        """May be repeated."""
+        """Waits and returns the result. Can be repeated."""
         if self._handle is not None:
             self._handle.wait()
         finish, self._finish = self._finish, None

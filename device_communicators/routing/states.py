@@ -1,4 +1,4 @@
-"""The state of a rank, as text for errors: its call, its line of the program, or an obstacle."""
+"""Describes what a rank is doing, as text for errors: its call and program line, or why it can't answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST_ASKED = 16
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
 STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
-"""Their end is detected only when they are waited for."""
+"""These operations return before they end, so a record without an end doesn't mean a failure."""
 _TRANSFERS = {
     "irecv_": "irecv",
     "send_message": "send_tensor_dict",
@@ -23,7 +23,7 @@ _TRANSFERS = {
     "send_list": "send_tensor_dict with a spec",
     "recv_list": "recv_tensor_dict with a spec",
 }
-"""For records without a method."""
+"""Names of the user's methods, for records that don't contain the method."""
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
@@ -60,30 +60,30 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
-    """Equal on all ranks of the group."""
+    """Returns a name of the group that is equal on all its ranks."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):
     key: str = ""
-    """`group_key` of the call's group; empty outside of calls."""
+    """The `group_key` of the call's group, or empty outside of calls."""
     group: str = ""
     call: str = ""
     place: str = ""
-    """Lines of the program, innermost first."""
+    """The program's lines on the stack, innermost first."""
     obstacle: str = ""
-    """Why the rank can't answer; other fields are then empty."""
+    """The reason why the rank can't answer. The other fields are then empty."""
     is_compiling: bool = False
     idle_s: float = 0.0
-    """Seconds since its last call; -1 while it makes calls."""
+    """Seconds since the rank's last call, or -1 if the rank makes calls one after another."""
     peer: int = -1
-    """Global rank."""
+    """Global rank of the peer in a transfer, else -1."""
 
     def is_in_call_of(self, other: State) -> bool:
         return (self.key, self.call) == (other.key, other.call)
 
     def in_words(self, group: str = "") -> str:
-        """Follows "global rank 3 is ". Omits the name of `group`."""
+        """Returns text that follows "global rank 3 is ". The text omits the group's name if that is `group`."""
         if self.obstacle:
             return self.obstacle
         where = f" of group {self.group!r}" if self.group != group else ""

@@ -1,7 +1,7 @@
-"""Asks other ranks for their calls and lines of the program, for errors and the log, and answers them.
+"""Asks other ranks for their call and program line, to show these in errors and in the log, and answers such questions.
 
-Peers answer in the control plane's callback thread. A failed rank's request has its own state, because it may leave.
-Ranks that can watch a stopped process's PID answer for it.
+Answers are sent by the control plane's callback thread. A failed rank includes its own state in its question, because
+it can exit before it is asked. If a process is stopped, ranks that can watch its PID answer instead.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from device_communicators.routing.states import (
 logger = logging.getLogger("parallel_state")
 
 _IDLE_S = 1.0
-"""A rank without a call for so long reports the place of its main thread."""
+"""A rank that has made no call for 1 s reports the line of its main thread."""
 _KEEP_S = 3.0
-"""A failed call stays the state for timeout + 3 s: peers may fail later."""
+"""A rank reports its failed call for the timeout + 3 s, because peers can fail later."""
 _ANSWER_S = 0.3
 _REPORTS_S = 0.6
-"""Peers detect a failure up to 0.2 s apart. A rank without a report wasn't in the call."""
+"""Peers detect a failure up to 0.2 s apart. A rank whose report doesn't arrive within 0.6 s wasn't in the call."""
 _MOST_GROUPS = 64
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
@@ -53,7 +53,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """By global rank."""
+    """Reports and states of a failed group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -61,7 +61,7 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """A `Route`, or a group of torch's backend."""
+    """Interface to a group's calls; a `Route` or a group of torch's backend implements it."""
 
     @property
     def context(self) -> GroupContext: ...
@@ -82,14 +82,14 @@ class Status:
         self.rank = rank
         self._failed_groups: OrderedDict[str, _Failed] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
-        """Guards the field above."""
+        """Guards `_failed_groups`."""
         self._failed: State | None = None
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
         self._waited_at_s = time.monotonic()
         """Last time at which this rank was in a call."""
         self._logged = 0.0, 0.0
-        """Start and length of the last logged wait."""
+        """Start and length of the last wait that was logged."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
         """None once start-up is complete."""
@@ -108,7 +108,7 @@ class Status:
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns this rank's state, or its failed call in the group `key`. Thread-safe."""
+        """Returns what this rank is doing, or its failed call in the group `key`, if any. Thread-safe."""
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -190,7 +190,9 @@ class Status:
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states that arrive within 0.3 s. `own`: this rank's state in the failure of group `key`."""
+        """Returns the states of `ranks` that arrive within 0.3 s. `own`: what this rank was doing when group `key`
+        failed; peers store this.
+        """
         done, found = threading.Event(), [dict[int, State]()]
 
         def take(states: dict[int, State]) -> None:
@@ -204,7 +206,9 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """`take` runs within 0.3 s, in the callback thread or this one."""
+        """Asks `ranks` for their states and passes those that arrive within 0.3 s to `take`, in the callback thread or
+        this one.
+        """
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -232,7 +236,9 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns a rank that can watch it by PID for each asked rank."""
+        """Returns, for each asked rank, a rank of its host that can watch its PID, except if this rank or another
+        helper can.
+        """
         helpers: list[int] = []
         for rank in asked:
             near = self._watcher.neighbours_of(rank)
@@ -248,7 +254,7 @@ class Status:
         return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
 
     def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
-        """Returns the reports that arrive within 0.6 s."""
+        """Sends this rank's report to `ranks` and returns their reports that arrive within 0.6 s."""
         until = time.monotonic() + _REPORTS_S
         with self._changed:
             reports = self._of(key).reports
@@ -271,7 +277,7 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Returns the group's key, or "" for an invalid report."""
+        """Stores a peer's report and returns the key of its group, or "" if the report is invalid."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
@@ -292,7 +298,7 @@ class Status:
         return found
 
     def _look(self) -> None:
-        """The control plane calls it every 0.4 s."""
+        """Logs a call that waits for long. The control plane calls this every 0.4 s."""
         found, now = self._longest_wait(), time.monotonic()
         if found is None or found[0].watcher is not self._watcher:  # another status logs it
             return
@@ -323,7 +329,9 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the sender's state and the obstacles of its host's ranks; (None, {}) if truncated."""
+    """Returns the sender's state and, for ranks of its host, why they can't answer. Returns (None, {}) for a truncated
+    reply.
+    """
     try:
         state, seen = json.loads(reply or b"[null, {}]")
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}
@@ -336,7 +344,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """Needs a control plane."""
+    """Includes the group's calls in this rank's state. Does nothing if the group has no control plane."""
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return
@@ -355,5 +363,5 @@ def _live_groups() -> list[Calls]:
 
 
 _GROUPS: weakref.WeakSet[Calls] = weakref.WeakSet()
-"""Of all worlds: a rank is in one call."""
+"""Contains the groups of all worlds, because a rank's call can be in any of them."""
 _GROUPS_LOCK = threading.Lock()

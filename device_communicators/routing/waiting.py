@@ -1,7 +1,7 @@
-"""Waits for torch.distributed until a deadline or the death of a rank on which the group depends.
+"""Waits for torch.distributed until a deadline, or until a rank dies on which the group depends.
 
-gloo reports an exit only to direct neighbours, so waits are slices, and deaths are polled between. gloo's transfers and
-reduce_scatter allow no slices: threads wait for them.
+gloo reports an exit only to direct neighbours. Therefore waits are split into slices, and deaths are polled in between.
+A wait for a gloo transfer or reduce_scatter can't be split: a thread runs it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """Freeing the process group would block, so a thread keeps it until the work is done."""
+        """Waits for the work in a thread that keeps the process group alive, because freeing the
+        group now would block.
+        """
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
@@ -75,7 +77,9 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """The dead rank may have sent the data."""
+        """Waits briefly after a rank's death, because the rank perhaps sent the data before. Then raises the error of
+        the death.
+        """
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
         except RuntimeError as error:
@@ -86,7 +90,9 @@ class Watched:
 
 
 class WatchedByThread:
-    """A thread runs from the first `wait` on. `peer`: of a transfer."""
+    """Waits for `work` in a thread that the first `wait` starts. `peer`: the transfer's other rank; None for a
+    collective.
+    """
 
     def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
         self._work = work
@@ -100,7 +106,7 @@ class WatchedByThread:
         self._error: BaseException | None = None
 
     def run_in_this_thread(self) -> None:
-        """Has no deadline."""
+        """Waits for `work` in the calling thread, without a deadline."""
         self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
         if self._take():
             self._run_to_end()
@@ -144,7 +150,9 @@ class WatchedByThread:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """`ended(seconds)` may block so long. Raises RuntimeError at the timeout, or the error for a death."""
+    """Waits until `ended(seconds)`, which can block for `seconds`, returns True. Raises RuntimeError at the timeout, or
+    PeerDiedError if a rank dies.
+    """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
         if time.monotonic() - started > context.timeout_s + NOTICE_S:  # several works may each take the timeout
@@ -154,7 +162,9 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Closes this rank's gloo connections, by a receive that times out; one from an exited peer doesn't."""
+    """Closes this rank's gloo connections to live peers, by a receive that times out. A receive from an exited peer
+    closes none.
+    """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             process_group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag).wait(_AT_ONCE)
