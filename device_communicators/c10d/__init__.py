@@ -1,4 +1,4 @@
-"""torch.distributed's backend "parallel_state": collectives and transfers of CPU tensors."""
+"""The backend "parallel_state" of torch.distributed: collectives and transfers of CPU tensors."""
 
 from device_communicators.c10d.registration import register
 

@@ -1,7 +1,7 @@
-"""Gives torch the control plane's store in C++.
+"""Wraps the control plane's store in a C++ class for torch.
 
-In Python, torch's own threads (NCCL's monitor, gloo's lazily connected pairs) would wait for the interpreter lock, and
-aren't safe at exit.
+A Python store would make torch's own threads (NCCL's monitor, gloo's lazily connected pairs) wait for the interpreter
+lock, and isn't safe when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def try_load() -> Any:
 
 
 def for_torch(store: Any) -> Any:
-    """Returns `store` itself without the module; the caller keeps it alive as long as torch uses it."""
+    """Returns a C++ store for `store`. Without the compiled module, returns `store`, which the caller must keep alive
+    as long as torch uses it.
+    """
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:
         return store

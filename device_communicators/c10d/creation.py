@@ -1,6 +1,7 @@
-"""Makes a backend of torch.distributed for one group.
+"""Creates the backend of torch.distributed for one group.
 
-Ranks of several hosts connect for collectives; gloo, which connects on use, carries transfers.
+Ranks of several hosts connect at creation for collectives. Transfers between them use gloo, which connects two ranks at
+their first transfer.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from device_communicators.routing.failures import counted_from_begin
 logger = logging.getLogger("parallel_state")
 
 _HOOKS_LIMIT = timedelta(seconds=32)
-"""Twice TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC's default."""
+"""Twice the default of TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC."""
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """torch calls it on every rank, with its DistributedBackendOptions.
+    """Creates a group's backend. torch calls this on every rank with its DistributedBackendOptions.
 
-    With `enable_reconfigure` the backend has no group until its `reconfigure` is called.
+    With `enable_reconfigure` the backend has no group until `reconfigure` is called.
     """
     _check_backend_options(backend_options)
     if not getattr(options, "enable_reconfigure", False):
@@ -71,10 +72,11 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Every rank of the group calls it. `world`: whose first group this is.
+    """Creates the backend of a group; every rank of the group calls this. `world`: a new world that begins with this
+    group.
 
-    If a rank of the world has no compiled module, all its groups use gloo, with one warning. Raises CommunicationError
-    if ranks are missing.
+    If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
+    Raises CommunicationError if ranks are missing.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
@@ -144,7 +146,9 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """gloo detects deaths only by broken connections and at deadlines."""
+    """Creates a gloo group instead, and logs a warning: gloo detects deaths only by broken connections and at
+    deadlines.
+    """
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
@@ -163,7 +167,9 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Stops threads while the interpreter runs. After an exception, reports no leave: peers must detect a death."""
+    """Stops the backend's threads before the interpreter ends. After an uncaught exception the groups aren't left:
+    peers must detect a death.
+    """
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None
     for group in list(_GROUPS):

@@ -1,4 +1,4 @@
-"""Compiles and loads this folder's C++ as one Python module: torch's headers take most of the compile time."""
+"""Compiles and loads this folder's C++ as one Python module, because torch's headers take most of the compile time."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def _import(path: Path) -> tuple[Any, str]:
 
 @cache
 def compile_ahead() -> None:
-    """Call it before a deadline starts. Errors: see `try_load`."""
+    """Compiles the module. Call this before a deadline starts. Errors are ignored here; `try_load` returns them."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         native.compile_together([native.wanted_recipe(), recipe()])
 
 
 def recipe() -> Recipe:
-    """Raises BuildError without Python's headers."""
+    """Returns how to compile the module. Raises BuildError if Python's headers are missing."""
     sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")

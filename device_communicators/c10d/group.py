@@ -1,4 +1,4 @@
-"""The Python part of one group of the backend, which the compiled class calls: errors, and gloo."""
+"""The Python part of one group of the backend. The compiled class calls it to make errors and for gloo."""
 
 from __future__ import annotations
 
@@ -55,16 +55,17 @@ from device_communicators.routing.failures import (
 from device_communicators.routing.waiting import Watched, abandon
 
 _COLLECTIVE_INTERRUPTED = 5
-"""`kInterrupted` in csrc/group.h."""
+"""Equals `kInterrupted` in csrc/group.h."""
 _TIMEOUT, _COMM_ERROR, _REMOTE_ERROR = 1, 2, 3
-"""torch's ErrorType."""
+"""Equal values of torch's ErrorType."""
 _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """A CommunicationError becomes a DistBackendError, too, which programs catch.
+    """Returns `error`; a CommunicationError is returned as a class that is also a DistBackendError, which programs
+    catch.
 
-    `routing.failures.error_of` finds it even if torch's autograd keeps only its text.
+    `routing.failures.error_of` finds the error even if torch's autograd keeps only its text.
     """
     if not isinstance(error, CommunicationError):
         return error
@@ -82,7 +83,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Pickle finds classes by module and name."""
+        """Pickles the error by its original class, because pickle can't find this class by module and name."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -95,7 +96,9 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """Error methods raise what a signal handler raised during the call."""
+    """One group of the backend. If a signal handler raised an exception during a call, the methods that return errors
+    raise this exception.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """`is_worlds`: `world` begins and ends with this group."""
+        """Connects the group's ranks. `is_worlds`: True if `world` begins and ends with this group."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -115,7 +118,7 @@ class Group:
         self._create = create
         self._pid = os.getpid()
         self.has_crashed = False
-        """An exception ends this process."""
+        """True if this process ends by an uncaught exception."""
         self.context = GroupContext(
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout,
             host_memory=memory, watcher=world.watcher, domain=world.domain, given=members.name,
@@ -127,7 +130,7 @@ class Group:
         self._alone: NativeGroup | None = None
         self._connections: Connections | None = None
         self.transfers = 0
-        """Address of the transfers, which the compiled backend deletes; 0: gloo carries them."""
+        """Address of the transfers' C++ object, which the compiled backend deletes; 0 if gloo runs the transfers."""
         if memory.channels is not None:
             self.transfers = memory.channels.open_transfers() or 0
         elif memory.is_meshed:
@@ -137,19 +140,21 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[int], None] = lambda error_type: None
-        """The compiled backend sets this and the next two."""
+        """Reports a failure to the compiled backend, which sets this and the next two functions."""
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
         world.watcher.on_death.append(self._note_death)
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns None without the compiled library, or if only leads are connected: gloo carries collectives."""
+        """Returns the C++ collectives. None without the compiled library, or if only each host's lead rank is
+        connected; collectives then use gloo.
+        """
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def operations(self) -> list[Operation]:
-        """Leaves out gloo's calls."""
+        """Returns the last calls, without those over gloo."""
         return sorted(
             (
                 Operation(
@@ -176,7 +181,9 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Deaths don't end gloo's waits for living ranks. Pauses first: data of the dead may still arrive."""
+        """Closes this rank's gloo connections after a death, because deaths don't end gloo's waits for living ranks.
+        Pauses first: data from the dead rank can still arrive.
+        """
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self.context.deaths()}
         peers = [rank for rank in range(self.context.size) if rank != self.context.rank]
@@ -203,13 +210,15 @@ class Group:
         return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The compiled backend has set its own."""
+        """Sets the timeout here and in gloo. The compiled backend has set its own timeout before."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
 
     def suspend(self, is_busy: bool) -> None:
-        """Returns the memory of calls to the system. Every rank calls it. Raises UsageError on all if one is busy."""
+        """Returns the memory of calls to the system. Every rank calls this. Raises UsageError on all ranks if any rank
+        is busy.
+        """
         self.context.agree_on("suspend", "a call under way" if is_busy else self._memory.unread())
         self._memory.suspend()
 
@@ -220,7 +229,7 @@ class Group:
         return self._memory.backed_bytes()
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """`status`: of csrc/group.h."""
+        """Returns the error of a failed collective. `status` is a value of the enum in csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -244,13 +253,15 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Returns the library's path and the number of a compiled group of the only rank, for its windows."""
+        """Returns the library's path and the number of a compiled group of this only rank, for torch's windows."""
         if self._alone is None:
             self._alone = group_of_one(self.context)
         return str(self._alone.library.path), self._alone.number
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error of a call after a failure, or after a death that no call reported."""
+        """Returns the error of a call that begins after a failure of the group, or after a death that no call has
+        reported.
+        """
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -260,7 +271,7 @@ class Group:
         return self._failed(died(self.context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
-        """Makes the group unusable."""
+        """Marks the group as failed by `error` and returns the error to raise."""
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
@@ -324,7 +335,7 @@ class Group:
         return (ForkedError if is_forked else UsageError)(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """All ranks call it."""
+        """Returns the gloo backend. All ranks must call this, because the first call connects the ranks."""
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
@@ -341,9 +352,10 @@ class Group:
         raise self._lost_store(silent, "new_group", started)
 
     def _connect_gloo(self) -> None:
-        """gloo connects two ranks at their first transfer, and one fixed side dials.
+        """Connects all ranks over gloo by a barrier.
 
-        Until the peer transfers, too, the call would block without signal handlers.
+        Otherwise gloo connects two ranks at their first transfer. That call would block, without running signal
+        handlers, until the peer's transfer.
         """
         context, started = replace(self.context, make_cpu_group=lambda: self._gloo), time.monotonic()
         try:
@@ -368,9 +380,9 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Rank 0 waits for `timeout`, then names the first missing rank, or all. The group stays usable.
+        """Runs monitored_barrier. After `timeout`, rank 0 names the first missing rank, or all if `wait_all_ranks`.
 
-        Raises CollectiveTimeoutError.
+        Raises CollectiveTimeoutError; the group stays usable.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s
@@ -406,14 +418,15 @@ class Group:
         return self._create(options)
 
     def merge(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
-        """Each of the `size` ranks calls it."""
+        """Creates a group of `size` ranks that find each other in `store`. Each of these ranks calls this."""
         world = World(BoundedStore(store), range(size), "merge_remote_group", may_borrow=False)
         return self._create(backend_options(store, rank, size, timeout, name), world)
 
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
-        """Ranks that aren't `excluded` call it. The new group is a failure domain of its own.
+        """Creates a group of the ranks that aren't `excluded`. Each of these calls this. A death in the old group
+        doesn't fail the new group.
 
-        `renumber`: its ranks are their own global ranks.
+        `renumber`: True if the new group's ranks get the global ranks 0, 1, and so on.
         """
         members, watcher, what = self._members, self._world.watcher, "shrink_group"
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]

@@ -1,7 +1,7 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
-Each process has a door: a listener of the control plane that belongs to no world and serves a store. The lowest
-handle's process serves a group's store, so the server is a living member.
+Each process opens a listener of the control plane, which serves a store and belongs to no world. Each group uses the
+store of the member with the lowest handle, so that a living member serves the store.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORMAT = "parallel_state/1"
 
 
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
-    """`reconfigure` needs torch 2.15."""
+    """Creates a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15."""
     if not hasattr(module, "make_reconfigurable"):
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -63,10 +63,10 @@ def create_reconfigurable(options: Any, module: Any, create_group: Callable[...,
 
 
 class Handle(NamedTuple):
-    """A process's door. Contains a secret."""
+    """Address and identity of a process that can be a member. Contains a secret."""
 
     host: str
-    """The first field: sorted handles are in the order of hosts."""
+    """Host's name. As the first field, it sorts handles by host."""
     address: str
     port: int
     pid: int
@@ -95,10 +95,10 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """Callbacks of the compiled `ReconfigurableBackend`."""
+    """Changes the members of one group. The compiled `ReconfigurableBackend` calls these methods."""
 
     end_group: Callable[[], None]
-    """The compiled backend sets it: ends the group's calls, and releases it."""
+    """Ends the group's calls and releases the group. The compiled backend sets this."""
 
     def __init__(self, options: Any, create_group: Callable[..., Any]) -> None:
         self._name, self._timeout = options.group_id, options.timeout
@@ -110,9 +110,9 @@ class Membership:
         self._used: set[int] = set()
         self._world: World | None = None
         self._store: ControlStore | None = None
-        """torch doesn't keep it alive."""
+        """The group's store, which torch doesn't keep alive."""
         self._problem = ""
-        """Empty before the first `reconfigure`."""
+        """Why there is no group; empty before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:
@@ -135,9 +135,10 @@ class Membership:
         timeout: timedelta | None,
         hints: Mapping[str, str],
     ) -> Any:
-        """Returns the backend of the processes with these handles, which all call it.
+        """Creates a group of the processes with these handles and returns its backend. Each of these processes must
+        call this.
 
-        Ends the former group after checking the arguments. After a CommunicationError there is no group until a call
+        The former group ends once the arguments are checked. After a CommunicationError there is no group until a call
         with another uuid.
         """
         if not self._lock.acquire(blocking=False):
@@ -159,7 +160,7 @@ class Membership:
     def _check(
         self, uuid: int, handles: Collection[str], is_ordered: bool, hints: Mapping[str, str]
     ) -> tuple[list[Handle], int]:
-        """Returns the members in the order of ranks, and this process's rank."""
+        """Checks the arguments of `reconfigure`. Returns the members in the order of ranks, and this process's rank."""
         if hints:
             raise UnsupportedError(
                 f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" has none: pass no hints'
@@ -218,7 +219,7 @@ class Membership:
         return as_torch_error(GroupFailedError(text, group=self._name, operation=method))
 
     def revoke(self) -> None:
-        """Makes calls of the group fail on its other ranks."""
+        """Makes the group's calls fail on its other ranks."""
         world = self._world
         if world is not None:
             world.watcher.give_up("aborted the group")
@@ -246,7 +247,9 @@ class _SameCall:
         self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
 
     def enter(self) -> None:
-        """`look` raises on the others."""
+        """Checks that all members passed the same handles. If not, raises here, and `look` raises
+        on the other members.
+        """
         found = self._store.compare_set("call", "", self._call).decode()
         if found != self._call:
             self._store.set("difference", self._call)

@@ -1,4 +1,6 @@
-"""Registers the backend with torch.distributed. Its first group patches torch where it requires gloo."""
+"""Registers the backend with torch.distributed. Creating the backend's first group patches functions of torch that
+accept only gloo.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from device_communicators.base.torch_internals import (
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""They make further groups, and so receive the true name."""
+"""Packages that see the backend's true name, because they create further groups with this name."""
 
 
 def register() -> None:
-    """Idempotent. A device's default backend stays the same."""
+    """Registers the backend. torch's default backend for a device isn't changed. Idempotent."""
     import torch.distributed as dist
 
     if dist.is_available() and not has_plugin(NAME):
@@ -40,7 +42,7 @@ def _open_torch() -> None:
 
 
 def _open_monitored_barrier() -> None:
-    """`dist.monitored_barrier` requires gloo by name."""
+    """Makes `dist.monitored_barrier` accept this backend. torch's function accepts only groups with the name gloo."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -60,7 +62,9 @@ def _open_monitored_barrier() -> None:
 
 
 def _open_set_pg_timeout() -> None:
-    """Before torch 2.15, `_set_pg_timeout` supports only gloo and NCCL."""
+    """Makes `_set_pg_timeout` set this backend's timeout. Before torch 2.15, torch's function supports only gloo and
+    NCCL.
+    """
     import torch
     import torch.distributed as dist
 
@@ -84,7 +88,9 @@ def _open_set_pg_timeout() -> None:
 
 
 def _open_backend_type() -> None:
-    """torch returns "custom" for external backends, which ShardedTensor treats as a backend of GPUs."""
+    """Makes torch report "gloo" as this backend's type. torch's own value "custom" makes ShardedTensor treat the group
+    as one of GPUs.
+    """
 
     def wrap(of_torch: Any) -> Any:
         @functools.wraps(of_torch)

@@ -1,7 +1,7 @@
-"""The failure domain of the backend's groups: the ranks of the default process group.
+"""The failure domain of the backend's groups: the ranks of the default process group, whose deaths fail all groups.
 
-A rank may wait in one group for a living rank that waits in another for a dead one, so a death ends the calls of all
-groups. Until the first group of all ranks, each group is a domain of its own.
+Otherwise a rank in one group could wait for a living rank that waits in another group for a dead rank. Until there is a
+group of all ranks, each group is a failure domain of its own.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ class World:
         may_borrow: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ranks`: global. `caller`: for errors. `may_borrow`: a watcher. `check`: see `meet` in cpu/watching.py."""
+        """Creates a failure domain of `ranks` (global). `caller`: function that errors name. `may_borrow`: True to
+        share a watcher of the same ranks. `check`: see `meet` in cpu/watching.py.
+        """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._check = caller, check
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
-        """Borrowed if `ParallelGroups` already watch these ranks."""
+        """Detects deaths. Shared if `ParallelGroups` already watch these ranks."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
         self.neighbours: tuple[int, ...] = ()
         """Core mask of each rank on this host."""
         self.begun = False
         self.over_gloo = ""
-        """Why all groups use gloo."""
+        """Reason why all groups use gloo, or ""."""
         self.has_warned = False
         self.outlives_store = False
-        """See `lasting_store`."""
+        """True if groups of this world use a store of the world itself; see `lasting_store`."""
         self.leaves_in_background = False
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the current world if it has these ranks, else a new one."""
+        """Returns the current world if it contains these ranks; else creates a world."""
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
@@ -67,7 +69,9 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns None unless the default group is of this backend."""
+        """Returns the watcher of these ranks, or None if the default group isn't of this backend or
+        lacks one of them.
+        """
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher
@@ -77,7 +81,9 @@ class World:
             World._current = self
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
-        """Each rank of the first group calls it. Returns why all groups must use gloo, or ""."""
+        """Connects the ranks to the control plane. Each rank of the first group calls this. Returns why all groups must
+        use gloo, or "".
+        """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
         if self._is_borrowed:
@@ -101,12 +107,14 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """The server of `store`, which made the group, may end before it."""
+        """Returns a store for the group's later use: the process that serves `store` can end before the group does. If
+        `outlives_store` is False, returns `store`.
+        """
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))
 
     def hand_over(self, world: World) -> None:
-        """Call it before this world's group is destroyed."""
+        """Makes `world` the current world. Call this before this world's group is destroyed."""
         with _LOCK:
             if World._current is self:
                 World._current = world

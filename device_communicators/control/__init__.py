@@ -1,1 +1,3 @@
-"""The control plane: exits of ranks, agreements among ranks, questions to a rank. docs/protocol.md describes it."""
+"""The control plane: reports exits of ranks, lets ranks agree, and sends questions to ranks. docs/protocol.md describes
+its protocol.
+"""

@@ -1,4 +1,6 @@
-"""Sends requests to the store or the program of a control plane. Imports no torch: `debug --live` starts fast."""
+"""Sends requests to the store of a control plane, or to its program. Doesn't import torch, so that `debug --live`
+starts fast.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""kMostStoreBytes in csrc/store.h."""
+"""Equals kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
 _MOST_PARTS = 1 << 17
 _QUESTION = 11
-"""StoreCall::kQuestion in csrc/store.h."""
+"""Equals StoreCall::kQuestion in csrc/store.h."""
 _HEAD, _LENGTH = struct.Struct("<BI"), struct.Struct("<I")
 _SLICE_S = 0.05
 CONNECT_S = 2.0
@@ -41,10 +43,10 @@ def in_words(answer: bytes) -> str:
 
 
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
-    """Returns the program's reply; see `on_question` of `World.meet`.
+    """Sends `text` to the program at `address` and returns the reply of its `on_question`; see `World.meet`.
 
-    Raises OSError for connection failures and timeouts, ForeignServiceError, or ConfigMismatchError for another
-    protocol version.
+    Raises OSError for connection failures and timeouts, ForeignServiceError if another kind of service listens there,
+    and ConfigMismatchError for another version of the protocol.
     """
     hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
     client = library.ps_store_client(hosts.encode(), address[1], token.encode())
@@ -70,13 +72,17 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Keeps the connection for reuse, unless no reply arrived or it is a hold. Idempotent."""
+        """Ends the request. The connection is kept for reuse if a reply arrived, except for a `hold` request.
+        Idempotent.
+        """
         handle, self._handle = self._handle, 0
         if handle > 0:
             self._library.ps_store_end(handle)
 
     def wait(self) -> tuple[int, bytes]:
-        """Returns (0, reply), or (errno of `Request::wait` in csrc/guest.h, error text)."""
+        """Waits for the reply and returns (0, reply), or an error as (errno of `Request::wait` in
+        csrc/guest.h, text).
+        """
         while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
             pass
         buffer = ctypes.create_string_buffer(1 << 12)

@@ -1,4 +1,6 @@
-"""Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank."""
+"""Python interface to the control plane, which reports exits of ranks, lets ranks agree, and sends
+questions to ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,28 +44,30 @@ MOST_STATUS_BYTES = 64 << 10
 MOST_TEXT_BYTES = 256
 LINGER_S = 1.0
 GREETING_BYTES = 44
-"""The hello and the head of the nonce frame (docs/protocol.md)."""
+"""Size of the hello and of the nonce frame's head, with which a connection starts (docs/protocol.md)."""
 _GRACE_S = 5.0
-"""A call that is this late after its deadline raises ControlError."""
+"""A call that hasn't returned 5 s after its deadline raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""kMostMembers in csrc/frame.h, kMostDomains in csrc/core.h."""
+"""Equal kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
-"""Block size of HMAC-SHA-256, which would hash a longer token first."""
+"""Block size of HMAC-SHA-256, which would first hash a longer token."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Link targets in /proc/PID/fd; the second if memfd_create is refused."""
+"""Targets of links in /proc/PID/fd that show a process's control-plane memory. The second is used if memfd_create
+fails.
+"""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
-"""EndFlag in csrc/core.h."""
+"""Mirror EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
 _REPORT, _ASK, _REPLY = 15, 16, 17
-"""Event::Kind in csrc/core.h."""
+"""Mirror Event::Kind in csrc/core.h."""
 _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
-"""Inbox::Kind in csrc/driver.h."""
+"""Mirror Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
-"""Last line of `describe` for a correct replay."""
+"""Last line of the result of `describe` if the replay is correct."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s28xQ")
 
@@ -76,7 +80,7 @@ def greeter(greeting: bytes) -> int:
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
-"""A reply, or a function that later passes the reply to its argument `send`."""
+"""A reply, or a function that later passes the reply to its argument, which sends the reply."""
 
 _OPEN: WeakSet[World] = WeakSet()
 
@@ -87,7 +91,7 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Does nothing after an uncaught exception: peers must report a death."""
+    """Leaves all worlds when the program ends. After an uncaught exception, does nothing: peers must report a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
@@ -102,9 +106,9 @@ class Endpoint(NamedTuple):
     host: str
     port: int
     token: str
-    """Peers prove by HMAC to have it."""
+    """Secret of the process. Peers prove by HMAC that they have this token."""
     board: int
-    """Descriptor of memory that its watch domain reads."""
+    """Descriptor of the process's shared memory, which processes that watch its PID read."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
@@ -126,7 +130,9 @@ class Member(NamedTuple):
 
 class Change(NamedTuple):
     kind: str
-    """died, left, failed, unreachable, or stopped (only the host's kernel responds)."""
+    """"died", "left", "failed", "unreachable", or "stopped": the rank's process doesn't respond, but its host's kernel
+    does.
+    """
     rank: int
     text: str
     by: int = -1
@@ -134,7 +140,9 @@ class Change(NamedTuple):
 
 class Verdict(NamedTuple):
     kind: str
-    """agreed (`values` in the order of the call's ranks), or why not: `ranks` ended, are missing, or undecided."""
+    """"agreed": `values` has the ranks' values, in the order of the call's ranks. Otherwise "ended", "missing" or
+    "undecided", and `ranks` names these ranks.
+    """
     values: list[bytes]
     ranks: list[int]
 
@@ -149,15 +157,15 @@ class _Asked:
 
 
 class World:
-    """This process's membership in one world. Thread-safe."""
+    """This process's membership in one world, a set of ranks that watch each other. Thread-safe."""
 
     def __init__(
         self, library: Any, address: str, *, limit_s: float, beat_s: float, port: int | None = None, token: str = ""
     ) -> None:
-        """Listens at `address`, and serves a key-value store; see `ControlStore`.
+        """Listens at `address` and serves a key-value store; see `ControlStore`.
 
-        `port` None: any free one, within PARALLEL_STATE_PORTS if set. `token`: random if empty. `limit_s`: then a
-        silent host is unreachable. Raises ResourceLimitError and ControlError.
+        `port`: None for any free port, or one within PARALLEL_STATE_PORTS if set. `token`: random if empty. `limit_s`:
+        time without messages after which a host counts as unreachable. Raises ResourceLimitError and ControlError.
         """
         exits.prepare()
         _leave_at_exit()
@@ -206,10 +214,10 @@ class World:
         on_question: Callable[[int, bytes], Answer] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Joins the world without waiting. Every member calls it with the same members.
+        """Joins the world, and returns without waiting for other members. Every member must pass the same members.
 
-        `on_change` may be about this rank. `on_question` gets rank -1 for a process outside the world that has the
-        token. `look` is called every 0.4 s. One thread calls all callbacks, so they must be quick.
+        `on_change` can report this rank, too. `on_question` gets rank -1 if a process outside the world asks with the
+        right token. `look` is called every 0.4 s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -242,7 +250,9 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Answers earlier questions if called before `meet`. Idempotent."""
+        """Starts the thread that runs callbacks, if it doesn't run yet. A call before `meet` lets this process answer
+        questions before it joins.
+        """
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return
@@ -260,12 +270,13 @@ class World:
         timeout_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Verdict:
-        """Sends `value` and returns the verdict.
+        """Sends `value` and returns the decision: the values of all ranks, or why these ranks can't agree.
 
-        Each of `ranks` calls it with the same arguments, and each attempt once.
+        Each of `ranks` calls this with the same arguments; a repetition needs another `attempt`.
 
-        Returns at most 0.5 s after `give_up()` returns True. After "undecided", other ranks may have another verdict.
-        Raises ControlError if this process leaves the world, and ConfigMismatchError for another protocol version.
+        Returns at most 0.5 s after `give_up()` returns True. If the result is "undecided", other ranks can get another
+        result. Raises ControlError if this process leaves the world, and ConfigMismatchError for another version of the
+        protocol.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -309,9 +320,10 @@ class World:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Returns the replies by rank, without ranks that exit or are late.
+        """Asks `ranks` and returns the replies by rank. Ranks that exit or answer late are omitted.
 
-        With `on_replies` it returns {} at once; the callback thread, which must use it, passes the replies to it later.
+        With `on_replies` this returns {} at once, and the callback thread later passes the replies to `on_replies`.
+        Calls in the callback thread must use `on_replies`.
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
@@ -340,11 +352,15 @@ class World:
         return dict(asked.result)
 
     def is_ending(self, pid: int) -> bool:
-        """Returns True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
+        """Returns True if the process exited, or if each of its threads is exiting or will be killed by a pending
+        SIGKILL.
+        """
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """`ranks`: on this host, in the group's order. A death in `domain` fails the group."""
+        """Ends the waits of a group in C++ when a rank of `domain` dies. `ranks`: the group's ranks on this host, in
+        the group's order.
+        """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
         if not self._library.ps_group_listen(group, self._handle, *arguments):
@@ -358,11 +374,15 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last 32 to 64 KiB of events; empty without memory. Only values of agreements contain tokens."""
+        """Returns the last events, 32 to 64 KiB, or b"" if there was no memory for them. Contains tokens only in values
+        of agreements.
+        """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Returns when other hosts' kernels have the farewell, after at most `linger_s` + 2 s. Idempotent."""
+        """Tells peers that this process leaves. Returns when other hosts' kernels have received this, after at most
+        `linger_s` + 2 s. Idempotent.
+        """
         if self._is_leaving or self._pid != os.getpid():
             return
         self._is_leaving = True
@@ -379,7 +399,9 @@ class World:
 
     @property
     def _handle(self) -> int:
-        """Called before any lock, which the parent may have held at the fork."""
+        """Returns the handle, or raises ForkedError in a forked child. Use this before taking a lock: the parent
+        perhaps held it at the fork.
+        """
         if self._pid != os.getpid():
             raise forks.error("the control plane")
         return int(self._own_handle)
@@ -398,7 +420,9 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits in C++, in the calling thread, so that slow callbacks don't delay it."""
+        """Waits for the decision of an agreement, in C++ in the calling thread. Slow callbacks in the callback thread
+        then can't delay the decision.
+        """
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
@@ -525,7 +549,9 @@ def describe(library: Any, record: bytes) -> str:
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """`fill(buffer, size)` returns the needed size."""
+    """Returns the bytes that `fill(buffer, size)` writes. `fill` returns the needed size and is repeated with a larger
+    buffer if necessary.
+    """
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):
         buffer = ctypes.create_string_buffer(needed)
@@ -534,7 +560,9 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Finds this PID namespace's processes, by PID, from readable boards."""
+    """Finds the control planes of all processes in this PID namespace whose files this process can read. Returns them
+    by PID.
+    """
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"
@@ -566,7 +594,7 @@ def _words(text: bytes) -> str:
 
 
 def _pack(member: Member, addresses: dict[str, str]) -> bytes:
-    """`addresses`: a cache."""
+    """Encodes a member for C++. `addresses` caches resolved host names."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
         try:
@@ -585,7 +613,7 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Inverse of `put` in csrc/frame.h."""
+    """Decodes what `put` in csrc/frame.h encodes."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -1,6 +1,6 @@
-"""torch's `Store` as a client of the store that a `World` serves (csrc/store.h).
+"""A torch `Store` that sends requests to the store that a `World` serves (csrc/store.h).
 
-Both sides prove that they have the token. Requests and replies have MACs, but aren't encrypted.
+Client and server prove to each other that they have the token. Requests and replies have MACs, but aren't encrypted.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from device_communicators.control.client import (
 )
 
 _SET, _GET, _ADD, _WAIT, _CHECK, _COMPARE_SET, _DELETE, _COUNT, _APPEND, _HOLD = range(1, 11)
-"""StoreCall in csrc/store.h."""
+"""Mirror StoreCall in csrc/store.h."""
 _PAUSE_S = 0.02
 
 
 class ControlStore(dist.Store):
-    """The store of one world. Thread-safe; threads don't wait for each other.
+    """Client of the store of one world. Thread-safe; threads don't wait for each other.
 
-    Raises DistStoreError for invalid requests and keys not set in time; DistNetworkError if the server can't be used.
-    Its `__cause__` is a PermissionError for a wrong token, a ForeignServiceError, or a ConfigMismatchError for another
-    protocol version. torch's C++ code doesn't keep this object alive; see c10d/control_store.py.
+    Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
+    can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError
+    for another kind of service, or a ConfigMismatchError for another version of the protocol. torch's C++ code doesn't
+    keep this object alive; see c10d/control_store.py.
     """
 
     served_by: int | None = None
-    """Global rank; None: a launcher."""
+    """Global rank of the process that serves the store; None for a launcher."""
     access = "the job's secret"
 
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Opens no connection. `timeout_s`: of each request."""
+        """Stores the address, without connecting. `timeout_s` is the timeout of each request."""
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """0 until the name is resolved."""
+        """Number of the client in C++; 0 until the host's name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -72,7 +73,7 @@ class ControlStore(dist.Store):
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Ends each `hold`. The next request connects again."""
+        """Closes the connections, which ends each `hold`. The next request connects again."""
         for request in self._held:
             request.close()
         self._held.clear()
@@ -85,9 +86,9 @@ class ControlStore(dist.Store):
         self._ask(_SET, [key, value])
 
     def hold(self, key: str, value: str | bytes) -> None:
-        """Sets KEY until this process exits or closes the store; then gone/KEY replaces it.
+        """Sets `key` until this process exits or closes the store. The server then replaces the key by gone/KEY.
 
-        `delete_key` removes both. At most 64 KiB together.
+        `delete_key` removes both keys. Key and value together have at most 64 KiB.
         """
         self._ask(_HOLD, [key, value], holds=True)
 
@@ -164,14 +165,16 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Raises OSError if the name isn't resolved within `limit_s`, at least 2 s."""
+        """Returns the number of the client in C++. Raises OSError if the host's name isn't resolved within max(limit_s,
+        2 s).
+        """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))
             self._client = self.library.ps_store_client(numeric.encode(), self.address[1], self._token.encode())
         return self._client
 
     def _look_up(self, limit_s: float) -> list[str]:
-        """Uses a thread: a name server may exceed `limit_s`."""
+        """Resolves the host's name in a thread, because a name server can take longer than `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
             raise TimeoutError(f"the name {self.address[0]!r} was not resolved")

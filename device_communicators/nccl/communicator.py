@@ -1,6 +1,6 @@
-"""NCCL calls on the current stream; those that return a `Work` run on a side stream.
+"""Runs calls over NCCL on the current stream. Calls that return a `Work` run on a side stream.
 
-8-bit floats are reduced in a wider dtype, because NCCL rounds at each hop (as it still does for 16-bit floats).
+8-bit floats are reduced in a wider dtype, because NCCL rounds after each addition. 16-bit floats are rounded that way.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class NcclCommunicator(Communicator):
         self.streams = streams or CudaStreams(context.device, context.high_priority_stream)
         self._handle: Handle | None = None
         self._parent: Handle | None = None
-        """Non-blocking; None unless `set_up(divisible=True)`."""
+        """The non-blocking communicator that `divide` splits; None if `set_up` was called without `divisible=True`."""
         self._watch: Watch | None = None
         self._links = Links(self.library, context, self.streams)
         self._windows = Windows(context, self.library, self.streams)
@@ -92,7 +92,7 @@ class NcclCommunicator(Communicator):
         return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes and tests the group's communicator. Every rank calls it. Idempotent.
+        """Creates and tests the group's NCCL communicator. Every rank calls this. Idempotent.
 
         Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a capture.
         """
@@ -112,7 +112,9 @@ class NcclCommunicator(Communicator):
                 self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Needs `set_up(divisible=True)`; else does nothing."""
+        """Creates the sub-groups' NCCL communicators if `set_up(divisible=True)` was called before;
+        else does nothing.
+        """
         with self._making, self.streams.guard():
             if self._parent is None:
                 return
@@ -133,7 +135,7 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """`advice`: if the result is wrong."""
+        """Checks the result of an all-reduce. `advice`: text for the error if the result is wrong."""
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
@@ -157,7 +159,7 @@ class NcclCommunicator(Communicator):
             )
 
     def connect(self, peer: int) -> None:
-        """`peer` calls it as well. Needed before a capture."""
+        """Connects this rank with `peer`, which must call this, too. A capture of transfers needs this before."""
         self._link(peer)
 
     def _link(self, peer: int) -> Link:
@@ -190,7 +192,7 @@ class NcclCommunicator(Communicator):
         yield
 
     def close(self) -> None:
-        """Waits at most 10 s for the device, then aborts. Idempotent."""
+        """Frees the communicators. Aborts them if the device doesn't finish within 10 s. Idempotent."""
         if self._closed:
             return
         self._closed = self._links.closed = True
@@ -221,7 +223,7 @@ class NcclCommunicator(Communicator):
             raise self._links.failure
 
     def suspend(self) -> None:
-        """Every rank calls it, when the device has finished all calls.
+        """Frees NCCL's memory until `resume`. Every rank calls this when the device has finished all calls.
 
         Raises UnsupportedError before NCCL 2.29.7.
         """
@@ -233,7 +235,7 @@ class NcclCommunicator(Communicator):
         self._suspended = True
 
     def resume(self) -> None:
-        """Every rank calls it."""
+        """Allocates the memory that `suspend` freed. Every rank calls this."""
         if self._suspended:
             function = self._function("ncclCommResume")
             self._raise_failure()
@@ -252,7 +254,7 @@ class NcclCommunicator(Communicator):
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns registered memory (see `windows`), or None."""
+        """Returns bytes in memory that NCCL has registered (see `windows`), or None."""
         handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:
@@ -321,7 +323,9 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Raises the failure if the watch aborted the call."""
+        """Returns a context for a call. If the watch thread aborts the call, the context raises the
+        thread's failure.
+        """
         watch = self._watched()
         watch.begin(operation)
         try:
@@ -455,7 +459,7 @@ class NcclCommunicator(Communicator):
         self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        """One launch, so that no transfer waits for another."""
+        """Enqueues all transfers in one launch, so that no transfer waits for another."""
         rank = self.context.rank
         own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]
@@ -502,7 +506,7 @@ class NcclCommunicator(Communicator):
             link.put(operation, tensors, stream)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """NCCL has no tags: transfers arrive in the order of their calls."""
+        """Starts to send `x`. NCCL ignores tags: it matches transfers by the order of calls."""
         return self._start("send", x, dst)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
@@ -516,12 +520,12 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Uses gloo, because it must block the host."""
+        """Runs the barrier over gloo, because a barrier must block the host."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
-    """Averages of floats are sums, which `_finish` divides."""
+    """Returns NCCL's operation for `op`. An average of floats becomes a sum, which `_finish` divides."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 

@@ -1,7 +1,7 @@
-"""A thread that detects failures of a group's NCCL calls, on the host and on the device.
+"""Runs a thread that detects failures of a group's NCCL calls.
 
-Calls only enqueue work, so no caller may be waiting. The thread aborts kernels; the next call raises the failure.
-Replays of a captured call have no deadline.
+A call only enqueues work, so no thread of the program is waiting when the work fails. Instead, this thread aborts the
+kernels, and the next call raises the failure. Replays of a captured call have no deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""After this time communicators are aborted; also the timeout of an abort."""
+"""Communicators that aren't closed after this time are aborted. Also the timeout of an abort."""
 _POLL_S = 0.2
 _PAUSE_S = 0.001
 
@@ -42,7 +42,9 @@ class _StreamCalls:
     def __init__(self, make_marker: Callable[[], Marker]) -> None:
         self._markers = (make_marker(), make_marker())
         self._pending: list[PendingCall | None] = [None, None]
-        """The oldest call keeps its marker, so further calls don't extend its deadline."""
+        """Calls that perhaps aren't done. The oldest call keeps its marker, so that further calls don't extend its
+        deadline.
+        """
         self._oldest = 0
         self._lock = threading.Lock()
 
@@ -74,13 +76,13 @@ class Watch:
         abort: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: CommunicationError | None = None
-        """Set before `abort` is called."""
+        """The failure that the thread found; set before the thread calls `abort`."""
         self._context = context
         self._find_failure, self._abort = find_failure, abort
         self._make_marker = make_marker
         self._streams: dict[int, _StreamCalls] = {}
         self._in_nccl: dict[int, PendingCall] = {}
-        """Calls that NCCL has not returned from, by thread."""
+        """Calls that haven't returned from NCCL, by thread."""
         self._enter_relaxed = enter_relaxed
         self._wake = threading.Event()
         self._closed = False
@@ -94,7 +96,9 @@ class Watch:
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """The deadline still applies to work on `stream`."""
+        """Records that NCCL returned from this thread's call. The deadline still applies to the call's work on
+        `stream`.
+        """
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
             calls = self._streams.get(stream)
@@ -103,18 +107,20 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Omits calls in captures."""
+        """Returns the streams of calls so far, without calls in captures."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:
-        """Returns False also if CUDA fails."""
+        """Returns True if the device has finished all calls; False otherwise or if CUDA fails."""
         try:
             return all(calls.oldest() is None for calls in list(self._streams.values()))
         except RuntimeError:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """Returns False after a failure, after `limit_s` or the timeout."""
+        """Waits until the device has finished all calls. Returns False after a failure, or after
+        min(limit_s, timeout).
+        """
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():
             if time.monotonic() > deadline:

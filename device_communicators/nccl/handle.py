@@ -1,8 +1,8 @@
-"""`Handle`, one ncclComm_t with its registered windows.
+"""Defines `Handle`, which is one ncclComm_t with its registered windows of memory.
 
-Only *non-blocking* communicators allow a deadline and an abort during set-up. But each later call of one starts a
-thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). So ranks make a non-blocking
-communicator and split a blocking one from it.
+Only *non-blocking* communicators allow a deadline and an abort during set-up. But each later call on one starts a
+thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). Therefore ranks create a non-blocking
+communicator and split a blocking communicator from it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps for at most 2 ms. Raises PeerDiedError and CollectiveTimeoutError."""
+        """Sleeps for at most 2 ms. Raises PeerDiedError if a rank has died, and CollectiveTimeoutError after the
+        deadline.
+        """
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
@@ -77,13 +79,13 @@ class Handle:
         self.comm: int | None = None
         self.lock = threading.RLock()
         self.ended_in_order = False
-        """Memory of the windows may be freed."""
+        """True if the communicator was closed without an abort. The memory of its windows can then be freed."""
         self._windows: list[int] = []
         self._kept: list[object] = []  # NCCL may access these in the background
 
     @classmethod
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
-        """Makes a non-blocking communicator on the current device. All ranks pass the same id.
+        """Creates a non-blocking communicator on the current device. All ranks must pass the same id.
 
         Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
         """
@@ -97,9 +99,11 @@ class Handle:
         return made
 
     def split(self, context: GroupContext, color: int, key: int) -> Handle:
-        """Makes blocking communicators, one per color. Every rank of this one calls it.
+        """Splits this communicator and returns this rank's blocking communicator, one for each color. Every rank of
+        this communicator calls `split` or `join_split`.
 
-        `context`: of the new one. Raises the errors of `meet`, after aborting this one.
+        `context`: describes the new group. If the split fails, aborts this communicator and raises the errors of
+        `meet`.
         """
         made, name = Handle(self.library, context), context.name.encode()
         config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
@@ -107,7 +111,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in a `split` of other ranks."""
+        """Takes part in other ranks' `split` without getting a new communicator."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:
@@ -166,7 +170,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """Callable from any thread; never blocks."""
+        """Returns NCCL's state of the communicator. Any thread can call this; it never blocks."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -184,21 +188,23 @@ class Handle:
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Waits for a call in progress. The caller must hold the lock."""
+        """Waits for a call in progress, and raises the error of a failed call. The caller must hold the lock."""
         if result != SUCCESS:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """With NCCL_COMM_BLOCKING=0 every call is in progress first."""
+        """Waits for a call on `comm` and raises its error. With NCCL_COMM_BLOCKING=0 every call returns while still in
+        progress.
+        """
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
             raise self.error(operation, result, deadline.started)
         self._wait(comm, deadline)
 
     def register(self, address: int, size_bytes: int) -> str | None:
-        """Every rank passes the same size. Returns the reason if NCCL refuses.
+        """Registers memory. Every rank passes the same size. Returns the reason if NCCL refuses, else None.
 
-        Other ranks may then block until their deadline.
+        If NCCL refuses on one rank, other ranks can block until their deadline.
         """
         window = ctypes.c_void_p()
         self._kept.append(window)
@@ -217,7 +223,7 @@ class Handle:
 
     @contextlib.contextmanager
     def group(self, operation: str) -> Iterator[None]:
-        """The caller must hold the lock."""
+        """Returns a context that combines NCCL calls into one launch. The caller must hold the lock."""
         self.check(operation, self.library.ncclGroupStart())
         try:
             yield
@@ -240,15 +246,17 @@ class Handle:
         return attributed(self.context, operation, started, failure)
 
     def abort(self) -> None:
-        """Results of its kernels are then invalid. Idempotent."""
+        """Aborts the communicator's kernels, whose results are then invalid, and frees the communicator. Idempotent."""
         end_all([self], in_order=False)
 
     def close(self) -> None:
-        """The device must have finished its calls. Idempotent."""
+        """Frees the communicator. The device must have finished its calls. Idempotent."""
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
-        """Callable from any thread. A call of another thread is aborted after 1 s."""
+        """Starts a thread that closes the communicator, or aborts it if not `in_order` or if another thread's call
+        holds the lock for 1 s. Any thread can call this.
+        """
         if self.comm is None:
             return None
 
@@ -283,9 +291,10 @@ class Handle:
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
-    """NCCL doesn't release a communicator that a CUDA graph still uses, so this waits at most 10 s.
+    """Closes or aborts the communicators. Waits at most 10 s, because NCCL doesn't release a communicator that a CUDA
+    graph still uses.
 
-    In parallel, because a communicator's end may wait for kernels of another one.
+    Runs in parallel, because the end of one communicator can depend on kernels of another communicator.
     """
     threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
     deadline = time.monotonic() + GOODBYE_S
@@ -320,14 +329,16 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
-    """Every rank calls it. Raises ConfigMismatchError if versions differ."""
+    """Gathers all ranks' records. Every rank calls this. Raises ConfigMismatchError if versions of NCCL differ."""
     records = [SetUpRecord.from_buffer_copy(each) for each in context.gather(bytes(mine), "nccl set-up")]
     _compare(context, context.ranks, records)
     return records
 
 
 def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: int) -> SetUpRecord:
-    """`peer` calls it as well. Raises ConfigMismatchError if versions differ."""
+    """Exchanges records with `peer`, which must call this, too. Raises ConfigMismatchError if
+    versions of NCCL differ.
+    """
     record = SetUpRecord()
     x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, record))
     sending = WatchedByThread(context.cpu_group.send([x], peer, tag), context, "nccl set-up")

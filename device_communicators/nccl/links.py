@@ -1,7 +1,7 @@
-"""Links: NCCL communicators of two ranks of a group, one per direction, for transfers.
+"""Links for transfers between two ranks: a link has one NCCL communicator for each direction.
 
-With one for both directions, two ranks that both send first would deadlock. A thread makes the link, because a started
-transfer must not wait.
+With one communicator for both directions, two ranks that both send first would deadlock. A thread makes the link,
+because a started transfer must not wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from device_communicators.nccl.handle import Handle, end_all, exchange_records, 
 from device_communicators.routing.communicator import GroupContext
 
 _SET_UP_TAG = 3
-"""Sends within a host use it, too, but those groups have no GPU."""
+"""Tag of gloo transfers that set up a link. Sends within a host use the same tag, but only in groups without a GPU."""
 _CHECK_S = 0.5
 
 Transfer = Callable[["Link", str, Sequence[Tensor], int], None]
@@ -41,11 +41,11 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """Returns False while transfers are queued."""
+        """Returns True if the link is ready. Returns False while transfers are queued, or if making the link failed."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """The peer must pass as many contiguous tensors."""
+        """Enqueues transfers of the tensors on `stream`. The peer must pass the same number of contiguous tensors."""
         handle, function = self.handles[operation], self._functions[operation]
         with handle.lock, nullcontext() if len(tensors) == 1 else handle.group(operation):
             for x in tensors:
@@ -62,7 +62,9 @@ class Link:
         return started.go()
 
     def wait(self, check: Callable[[], None] = lambda: None) -> None:
-        """Raises the link's failure, or an error of `check`, called every 0.5 s."""
+        """Waits until the link is ready. Raises the link's failure, or the error that `check` raises; `check` is called
+        every 0.5 s.
+        """
         while not self._done.wait(_CHECK_S):
             check()
         self._raise_failure()
@@ -72,7 +74,9 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Sends a byte each way: NCCL's first transfer blocks the host."""
+        """Connects the link, and sends a byte in each direction, because NCCL's first transfer blocks the host. Then
+        starts queued transfers.
+        """
         try:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -121,7 +125,7 @@ class Links:
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
         self.closed = False
-        """Links made later are ended at once."""
+        """True after the communicator was closed. Links that are made later are ended at once."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)
@@ -133,7 +137,9 @@ class Links:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
     def begin(self, peer: int, transfer: Transfer) -> Link:
-        """The peer must call it as well. The link doesn't keep `transfer`."""
+        """Starts to make the link with `peer`, which must call this, too. The link doesn't keep a reference to
+        `transfer`.
+        """
         context = self._context
         context.check_cpu_group("a transfer")
         with self._lock:

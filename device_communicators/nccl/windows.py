@@ -1,8 +1,8 @@
-"""Memory for tensors that NCCL's symmetric kernels read and write in place: `group.empty` on a GPU.
+"""Allocates memory for `group.empty` on a GPU, which NCCL's symmetric kernels read and write in place.
 
-A kernel uses the offset of its own rank's tensor for all ranks, so the ranks agree on each allocation over gloo (about
-100 µs). A block is free once all ranks have released it. If a rank can't register memory, all ranks use ordinary memory
-from then on.
+A kernel uses the offset of its own rank's tensor for all ranks. Therefore the ranks agree on each allocation over gloo
+(about 100 µs), and a block is free once all ranks have released it. If a rank can't register memory, all ranks use
+ordinary memory from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("parallel_state")
 
 FUNCTIONS = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister", "ncclCommWindowDeregister")
 MOST_BLOCKS = 1024
-"""Further tensors are in ordinary memory."""
+"""Largest number of tensors in registered memory. Further tensors are in ordinary memory."""
 WINDOW_BYTES = 16 << 20
 _GRANULE_BYTES = 2 << 20
 """ncclMemAlloc rounds sizes up to a multiple of this."""
@@ -46,13 +46,17 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Equal on all ranks, because all make the same changes in the same order."""
+    """Records windows and allocated blocks. Equal on all ranks, because all ranks make the same changes in the same
+    order.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.digest = 0
-        """Differs at the next allocation if a rank missed a change."""
+        """Checksum of all changes. If a rank missed a change, the ranks find different checksums at the next
+        allocation.
+        """
 
     def take(self, size_bytes: int) -> int | None:
         number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)
@@ -94,7 +98,7 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Releases the block on this rank when no tensor uses it."""
+    """Belongs to a tensor's memory. When no tensor uses the memory, marks the block as released on this rank."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number
@@ -107,7 +111,7 @@ class Lease:
 class Windows:
     def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
         self.problem: str | None = None
-        """Equal on all ranks."""
+        """Why registered memory is unavailable, or None. Equal on all ranks."""
         self._context = context
         self._library = library
         self._streams = streams
@@ -115,11 +119,11 @@ class Windows:
         self._ledger = Ledger()
         self._addresses: list[int] = []
         self._refused: list[int] = []
-        """Memory that some rank couldn't register."""
+        """Addresses of memory that some rank couldn't register."""
         self._returned: deque[int] = deque()
-        """Released on this rank, after the last `_collect`."""
+        """Blocks that this rank has released since the last `_collect`."""
         self._free: set[int] = set()
-        """Released on this rank, but perhaps not on all."""
+        """Blocks that this rank has released, but perhaps not all ranks."""
         self._allocated_on: set[int] = set()
         self._warned = False
 
@@ -139,9 +143,9 @@ class Windows:
     def allocate(
         self, size_bytes: int, register: Callable[[int, int], str | None], used_streams: Callable[[], list[int]]
     ) -> Tensor | None:
-        """Returns uninitialized bytes, or None on all ranks. Every rank of the group calls it.
+        """Returns uninitialised bytes in registered memory, or None on all ranks. Every rank of the group calls this.
 
-        `register(address, size)` returns the reason if it fails.
+        `register(address, size)` registers memory and returns the reason if that fails.
         """
         self._collect()
         agreed = self._exchange(size_bytes)
@@ -244,9 +248,9 @@ class Windows:
         self._allocated_on.add(current)
 
     def compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
-        """Raises CollectiveMismatchError unless offsets are equal on all ranks, which all call it.
+        """Raises CollectiveMismatchError if the tensors' offsets aren't equal on all ranks. Every rank calls this.
 
-        Tensors in `own` must be registered on all ranks or on none.
+        Tensors in `own` can have different offsets, but must be registered on all ranks or on none.
         """
         if not self._ledger.sizes:
             return
@@ -270,9 +274,10 @@ class Windows:
         return ""
 
     def close(self, deregistered: bool) -> None:
-        """Windows with live tensors are freed when a later group closes or needs a window. Idempotent.
+        """Frees the windows. A window with tensors in use is kept, and freed when another group closes or needs a
+        window.
 
-        Unless `deregistered`, aborted kernels may still use the memory, so it is never freed.
+        If `deregistered` is False, aborted kernels can still use the memory, so no window is ever freed. Idempotent.
         """
         self.problem = self.problem or "the group was closed"
         is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group
