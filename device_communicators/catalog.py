@@ -1,6 +1,7 @@
-"""The table of communicators, best first. Ranks must choose the same route, or they hang.
+"""The table of communicators, best first, from which each group's route is built. All ranks must choose the same route,
+or calls hang.
 
-Only this module refers to the concrete ones. Imports of GPU modules are inside functions.
+Only this module names concrete communicators. It imports GPU modules inside functions.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """How calls reach a communicator, for `explain()`."""
+    """Describes how calls are passed to a communicator, for `explain()`."""
 
     eager: str
     compiled: str
     captured: str | None
-    """None if the host does the work: then capture is refused."""
+    """How a captured call runs. None if the CPU runs the call, which then can't be captured."""
 
 
 OP = Paths("registered op, Python", "the same op", None)
@@ -41,23 +42,31 @@ class Row:
     class_name: str
     paths: Paths = OP
     device: str = "any"
-    """Device of its groups: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
+    """Device of groups that can use the communicator: `any`, `accelerator` (any but the CPU), or a
+    type such as `cuda`.
+    """
     partial: bool = False
-    """True if it may refuse valid requests. The rows below must then support them."""
+    """True if the communicator can refuse valid calls. The communicators in later rows must then
+    support these calls.
+    """
     several_hosts: bool = False
     unfit: Callable[[GroupContext], str | None] = lambda context: None
-    """Returns an objection, or None, from facts that are equal on every rank."""
+    """Returns the reason why the group can't use the communicator, or None, from facts that are equal on every rank."""
     probe: Callable[[GroupContext], str | None] | None = None
-    """Returns an objection of this rank, which counts for all, or None."""
+    """Returns the reason why this rank can't use the communicator, or None. A reason on one rank excludes the
+    communicator on all ranks.
+    """
     agree: Callable[[GroupContext], str | None] | None = None
-    """Returns an objection that is equal on every rank, or None. Every rank calls it."""
+    """Finds out on all ranks whether the group can use the communicator. Returns the reason why not, or None, equally
+    on all ranks. Every rank calls this.
+    """
     simulated: bool = False
     fake: bool = False
-    """True for torch's `fake` backend, which uses no other row."""
+    """True for the communicator of torch's `fake` backend. Groups over that backend use no other."""
     custom_all_reduce: bool = False
-    """True if `set_custom_all_reduce(False)` disables it."""
+    """True if `set_custom_all_reduce(False)` disables the communicator."""
     asked_for: Callable[[], bool] = lambda: False
-    """Returns True if a setting requests it. The log then says why it is unavailable."""
+    """Returns True if a setting requests the communicator. If it is unavailable, the log then says why."""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
@@ -66,7 +75,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """The result is equal on all ranks."""
+        """Returns the reason why the group can't use the communicator, or None. Equal on all ranks."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):
@@ -190,7 +199,7 @@ CATALOG: tuple[Row, ...] = (
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
-    """Every rank of the group calls it, in the same order of groups."""
+    """Builds the group's route. Every rank of the group calls this, in the same order of groups."""
     if context.size == 1:
         return Route(context, (), {})
     rows = [row for row in rows if (row.simulated, row.fake) == (context.simulated, context.fake)]

@@ -1,4 +1,4 @@
-"""Collectives and transfers of CPU tensors in C++ (cpu/csrc/group.h), within a host and between hosts."""
+"""Runs collectives and transfers of CPU tensors in C++ (cpu/csrc/group.h), within a host and between hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scat
 
 
 class CpuCommunicator(Communicator):
-    """A started collective is complete when its call returns."""
+    """Runs calls on CPU tensors in C++. A started collective is complete when the call that starts it returns."""
 
     name = "shared_memory"  # "hierarchical" with several segments
     tells_sending = True

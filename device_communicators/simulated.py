@@ -1,6 +1,6 @@
-"""Communicator for a simulated group: one process, which assumes that every rank holds this rank's tensor.
+"""Runs calls of a simulated group: one process, which computes as if every rank had this rank's tensor.
 
-Calls that need a real peer's data raise UnsupportedError.
+Calls that need another rank's data raise UnsupportedError.
 """
 
 from __future__ import annotations

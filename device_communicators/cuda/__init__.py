@@ -1,1 +1,1 @@
-"""NCCL through ctypes, and CUDA streams and events, for the packages above."""
+"""Calls NCCL through ctypes, and wraps CUDA streams and events."""

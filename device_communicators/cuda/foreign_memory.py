@@ -1,6 +1,7 @@
-"""Tensors over memory that torch did not allocate, by DLPack.
+"""Makes tensors over memory that torch did not allocate, by DLPack.
 
-torch calls the deleter in any thread; it drops the owner, whose `__del__` frees the memory.
+When a tensor's memory is no longer used, torch calls a deleter in any thread. The deleter drops the owner, whose
+`__del__` frees the memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _ALIVE: dict[int, tuple[object, ...]] = {}
-"""Objects that a tensor needs, by address of its _DLManagedTensor."""
+"""Objects that a tensor keeps alive, by the address of the tensor's _DLManagedTensor."""
 
 
 def _make_deleter() -> Any:
@@ -57,7 +58,7 @@ _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """Returns a uint8 tensor. It and its views keep `owner` alive."""
+    """Returns a uint8 tensor over this memory. The tensor and its views keep `owner` alive."""
     shape = (c_int64 * 1)(size_bytes)
     managed = _DLManagedTensor(
         _DLTensor(address, _DEVICE_TYPES[device.type], device.index or 0, 1, _UNSIGNED, 8, 1, shape),

@@ -1,4 +1,6 @@
-"""NCCL through ctypes. Tests compare it with nccl.h of the versions 2.27.7 to 2.32.3. Calls release the GIL."""
+"""Calls NCCL through ctypes, which releases the GIL. Tests compare these declarations with nccl.h of the versions
+2.27.7 to 2.32.3.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 from device_communicators.base import settings
 
 OLDEST = 22700
-"""torch 2.10 brings it."""
+"""Oldest supported version, which is part of torch 2.10."""
 MULTI_RANK_GPU = 23003
 """From this version on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 
@@ -24,7 +26,7 @@ RESULTS = (
     "ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument",
     "ncclInvalidUsage", "ncclRemoteError", "ncclInProgress", "ncclTimeout",
 )  # fmt: skip
-"""ncclResult_t. The last one exists since 2.31."""
+"""Names of ncclResult_t, by number. The last exists since 2.31."""
 
 DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5, torch.float16: 6,
@@ -32,16 +34,16 @@ DTYPES = {
 }  # fmt: skip
 BYTE = DTYPES[torch.uint8]
 REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
-"""ncclRedOp_t. Only averages of integers use "avg": for floats it rounds each summand first."""
+"""Numbers of ncclRedOp_t. "avg" is used only for integers, because NCCL rounds each float before the sum."""
 
 UNDEFINED = -(2**31)
-"""NCCL uses the environment's value, or its default."""
+"""Value of a field that the program doesn't set. NCCL then uses its environment variable or its default."""
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
-"""Color of a rank in no part of a split communicator."""
+"""Color of a rank that gets no new communicator in a split."""
 SUSPEND_MEMORY = 1
 COLL_SYMMETRIC = 1
-"""Collectives may use the window, with one offset on all ranks."""
+"""Flag of windows that collectives can use, at the same offset on all ranks."""
 
 
 class UniqueId(ctypes.Structure):
@@ -76,7 +78,7 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""Name, type, and the version that added it. NCCL treats fields beyond `size` as undefined."""
+"""Name and type of each field, and the version that added the field. NCCL treats fields beyond `size` as undefined."""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
@@ -111,14 +113,14 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """`explain()` shows the text."""
+    """NCCL can't be loaded; `explain()` shows the text."""
 
 
 class NcclLibrary:
     def __init__(self, path: str) -> None:
         self.path = path
         self.missing: dict[str, str] = {}
-        """Function -> the reason."""
+        """Maps each missing function to the reason."""
         try:
             self._library = ctypes.CDLL(path)
             number = c_int()
@@ -127,7 +129,7 @@ class NcclLibrary:
         except (OSError, AttributeError) as error:
             raise NcclUnavailableError(f"{path} can't be loaded as NCCL: {error}") from error
         self.version = number.value
-        """22809 is 2.28.9."""
+        """NCCL's version as a number: 22809 is 2.28.9."""
         if self.version < OLDEST:
             raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} or newer is needed")
         for name, (_, _, since) in _FUNCTIONS.items():
@@ -154,7 +156,7 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """NCCL chooses the other fields."""
+        """Returns an ncclConfig_t with these fields. NCCL chooses the values of other fields."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
@@ -199,7 +201,9 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns paths, the best first. A second NCCL beside torch's would use its own memory and settings."""
+    """Returns the paths at which NCCL is searched, best first. torch's own NCCL comes first, because a second NCCL
+    would have its own memory and settings.
+    """
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []
     return list(dict.fromkeys([*_loaded(), *installed, "libnccl.so.2"]))

@@ -1,4 +1,4 @@
-"""Streams and events of one CUDA device. Tests without a GPU replace this module by a stand-in."""
+"""Wraps streams and events of one CUDA device. Tests without a GPU replace this module by a stand-in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RELAXED = 2
 
 
 class StreamWork:
-    """`wait` makes the current stream wait; the host never waits."""
+    """Work on a stream. `wait` makes the current stream wait; the host never waits."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -36,9 +36,9 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=priority)
 
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
-        """`tensors` may be freed before their use.
+        """Makes this stream wait for the current stream, and keeps the tensors' memory until this stream has used it.
 
-        Works within a capture, too: the work's `wait` joins the side stream.
+        Also works within a capture, in which the work's `wait` joins this stream to the captured stream.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for x in tensors:
@@ -46,7 +46,7 @@ class SideStream:
         return self
 
     def finish(self, enqueue: Callable[[int], None]) -> Work:
-        """Thread-safe."""
+        """Calls `enqueue` with this stream and returns its work. Thread-safe."""
         enqueue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
@@ -57,7 +57,7 @@ class SideStream:
 
 
 def stream_of(handle: int, device: torch.device) -> Any:
-    """Handle 0 means the default stream, unlike `ExternalStream(0)`."""
+    """Returns torch's stream for a handle. Handle 0 is the default stream, unlike in `ExternalStream(0)`."""
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
@@ -116,9 +116,9 @@ class CudaStreams:
         return current_cuda_device() == self._index
 
     def enter_relaxed(self) -> bool:
-        """Makes calls of this thread safe while another one captures in the mode `global`, torch's default.
+        """Lets this thread call CUDA while another thread captures in the mode `global`, torch's default.
 
-        Sets the thread's device, too. Returns False if that is impossible.
+        Also sets the thread's device. Returns False if CUDA's runtime lacks the necessary function.
         """
         enter(self._device)
         function = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None) or _from_runtime()
@@ -129,7 +129,7 @@ class CudaStreams:
 
 
 class StreamOrder:
-    """Orders calls that share a buffer, on any streams. In a capture, the capturing program does."""
+    """Orders calls on any streams that share a buffer. In a capture, the capturing program must order them."""
 
     def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
@@ -145,7 +145,9 @@ class StreamOrder:
 
 
 def enter(device: torch.device) -> None:
-    """Without it, a new thread's CUDA call creates a context of hundreds of MB on the first GPU."""
+    """Sets the thread's device. Otherwise the first CUDA call of a new thread would create a context of hundreds of MB
+    on the first GPU.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

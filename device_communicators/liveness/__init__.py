@@ -1,1 +1,1 @@
-"""State of other ranks' processes: which have exited, why one doesn't run, and the stacks of its threads."""
+"""Detects deaths of other ranks, and finds why a process doesn't run and which code its threads run."""

@@ -1,4 +1,4 @@
-"""The reason why a process of this host doesn't run."""
+"""Finds the reason why a process of this host doesn't run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _STOPPED = {
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
     "Z": "exited, and its parent has not waited for it",
 }
-"""With other letters, the process runs or sleeps normally."""
+"""Reasons by the state's letter in /proc/PID/stat. A process in any other state runs or sleeps normally."""
 _SWAPPED_BYTES = 256 << 20
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Returns "" if the process runs, or if that is unknown."""
+    """Returns the reason why the process doesn't run, or "" if the process runs or its state is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Parts of `Watcher.gather`."""
+"""Helper functions of `Watcher.gather`, which exchanges records between ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SLICE = timedelta(milliseconds=50)
 
 
 def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
-    """`gather(number, part)` returns part `number` of each rank's record.
+    """Returns all ranks' records. `gather(number, part)` exchanges part `number` of each rank's record.
 
-    The first part has the record's length, so every rank knows how many parts the longest one has.
+    Each first part contains the record's length. Every rank therefore knows how many parts the longest record has.
     """
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
@@ -33,9 +33,9 @@ def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list
 
 
 def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
-    """Every rank of the group calls it.
+    """Exchanges one part over gloo. Every rank of the group calls this.
 
-    Raises RuntimeError at the deadline, if gloo fails, or at most 50 ms after `ended()` becomes true.
+    Raises RuntimeError at the deadline, if gloo fails, or within 50 ms after `ended()` becomes true.
     """
     size = cpu_group.size()
     found = bytearray(MOST_VALUE_BYTES * size)

@@ -1,6 +1,7 @@
-"""The ranks of the world that died: the control plane reports to a `Watcher`; waiting calls poll it.
+"""Records which ranks of the world died. The control plane reports deaths to a `Watcher`, and waiting calls poll the
+`Watcher`.
 
-A rank that left on purpose is not dead: it has sent everything that its peers wait for.
+A rank that left on purpose isn't dead, because it has sent all data that its peers wait for.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 logger = logging.getLogger("parallel_state")
 
 _DEATH_CONFIRM_S = 0.5
-"""The kernel closes a process's connections before it reports the exit."""
+"""Time to wait for the report of a death, because the kernel closes a process's connections before
+it reports the exit.
+"""
 NOTICE_S = 0.2
-"""Data that a dead rank sent before may still complete an operation."""
+"""Time to wait after a death, because data that the rank sent before can still complete an operation."""
 
 _TOGETHER_S = 0.1
-"""Deaths within this time are one error: on a busy machine, ranks killed together exit one by one."""
+"""Deaths within this time are reported in one error: on a busy machine, ranks that are killed
+together exit one by one.
+"""
 _HOST_TOGETHER_S = 0.25
-"""Bound for ranks of another host."""
+"""As `_TOGETHER_S`, for ranks of another host."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
@@ -58,17 +63,17 @@ _OTHER_BRANCH = "Check if a rank failed or took another branch"
 @dataclass(frozen=True)
 class Death:
     rank: int
-    """Global."""
+    """Global rank."""
     reason: str
-    """Completes "global rank 3 {reason}"."""
+    """Text that completes "global rank 3 {reason}"."""
     certain: bool = True
-    """False if the rank is merely silent, or gave up by itself."""
+    """False if the rank sends nothing but perhaps runs, or if it reported its own failure."""
     unreachable: bool = False
-    """The host doesn't respond."""
+    """True if the rank's host doesn't respond."""
     stopped: bool = False
-    """The host responds but the rank doesn't run."""
+    """True if the host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """Time of the report, on the monotonic clock."""
+    """Time of the report, by the monotonic clock."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
@@ -87,18 +92,21 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 class FailureDomain:
     """The global ranks whose death makes a group fail.
 
-    If a rank outside of the group dies, a member may fail in another group and never call this one.
+    This includes ranks outside of the group. If such a rank dies, a member of the group perhaps fails in another group
+    and never makes its call in this group.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: equal on all ranks; "" for the world. `is_root`: groups split from this one get own domains."""
+        """`root` names the domain, equally on all ranks; "" is the world. `is_root`: True if groups split from this
+        group get domains of their own.
+        """
         self.ranks = frozenset(ranks)
         self.root = root
         self.is_root = is_root
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns None after `limit_s`, or if the store or network fails."""
+    """Returns the result of `question()`. Returns None after `limit_s`, or if the store or the network fails."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
@@ -107,11 +115,11 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """As all ranks receive it at start-up. Unknown texts are empty."""
+    """Host and process of a rank, as exchanged by all ranks at start-up. Unknown texts are empty."""
 
     host: str
     network: str
-    """Equal for processes that can reach each other over loopback."""
+    """Equal for processes that can connect to each other over loopback."""
     processes: str
     """Equal for processes that can watch each other by PID."""
     pid: int
@@ -120,9 +128,11 @@ class Place(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """Equal for processes that can watch each other by PID; empty if none can watch this one.
+        """Returns a text that is equal for processes that can watch each other by PID; "" if no process can watch this
+        one.
 
-        Differs between network namespaces, so that a network failure between them is detected.
+        Processes in different network namespaces get different texts, so that a network failure between them is
+        detected.
         """
         return f"{self.processes}/{self.network}" if self.processes else ""
 
@@ -151,36 +161,38 @@ class Watcher:
         self._world: World | None = None
         self._rank = -1
         self._places: dict[int, Place] = {}
-        """Includes this rank; empty before `follow`."""
+        """Hosts and processes of all ranks, including this rank. Empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
-        """A host that is silent for this long is unreachable."""
+        """A host that sends nothing for this time counts as unreachable."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
-        """For this host's global ranks."""
+        """Returns True if a global rank of this host left on purpose."""
         self._left: set[int] = set()
         self._pid = os.getpid()
         self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
-        """Topic -> function of the asking global rank (-1: a guest) and payload. Must be quick."""
+        """Functions that answer questions, by topic. Each gets the asking global rank (-1: a process outside the world)
+        and the payload, and must be quick.
+        """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         self.on_death: list[Callable[[], None]] = []
-        """Called in the reporting thread, for waits that can't poll."""
+        """Functions called after a death, in the thread that reports it, for waits that can't poll."""
         self.status: Any = None
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
-        """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
+        """Maps data connections to other hosts (with a method `silent_peers`) to the global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
-        """Called by `close`, the last one first."""
+        """Functions that `close` calls, in reverse order."""
         self._stores: dict[int, BoundedStore] = {}
-        """Stores by serving rank. torch's groups don't keep them alive."""
+        """Stores by serving rank, kept here because torch's groups don't keep them alive."""
         self._name = ""
-        """Empty for the watcher that opened the control plane."""
+        """Name of a scope; empty for the watcher that opened the control plane."""
         self._all = [self]
-        """The watcher that opened the control plane, then its scopes."""
+        """The watcher that opened the control plane, then its scopes; see `join`."""
 
     @property
     def problem(self) -> str:
-        """Meaningless while there is a control plane."""
+        """Returns why there is no control plane. Meaningless if there is one."""
         return self._problem
 
     @property
@@ -188,7 +200,9 @@ class Watcher:
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """`library`: the library, or the reason why it is unavailable. `address`: of this host, as peers use it."""
+        """Opens the control plane and returns its endpoint, or None. `library`: the library, or why it is unavailable.
+        `address`: this host's address, as peers use it.
+        """
         if self._world is None:
             try:
                 if isinstance(library, str):
@@ -205,15 +219,15 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Call it before the ranks have met."""
+        """Lets processes outside the world ask this process. Call this before the ranks have met."""
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Each rank calls this once, with the same places.
+        """Starts to watch all ranks. Each rank calls this once, with the same places.
 
-        If another rank can't be reached by all, logs a warning and watches no rank.
+        If a rank can't be reached by all other ranks, logs a warning and watches no rank.
         """
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:
@@ -240,14 +254,14 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Groups of the torch backend must close before this watcher."""
+        """Lets groups of the torch backend use this watcher. These groups must close before this watcher."""
         _SHARED.add(self)
 
     def join(self, other: Watcher, name: str) -> None:
-        """Makes this new watcher a scope of `other`: `give_up` fails only its own users.
+        """Makes this new watcher a scope of `other`: `give_up` then fails only groups that use this watcher.
 
-        Each rank calls it with the same new `name`, and then `gather`: an earlier `give_up` may be lost. Closing
-        `other` closes the scope.
+        Each rank calls this with the same new `name`, then calls `gather`, because a `give_up` before that can be lost.
+        Closing `other` closes this watcher.
         """
 
         def take_failure(rank: int, text: bytes) -> bytes:
@@ -272,9 +286,10 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Returns replies by rank, without ranks that exited or are late. `on_replies`: see `World.ask`.
+        """Asks `ranks` and returns the replies by rank. Ranks that exit or answer late are omitted. `on_replies`: see
+        `World.ask`.
 
-        An empty topic and payload get replies even while Python there is blocked.
+        If `topic` and `payload` are empty, a process replies even while its Python code is blocked.
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
@@ -288,7 +303,7 @@ class Watcher:
         return {}
 
     def is_silent(self, rank: int) -> bool:
-        """Waits at most 0.5 s for a reply: a silent process is probably stopped."""
+        """Returns True if the rank's process sends no reply within 0.5 s. The process is then probably stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
@@ -306,7 +321,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Called in the control plane's callback thread."""
+        """Records a change of a rank. Runs in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
@@ -356,7 +371,9 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Finds hosts that acknowledge no data, even if the control plane still reaches them."""
+        """Reports hosts as unreachable that acknowledge no data, even if the control plane still
+        gets their messages.
+        """
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
@@ -375,7 +392,9 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Cancels if a rank of `watched` dies. Returns None without a control plane."""
+        """Agrees with `ranks` by `World.agree`, which is cancelled if a rank of `watched` dies. Returns None without a
+        control plane.
+        """
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
@@ -399,17 +418,19 @@ class Watcher:
         operation: str = "gather",
         gloo: Any = None,
     ) -> list[bytes]:
-        """Exchanges records between `ranks` (global), each of which calls it. Returns the records in their order.
+        """Exchanges records between `ranks` (global) and returns them in the order of `ranks`. Each of these ranks
+        calls this.
 
         The n-th calls with the same purpose and ranks form one exchange: all return the same records, or raise for the
-        same reason. A record takes one round trip per 4 KiB. Raises:
+        same reason. An exchange takes one round trip per 4 KiB of the longest record. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError, caused by an UnmetError, for ranks that left, were late, or did not answer. After no
-          answer, other ranks may have the records. This rank isn't reported as failed: it may still `reinitialize`;
-        - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
+        - CollectiveTimeoutError, caused by an UnmetError, if ranks left, were late, or did not answer. If ranks did not
+          answer, other ranks perhaps have the records. This rank isn't reported as failed, so the program can still
+          call `reinitialize`;
+        - ControlError if there is neither a control plane nor `gloo`, a gloo group of `ranks`.
 
-        `what` starts the error's text.
+        `what` is the start of the error's text.
         """
         if len(ranks) == 1:
             return [record]
@@ -487,7 +508,9 @@ class Watcher:
         return b"" if world is None else world.record()
 
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
-        """`pids`: by global rank."""
+        """Sets the PIDs of this host's ranks, by global rank, and the function that returns whether a rank left on
+        purpose.
+        """
         self.has_left = has_left
         self._pids = dict(pids)
 
@@ -495,7 +518,7 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if their exits are detected at once."""
+        """Returns True if exits of all these ranks are detected at once."""
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
@@ -515,7 +538,9 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """The first death counts; a certain death replaces an uncertain one."""
+        """Records a death and calls `on_death`. A rank's first report counts, but a certain death replaces an uncertain
+        one.
+        """
         with self._news:
             known = self._deaths.get(rank)
             if known is not None and (known.certain or not certain):
@@ -529,7 +554,7 @@ class Watcher:
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports that this rank failed, unless a known death is the cause."""
+        """Reports to peers that this rank failed. Does nothing if the cause is a death that this rank knows."""
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
@@ -539,7 +564,7 @@ class Watcher:
                     world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Returns deaths in order of detection. Costs nothing without deaths."""
+        """Returns the deaths of `ranks` in order of detection. Takes no time if no rank has died."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
@@ -551,9 +576,11 @@ class Watcher:
     def await_death_of(
         self, ranks: Iterable[int], timeout_s: float | None = None, *, together_s: float = _TOGETHER_S
     ) -> list[Death]:
-        """Waits for a death, then briefly for others killed with it.
+        """Waits for a death among `ranks`, then briefly for the exits of ranks that were killed at the same time.
+        Returns the deaths.
 
-        `timeout_s`: for the first. `together_s`: for the others; at least 0.25 s if some are on other hosts.
+        `timeout_s`: wait for the first death. `together_s`: wait for further deaths, at least 0.25 s if some ranks are
+        on other hosts.
         """
         ranks = list(ranks)
         timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s
@@ -570,8 +597,8 @@ class Watcher:
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
         """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
 
-        For a silent suspect on another host, waits up to the heartbeat limit + 2 beats: that host may have declared
-        this one unreachable.
+        If a suspect on another host doesn't reply, waits up to the heartbeat limit + 2 heartbeats: that host has
+        perhaps declared this host unreachable, and then reports this.
         """
         found = self.await_death_of(ranks)
         if found or self._world is None:
@@ -586,7 +613,9 @@ class Watcher:
         return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """The kernel takes seconds to end a large process."""
+        """Reports ranks of this host that are about to exit, because the kernel takes seconds to
+        end a large process.
+        """
         world = self._world
         for rank, pid in self._pids.items():
             is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
@@ -594,7 +623,7 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """Returns a store that the lowest of `ranks` serves; None without a control plane."""
+        """Returns a store that the lowest of `ranks` serves, or None if there is no control plane."""
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
         world, server = self._world, min(ranks)
@@ -613,9 +642,10 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, cause and suspected ranks of the error.
+        """Returns the class, cause and suspected ranks for the error of a failed store.
 
-        Waits briefly for the server's exit, unless the store was silent until the deadline.
+        Waits briefly for the exit of the rank that serves the store, except if the store gave no answer until the
+        deadline.
         """
         server = store.served_by
         watched = set(ranks) | ({server} if server is not None else set())
@@ -633,7 +663,7 @@ class Watcher:
         return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops watching. Idempotent."""
         with contextlib.ExitStack() as stack:  # runs all, even if one raises
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []

@@ -1,4 +1,4 @@
-"""Stacks of threads of this process, and if a thread is compiling."""
+"""Describes the stacks of this process's threads, and finds if a thread is compiling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPILERS = (
     "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "torch/_inductor/codecache.py",
     "torch/_inductor/async_compile.py", "torch/utils/cpp_extension.py", "triton/compiler/",
 )  # fmt: skip
-"""On a thread's stack while it compiles, but not while it runs compiled code."""
+"""Files that are on a thread's stack while the thread compiles, but not while it runs compiled code."""
 
 _WITHIN = (*_OWN, contextlib.__file__)
 
@@ -41,7 +41,7 @@ def call_site() -> str:
 
 
 def frames_of(thread: int | None) -> list[Frame]:
-    """Returns the innermost first; [] if the thread has ended."""
+    """Returns the thread's frames, innermost first; [] if the thread has ended."""
     return _frames(sys._current_frames().get(thread or 0))
 
 
@@ -60,9 +60,10 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Describes up to four frames: the innermost one of the program, then its callers.
+    """Describes up to four frames: the program's innermost frame, then its callers.
 
-    Omits this library, torch and contextlib, and the standard library after the first frame.
+    Omits frames of this library, torch and contextlib. Omits frames of the standard library, except if such a frame is
+    the innermost.
     """
     outside = [frame for frame in frames if not frame[0].startswith(_WITHIN)]
     own = [frame for frame in outside if not _is_standard(frame[0])]

@@ -1,1 +1,1 @@
-"""The machine's GPUs as NVML reports them: topology, visible devices, peer access, and ranks that share a GPU."""
+"""Describes the machine's GPUs by NVML: topology, visible devices, peer access, and ranks that share a GPU."""

@@ -1,7 +1,7 @@
-"""The GPUs of a group's ranks and how they are connected: the same result on every rank.
+"""Finds the GPUs of a group's ranks and how these GPUs are connected. The result is the same on every rank.
 
-Drivers may report peer access that loses data, so `peer.group` tests it. NCCL before 2.30.3 accepts ranks that share a
-GPU only as if on different hosts, over slow sockets.
+A driver can report peer access that loses data, so `peer.group` tests peer access. NCCL before 2.30.3 lets ranks share
+a GPU only if they appear to be on different hosts, and then uses slow sockets.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
 
 _View = dict[str, Any]
-"""`nvlinks`, `nvlink_problem` and `peer_problem` of a Path."""
+"""The fields `nvlinks`, `nvlink_problem` and `peer_problem` of a Path."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The ranks' common answer; usable as a condition."""
+    """A property that holds only if it holds on all ranks. Can be used as a condition."""
 
     holds: bool
     reason: str
@@ -41,7 +41,7 @@ class Vote:
 @dataclass(frozen=True)
 class RankGpu:
     uuid: str | None
-    """None without a GPU, and in MIG mode."""
+    """The GPU's UUID; None if the rank has no GPU or the GPU is in MIG mode."""
     problem: str | None
 
 
@@ -50,13 +50,13 @@ class GroupTopology:
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
     fewest_nvlinks: int | None
-    """Between two GPUs; None if unknown for all pairs."""
+    """Fewest NVLinks between two GPUs; None if all numbers are unknown."""
     nvlink_full_mesh: Vote
-    """Ranks on one GPU count as connected."""
+    """Holds if each pair of GPUs is connected by NVLink. Ranks on the same GPU count as connected."""
     peer_access: Vote
 
     def sharers(self, rank: int) -> tuple[int, ...]:
-        """Includes `rank`; () if the GPU isn't shared."""
+        """Returns the ranks that share the GPU of `rank`, including `rank`; () if the GPU isn't shared."""
         return next((ranks for ranks in self.shared_gpus if rank in ranks), ())
 
 
@@ -65,7 +65,9 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
-    """Each rank calls it. `uuid`: `uuid_of(device)` or NVML's form."""
+    """Exchanges the ranks' GPUs and links, and returns the group's topology. Each rank calls this. `uuid`: from
+    `uuid_of(device)` or from NVML.
+    """
     gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
     views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
     # Depends only on data of all ranks, so the result is the same on every rank.
@@ -98,7 +100,9 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
-    """Returns None for this rank's own GPU, and for GPUs of other machines."""
+    """Returns this rank's paths to the other ranks' GPUs. None stands for its own GPU and for GPUs
+    of other machines.
+    """
     mine, facts = gpus[rank].uuid, ("nvlinks", "nvlink_problem", "peer_problem")
     paths = (topology.path(mine, other.uuid) if mine and other.uuid else None for other in gpus)
     return [None if path is None else {fact: getattr(path, fact) for fact in facts} for path in paths]
@@ -107,7 +111,9 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
 def _objection(
     gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, joint: str
 ) -> str | None:
-    """`problem`: key in a view. `joint`: separates pair and problem."""
+    """Returns the first pair of ranks with a problem, as text, or None. `problem`: key in a view. `joint`: text between
+    pair and problem.
+    """
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is None:
             return f"rank {rank} has no GPU: {gpu.problem}"
@@ -123,12 +129,12 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """Returns JSON values in rank order. Every rank of the group calls it."""
+    """Exchanges JSON values, and returns them by rank. Every rank of the group calls this."""
     return [json.loads(each) for each in context.gather(json.dumps(mine).encode(), operation)]
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
-    """Returns UUID -> global ranks. Every rank of the group calls it."""
+    """Returns the global ranks by UUID, for GPUs that ranks share. Every rank of the group calls this."""
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
         users[each].append(rank)
@@ -148,7 +154,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def nccl_variables(rank: int, version: int) -> dict[str, str]:
-    """One thread block (CTA) per kernel: the kernels of all ranks must fit on the GPU together."""
+    """Returns NCCL's variables for ranks that share a GPU. A kernel gets one thread block (CTA), because all ranks'
+    kernels must fit on the GPU together.
+    """
     if version >= nccl_library.MULTI_RANK_GPU:
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
     return {
@@ -175,7 +183,9 @@ def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> s
 def variables_of(
     rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """`version`: NCCL's. {} if each rank has its own GPU."""
+    """Returns the environment variables for ranks that share GPUs; {} if each rank has a GPU of its own. `version`: of
+    NCCL.
+    """
     if ranks <= gpus:
         return {}
     return {VISIBLE: own_gpu(rank, gpus, environ), settings.SHARE_GPUS.name: "on", **nccl_variables(rank, version)}
@@ -184,7 +194,9 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Keeps NCCL variables that are already set. Call it before CUDA and NCCL start."""
+    """Sets these variables and returns those that were set. Keeps NCCL variables that have a value. Call this before
+    CUDA and NCCL start.
+    """
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)
     written = {name: value for name, value in found.items() if name == VISIBLE or not env.get(name)}

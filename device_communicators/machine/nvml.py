@@ -15,12 +15,14 @@ class NoAnswerError(Exception):
 
 class Reader(Protocol):
     def ask(self, question: str, *where: int) -> Any:
-        """`where`: a GPU, a GPU and its link, or two GPUs. Raises NoAnswerError."""
+        """Returns NVML's answer. `where`: a GPU, a GPU and its link, or two GPUs. Raises NoAnswerError if there is no
+        answer.
+        """
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """Raises NoAnswerError."""
+    """Returns a context with an open NVML. Raises NoAnswerError if NVML is unavailable."""
     try:
         import pynvml
     except ImportError as error:
@@ -56,11 +58,13 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
     "common_ancestor": ("nvmlDeviceGetTopologyCommonAncestor", 2, int),
     "p2p_status": ("nvmlDeviceGetP2PStatus", 2, int),
 }
-"""Question -> function, how many of its first arguments are GPUs, conversion."""
+"""Maps a question to NVML's function, the number of leading arguments that are GPUs, and the
+conversion of the result.
+"""
 
 
 class Nvml:
-    """Questions are in `_CALLS`, or methods."""
+    """Answers questions by `_CALLS`, or by the method of the question's name."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml

@@ -1,6 +1,6 @@
-"""The connections of this machine's GPUs as the driver reports them.
+"""Reads how this machine's GPUs are connected, as the driver reports it.
 
-A fact without an answer is None and `unknown` holds the reason.
+If the driver gives no answer for a fact, the field is None and `unknown` holds the reason.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PCIE_PATHS = {
     40: ("NODE", "between host bridges of one NUMA node"),
     50: ("SYS", "between NUMA nodes"),
 }
-"""NVML's level -> label of `nvidia-smi topo -m`, meaning."""
+"""Maps NVML's level to the label of `nvidia-smi topo -m` and its meaning."""
 
 P2P_STATUS = ("OK", "chipset not supported", "GPU not supported", "topology not supported", "disabled by registry key",
               "not supported", "unknown")  # fmt: skip
-"""By NVML's number."""
+"""Texts for NVML's P2P status, by number."""
 
 P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 
@@ -32,14 +32,14 @@ P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 class Link:
     number: int
     kind: str
-    """gpu, switch or other."""
+    """Kind of the other end: "gpu", "switch" or "other"."""
     pci_id: str | None
-    """Of the other end; None if unknown."""
+    """PCI id of the other end; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """`index` is NVML's, in the order of PCI ids."""
+    """A GPU as the driver reports it. `index` is NVML's number, in the order of PCI ids."""
 
     index: int
     uuid: str
@@ -49,7 +49,7 @@ class Gpu:
     cores: tuple[int, ...] | None = None
     links: tuple[Link, ...] | None = None
     mig: bool | None = None
-    """CUDA then shows slices, which have no links and no peers."""
+    """True in MIG mode. CUDA then shows slices of the GPU, which have no links and no peers."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -60,16 +60,16 @@ class Gpu:
 @dataclass(frozen=True)
 class Path:
     nvlinks: int | None
-    """Through switches, the lower number of the two GPUs."""
+    """Number of NVLinks between two GPUs. Through switches, the lower number of the two GPUs."""
     switched: bool = False
     pcie: str | None = None
     p2p: dict[str, str] = field(default_factory=dict)
-    """P2P_CAPABILITIES -> P2P_STATUS."""
+    """Maps P2P_CAPABILITIES to P2P_STATUS."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Returns the label of `nvidia-smi topo -m`; ? if nothing is known."""
+        """Returns the label of `nvidia-smi topo -m`, or "?" if nothing is known."""
         return f"NV{self.nvlinks}" if self.nvlinks else self.pcie or "?"
 
     @property
@@ -78,7 +78,9 @@ class Path:
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Active links can be unusable, for example without the switches' fabric manager."""
+        """Returns why NVLink can't be used, or None. Even active links can be unusable, for example without the
+        switches' fabric manager.
+        """
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
         if not self.nvlinks:
@@ -96,19 +98,19 @@ class Path:
 class Topology:
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """By indices, in both orders."""
+    """Paths between two GPUs, by their indices. Each pair is contained in both orders."""
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None
-    """Why there are no GPUs."""
+    """The reason why there are no GPUs, or None."""
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> Gpu | None:
-        """The prefix GPU- is optional: torch omits it."""
+        """Returns the GPU with this UUID, or None. The prefix GPU- is optional, because torch omits it."""
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """Returns None if a GPU isn't on this machine, or both are the same."""
+        """Returns the path between two GPUs, or None if a GPU isn't on this machine or both UUIDs are equal."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one.index, two.index))
 
@@ -118,7 +120,7 @@ _NO_LINK = {"not supported", "invalid argument"}
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
-    """Never raises for missing features of the driver."""
+    """Reads the topology. Doesn't raise if the driver lacks features: such facts are unknown."""
     try:
         if reader is not None:
             return _read(reader)
@@ -180,7 +182,9 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """If NVML answers for any link, links without an answer don't exist."""
+    """Returns the GPU's links, or None if unknown. If NVML answers for at least one link, links without an answer don't
+    exist.
+    """
     links: list[Link] = []
     reasons: set[str] = set()
     answered = False
@@ -230,7 +234,7 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu) -> Path:
 
 
 def _count_links(one: Gpu, two: Gpu) -> tuple[int | None, bool]:
-    """Returns True if the links lead through switches."""
+    """Returns the number of links between two GPUs, and True if the links lead through switches."""
     if one.links is None or two.links is None:
         return None, False
     direct = [_links_to(one, two), _links_to(two, one)]
@@ -246,6 +250,6 @@ def _links_to(gpu: Gpu, other: Gpu) -> int:
 
 
 def short_pci_id(pci_id: str) -> str:
-    """Formats NVML's `00000000:1B:00.0` as `0000:1b:00.0`."""
+    """Converts NVML's `00000000:1B:00.0` to `0000:1b:00.0`."""
     domain, _, rest = pci_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}" if len(domain) > 4 and domain[:-4].strip("0") == "" else f"{domain}:{rest}"

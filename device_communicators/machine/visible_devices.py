@@ -1,4 +1,4 @@
-"""Predicts the GPUs that CUDA shows to a process, without starting CUDA. An invalid entry ends the list."""
+"""Predicts which GPUs CUDA shows to a process, without starting CUDA."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from device_communicators.machine.topology import Gpu
 
 @dataclass(frozen=True)
 class Visible:
-    """In CUDA's order."""
+    """The GPUs that CUDA shows, in CUDA's order."""
 
     gpus: tuple[Gpu, ...]
     remarks: tuple[str, ...] = ()
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """`gpus`: in NVML's order."""
+    """Returns the GPUs that CUDA shows with this environment. `gpus`: in NVML's order. An invalid entry of
+    CUDA_VISIBLE_DEVICES ends the list.
+    """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     remarks: list[str] = []
     if text is None:

@@ -1,4 +1,4 @@
 """Communicators over torch's process groups: gloo, torch's NCCL, and torch's `fake` backend.
 
-May import `routing` and the packages below it.
+This package is allowed to import `routing` and the packages below `routing`.
 """

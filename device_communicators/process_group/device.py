@@ -1,6 +1,7 @@
-"""Tensors of a device over the group's torch process group (NCCL for CUDA), and tensors over torch's `fake` backend.
+"""Runs calls on a device's tensors over the group's torch process group (NCCL for CUDA), and calls over torch's `fake`
+backend.
 
-Ranks compare their calls in debug mode only, because a comparison would cost a copy to the host.
+Ranks compare their calls in debug mode only, because a comparison would need a copy to the host.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext, Request, cal
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):
-    """Runs calls on GPU tensors, and of any device but the CPU, over the group's torch process group."""
+    """Runs calls on tensors of a device other than the CPU, over the group's torch process group."""
 
     name = "device_group"
     carries_the_device = True
@@ -33,7 +34,9 @@ class DeviceGroupCommunicator(PlainProcessGroup):
         return f"torch.distributed over {self.context.device_group.name()}, for {self.context.device.type} tensors"
 
     def connect(self, peer: int) -> None:
-        """Exchanges a byte with `peer`: torch creates the NCCL communicator of two ranks at their first transfer."""
+        """Exchanges a byte with `peer`, because torch creates the NCCL communicator of two ranks at their first
+        transfer.
+        """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
         steps = [self.send, self.recv] if self.context.rank < peer else [self.recv, self.send]
         for step in steps:
@@ -48,7 +51,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """Runs calls over torch's `fake` backend, in which they are complete at once and change nothing."""
+    """Runs calls over torch's `fake` backend. A call completes at once and exchanges no data."""
 
     name = "fake"
 

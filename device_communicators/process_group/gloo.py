@@ -1,4 +1,4 @@
-"""CPU tensors over the group's gloo group. Last in every route: used if a rank lacks the native library.
+"""Runs calls on CPU tensors over gloo. Last in every route, for groups in which a rank lacks the native library.
 
 gloo doesn't check that ranks are in the same call. The route compares their calls in debug mode only.
 """
@@ -22,16 +22,16 @@ from device_communicators.routing.communicator import GroupContext, Request, red
 _GATHERED_BYTES = 4096
 _GATHERED_IN_LARGE_GROUPS_BYTES = 256
 _LARGE_GROUP = 16
-"""Up to this number of ranks, tensors of up to 4096 bytes are gathered and reduced by each rank, in one round.
+"""Largest group in which each rank gathers and reduces tensors of up to 4096 bytes itself, in one round.
 
 In larger groups the limit is 256 bytes.
 """
 _TURNS: dict[str, threading.Lock] = {}
-"""Process group -> lock that a thread holds during its collective there."""
+"""Maps each process group to a lock that a thread holds during its collective on this group."""
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Runs calls on CPU tensors over gloo. A started collective is complete when the start returns."""
+    """Runs calls on CPU tensors over gloo. A started collective is complete when the call that starts it returns."""
 
     name = "process_group"
     tells_sending = True
@@ -51,7 +51,9 @@ class ProcessGroupCommunicator(PlainProcessGroup):
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """Locks the process group in a call: groups of the same ranks may share it, and gloo matches calls by order."""
+        """Locks the process group during a collective. Groups of the same ranks can share a process group, and gloo
+        matches calls by their order.
+        """
         turn = _TURNS.setdefault(self.context.cpu_group.group_name, threading.Lock())
         if not turn.acquire(blocking=False):
             raise overlap_error(method, str(self.context), "of another group over the same gloo process group")
@@ -103,7 +105,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Reduces this rank's slice of `flat` in rank order. `lengths`: lengths of all ranks' slices."""
+        """Reduces this rank's slice of `flat` in rank order. `lengths` has the lengths of all ranks' slices."""
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))
         self.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)

@@ -1,10 +1,11 @@
-"""Operations over torch.distributed process groups (gloo, NCCL, any backend).
+"""Runs operations over torch.distributed process groups (gloo, NCCL, or any backend).
 
-Tensors of the group's device use its device group, CPU tensors its gloo group. Operations that only move data move
-bytes, so they support every dtype. Reductions widen dtypes that no backend supports. Calls of ranks are not compared.
+Tensors of the group's device use its device group; CPU tensors use its gloo group. Operations that only move data send
+bytes, and so support every dtype. Reductions convert dtypes that no backend supports to wider dtypes. The ranks' calls
+aren't compared.
 
-`asyncOp` is set as torch's own functions set it. Its default, true, makes NCCL run a blocking call on a stream of
-torch's.
+`asyncOp` is set as in torch's own functions. Its default, true, would make NCCL run a blocking call on a stream of
+torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 class PlainProcessGroup(Communicator):
-    """Runs calls over the group's two torch process groups: one for its device, one for the CPU."""
+    """Runs calls over the group's two torch process groups, for its device and for the CPU."""
 
     def refusal(self, request: Request) -> str | None:
         if request.operation in REDUCING and request.dtype is not None:
@@ -42,7 +43,9 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """Makes the wait for a CPU call end when a rank dies. A device's work is unchanged; None means complete."""
+        """Returns a work whose wait ends when a rank dies, for a CPU call. Work of another device is returned
+        unchanged. If `work` is None, the call is complete.
+        """
         if work is None:
             return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
@@ -143,7 +146,7 @@ class PlainProcessGroup(Communicator):
 
 
 def _options(kind: Callable[[], T], is_async: bool = False, **values: Any) -> T:
-    """Returns options of a torch collective. `is_async`: True if the caller waits for it later."""
+    """Returns options for a torch collective. `is_async`: True if the caller waits for the collective later."""
     options = kind()
     for name, value in {"asyncOp": is_async, **values}.items():
         setattr(options, name, value)
