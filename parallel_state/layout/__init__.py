@@ -1,1 +1,1 @@
-"""Computes rank lists from sizes: the axes, the layout of given sizes, its groups. Pure arithmetic, without torch."""
+"""Computes the ranks of each group from the sizes of the parallel axes. Doesn't import torch."""

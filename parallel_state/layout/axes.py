@@ -1,4 +1,4 @@
-"""The table of axes and of the groups that span them, and the preset orders. A new axis is one row."""
+"""Lists the axes, the groups that span several axes, and the preset orders. A new axis is one more row of AXES."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of group: an axis that divides the world, or derived from axes (`spans`, `ends_of`)."""
+    """One kind of group: an axis that divides the world, or a kind that is derived from axes (`spans`, `ends_of`)."""
 
     name: str
     long_name: str
     about: str
     size_parameter: str | None = None
-    """Argument of initialize_model_parallel; None: the other sizes determine it."""
+    """Argument of initialize_model_parallel for this axis's size. If None, the other sizes determine this size."""
     spans: tuple[str, ...] = ()
     within: str | None = None
     experts: bool = False
     cuts_sequence: bool = False
-    """Its ranks hold parts of one sequence; expert layers treat them as data-parallel."""
+    """True if the ranks of a group hold parts of one sequence. Expert layers treat such ranks as data-parallel."""
     ends_of: str | None = None
     always_made: bool = False
-    """False: created only for a size that was passed and isn't 1."""
+    """If False, groups of this kind are created only if a size other than 1 was passed for them."""
 
 
 AXES = (
@@ -95,10 +95,10 @@ BY_PARAMETER = {axis.size_parameter: axis for axis in AXES if axis.size_paramete
 @dataclass(frozen=True)
 class Preset:
     order: str
-    """Fastest first; `dp` stands for `dp_shard-dp_replicate`."""
+    """Axes, fastest-varying first. `dp` stands for `dp_shard-dp_replicate`."""
     about: str
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Groups that span other axes than in AXES."""
+    """Axes of those groups that span other axes in this preset than in AXES."""
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -128,7 +128,7 @@ def position_embedding_ranks(pipeline: list[int]) -> list[int]:
 
 
 def named_sizes(tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, Any]) -> dict[str, int | None]:
-    """Omits None and keeps an explicit 1."""
+    """Returns the sizes by argument name, without those that are None. Keeps an explicit 1."""
     placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
     return {name: size for name, size in [*placed.items(), *others.items()] if size is not None}
 
@@ -137,9 +137,9 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def other_sizes_by_name(function: _Function, also: Callable[..., object] | None = None) -> _Function:
-    """Raises InvalidArgumentError for unknown keywords and for positional sizes after tp and pp.
+    """Wraps `function` to raise InvalidArgumentError for unknown keywords, and for positional sizes after tp and pp.
 
-    Megatron and vLLM pass different sizes there. Keywords of `also` are allowed.
+    Megatron and vLLM pass different sizes in these positions. Keywords of the function `also` are allowed, too.
     """
     kinds = [each.kind for each in signature(function).parameters.values()]
     places = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)

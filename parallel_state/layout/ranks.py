@@ -4,7 +4,7 @@ A `Grid` numbers the ranks in mixed radix, from the fastest-varying axis to the 
 order `tp-dp-pp`, `rank = tp + 2 · dp + 6 · pp`: the tensor-parallel groups are [0, 1], [2, 3], …, the pipeline groups
 [0, 6], [1, 7], ….
 
-A `Layout` is several grids over the same ranks, because expert layers number them differently.
+A `Layout` has several grids over the same ranks, because expert layers number the ranks differently.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from device_communicators.base.errors import InvalidArgumentError, LayoutError, 
 
 @dataclass(frozen=True)
 class Grid:
-    """A numbering of ranks. `axes`: (name, size), fastest-varying first."""
+    """A numbering of ranks. `axes` has the name and size of each axis, fastest-varying first."""
 
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
     def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Grid:
-        """`order` names axes, fastest first, joined by `-`; it may omit axes of size 1.
+        """Creates the grid of `world_size` ranks.
 
-        One size may be None or -1: that axis takes the remaining ranks. Raises LayoutError if sizes or order don't fit.
+        `order` names axes, fastest first, joined by `-`; axes of size 1 can be omitted. One size can be None or -1:
+        that axis takes the remaining ranks. Raises LayoutError if sizes or order don't fit.
         """
         names, resolved = split_order(order), fill_in_rest(world_size, sizes)
         check_order(order, names, resolved)
@@ -43,7 +44,7 @@ class Grid:
         return tuple(name for name, _ in self.axes)
 
     def size(self, *axes: str) -> int:
-        """An axis that the grid lacks counts as 1."""
+        """Returns the product of the sizes of these axes. An axis that the grid doesn't have counts as 1."""
         return prod(size for name, size in self.axes if name in axes)
 
     def stride(self, axis: str) -> int:
@@ -59,7 +60,7 @@ class Grid:
         return position
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """An axis left out counts as 0."""
+        """Returns the rank at these coordinates. An omitted axis has the coordinate 0."""
         for name, index in coordinates.items():
             if not 0 <= index < self.size(name):
                 raise LayoutError(
@@ -73,18 +74,20 @@ class Grid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Returns ascending lists of ranks that differ in these axes only, ordered by their first ranks."""
+        """Returns the groups of ranks that differ in these axes only, ordered by first rank. The ranks of a group
+        ascend.
+        """
         inside, outside = self.offsets(axes), self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Returns the group that contains `rank`."""
+        """Returns the group along `axes` that contains `rank`."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
         return [start + offset for offset in self.offsets(axes)]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
-        """Returns ascending offsets relative to the group's first rank."""
+        """Returns the ranks of a group along these axes, ascending, relative to the group's first rank."""
         offsets, stride = [0], 1
         for name, size in self.axes:  # each stride exceeds all offsets so far, so they ascend
             if name in names and size > 1:
@@ -98,20 +101,21 @@ class Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of every group; `resolve_layout` creates one.
+    """The ranks of every group; `resolve_layout` creates a layout.
 
-    Group names are those of axes (`tp`) and of groups that span axes (`dp`). Several names refer to the group that
-    spans them all. Ranks are global, starting at `rank_offset`.
+    A group's name is that of an axis (`tp`), or of a group that spans axes (`dp`). Several names refer to the group
+    that spans all these axes. Ranks are global, starting at `rank_offset`.
     """
 
     grids: tuple[Grid, ...]
-    """Numberings of the same ranks; for an axis in several grids the first one counts."""
+    """Numberings of the same ranks. If several grids have an axis, the first of these grids counts."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Group name -> axes, for groups that aren't an axis."""
+    """Group name -> axes that the group spans, for groups that aren't an axis."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
-    """Group name -> (containing kind, function that picks ranks of such a group)."""
+    """Group name -> (kind of the containing group, function that picks ranks of the containing group)."""
     parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Group name -> (kind that is split, number of parts). Parts are consecutive ranks."""
+    """Group name -> (kind of group that is split, number of pieces). A piece has consecutive ranks of the split group.
+    """
     missing: Mapping[str, str] = field(default_factory=dict)
     rank_offset: int = 0
     is_sharded: bool = False
@@ -127,7 +131,7 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the maximum if groups differ."""
+        """Returns the number of ranks of such a group. Returns the largest number if groups differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -137,7 +141,7 @@ class Layout:
         return grid.size(*axes)
 
     def axes_of(self, *names: str) -> tuple[str, ...]:
-        """Returns the fastest axis first."""
+        """Returns the axes that the group spans, fastest-varying first."""
         grid, axes = self._find(names)
         return tuple(name for name in grid.names if name in axes)
 
@@ -152,9 +156,9 @@ class Layout:
         return self.grids[0].rank_at(coordinates) + self.rank_offset
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Returns ascending lists of ranks, ordered by their first ranks.
+        """Returns the ranks of all groups of this kind. Each list ascends, and the lists are ordered by first rank.
 
-        They contain every rank once, except for `ends`.
+        The lists contain every rank once, except that groups of `ends` omit ranks.
         """
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
@@ -167,7 +171,7 @@ class Layout:
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """Returns the group that contains `rank`; empty if none does."""
+        """Returns the group that contains `rank`, or [] if no group does."""
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))
@@ -236,7 +240,7 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 
 
 def product_in_words(sizes: Mapping[str, int]) -> str:
-    """Returns `tp=2 × dp=3 = 6` or `tp=3`; omits sizes of 1."""
+    """Formats sizes as `tp=2 × dp=3 = 6` or `tp=3`. Omits sizes of 1."""
     factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return " × ".join(factors) + (f" = {prod(sizes.values())}" if len(factors) > 1 else "")
 

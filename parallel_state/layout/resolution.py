@@ -1,11 +1,11 @@
 """Creates a `Layout` from sizes and an order.
 
-It has two numberings of the same ranks, like Megatron's two RankGenerators:
+The layout has two numberings of the same ranks, like Megatron's two RankGenerators:
 
 - dense:   the given order, without `ep`;
 - experts: `etp` in place of `tp`, `efsdp` in place of `dp_shard`, without axes that split a sequence.
 
-`dcp` divides `tp`, optimizer instances divide `edp`, nodes divide `dp`: each adds a numbering.
+Three divisions can each add a numbering: `dcp` divides `tp`, optimizer instances divide `edp`, nodes divide `dp`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def resolve_layout(
 ) -> Layout:
     """Returns the layout of `world_size` ranks, numbered from `rank_offset`.
 
-    `sizes` are by axis or argument name; -1 takes the remaining ranks. The default is 1, but `etp` defaults to `tp`,
-    and `dp` takes the remaining ranks unless another size is -1. `dp` is `dp_shard` · `dp_replicate`, by default all
-    `dp_shard`. `order` is a preset or any permutation of the axes, fastest first. `ranks_per_node` determines which
-    data-parallel ranks share a node.
+    `sizes` maps names of axes or arguments to sizes; -1 takes the remaining ranks. An omitted size is 1, with two
+    exceptions. `etp` defaults to the size of `tp`. `dp` takes the remaining ranks unless another size is -1. `dp` is
+    `dp_shard` · `dp_replicate`; by default `dp_replicate` is 1. `order` is a preset or any permutation of the axes,
+    fastest first. `ranks_per_node` determines which data-parallel ranks share a node.
 
-    Raises LayoutError if sizes or order don't fit, also if expert layers would have other pipeline groups.
+    Raises LayoutError if sizes or order don't fit, or if expert layers would have other pipeline groups than dense
+    layers.
     """
     if not isinstance(rank_offset, int) or isinstance(rank_offset, bool) or rank_offset < 0:
         raise LayoutError(f"rank_offset must be a rank, 0 or more, but is {rank_offset!r}")
@@ -187,7 +188,10 @@ def _needs_experts(name: str) -> bool:
 def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
-    """Returns the reason if it doesn't fit and no expert size was passed."""
+    """Returns the numbering of ranks for expert layers.
+
+    If no numbering fits, raises LayoutError if an expert size was passed, and otherwise returns the reason.
+    """
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:
         sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
@@ -221,7 +225,7 @@ def _expert_grid(
 
 
 def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
-    """A stage's dense and expert layers must be on the same ranks, as in Megatron."""
+    """Raises LayoutError if the dense and expert layers of a pipeline stage would be on different ranks."""
     if dense.size("pp") == 1:
         return
     if dense.stride("pp") != experts.stride("pp"):
@@ -251,9 +255,9 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Returns a grid with dcp, or the axes that it spans; and a title.
+    """Returns a grid that has the axis dcp, or the axes that dcp spans; and a title.
 
-    As in vLLM, dcp divides tp; with pcp it spans pcp, or pcp and tp.
+    As in vLLM, dcp divides tp if pcp is 1. Otherwise dcp spans pcp, or pcp and tp.
     """
     tp, pcp = dense.size("tp"), dense.size("pcp")
     dcp = tp * pcp if size == -1 else size
@@ -300,7 +304,7 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
-    """Splits dp within and across nodes, or returns the reason why it can't."""
+    """Returns a grid that splits dp within and across nodes, or the reason why dp can't be split."""
     if ranks_per_node is None:
         return "the nodes may have different numbers of ranks, or ranks that aren't consecutive; pass ranks_per_node"
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
@@ -326,7 +330,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
 
 
 def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
-    """Omits axes of one rank, except tp, dp and pp."""
+    """Describes the sizes of the axes. Omits axes of one rank, except tp, dp and pp."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
     words = [

@@ -13,11 +13,12 @@ from parallel_state.startup.interfaces import Address
 def bind_to_cores(
     lists: Sequence[Sequence[int]] = (), *, local_rank: int = -1, local_world_size: int | None = None
 ) -> list[int]:
-    """Binds all threads of this process, as numactl would, and returns the cores. Call it before creating groups.
+    """Binds all threads of this process to cores, as numactl would, and returns these cores.
 
-    `lists` has the cores of each rank of the host. Without it, the ranks divide the cores that this process may use,
-    which must be the same on all: each rank gets whole, adjacent physical cores of one NUMA node. Raises
-    InvalidArgumentError with fewer cores than ranks, SettingError if a number is unknown or `lists` is too short.
+    Call this before creating groups. `lists` has the cores of each rank of the host. Without `lists`, the ranks divide
+    the cores that the process is allowed to use; all ranks of the host must be allowed the same cores. Each rank gets
+    whole, adjacent physical cores of one NUMA node. Raises InvalidArgumentError if there are fewer cores than ranks.
+    Raises SettingError if the number of ranks on this host is unknown, or `lists` is too short.
     """
     if local_rank < 0:
         place = environment.detect(rendezvous=False)
@@ -28,7 +29,9 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Returns the previous cores; None if PARALLEL_STATE_CORES is unset."""
+    """Binds this process to its cores in PARALLEL_STATE_CORES, and returns the previous cores. Returns None if the
+    variable is unset.
+    """
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
         return None
@@ -45,12 +48,14 @@ def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | N
 
 
 def cores_to_share() -> str:
-    """Returns cores as `0-3,8` if PARALLEL_STATE_CORES is `share`; else ""."""
+    """Returns this process's cores, such as `0-3,8`, if PARALLEL_STATE_CORES is `share`, else ""."""
     return cores.spans(cores.usable_cores()) if settings.CORES.get() == () else ""
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Returns host, cores, ranks, cores, ranks of a host whose ranks would divide different cores, or []."""
+    """Finds a host whose ranks are allowed different cores. Returns [host, cores, ranks, other cores, their ranks], or
+    [].
+    """
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
         if place.cores and place.network:

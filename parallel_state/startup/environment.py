@@ -1,4 +1,4 @@
-"""Reads rank, sizes and rank 0's address from a launcher's variables."""
+"""Reads this process's rank, the world size and rank 0's address from the environment variables of a launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Rank and sizes of this process, and the address of rank 0 (None if not needed)."""
+    """This process's rank and local rank, the number of ranks, and the address of rank 0 (None if not needed)."""
 
     rank: int
     local_rank: int
@@ -67,10 +67,10 @@ _PMI = _Family(
 
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
-    """Without a launcher, returns rank 0 of 1. Raises SettingError for incomplete or invalid variables.
+    """Reads the variables of the launcher that started this process. Without a launcher, returns rank 0 of 1.
 
-    A batch script or `salloc` shell is one process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no
-    SLURM_STEP_ID.
+    Raises SettingError for incomplete or invalid variables. In SLURM, only SLURM_STEP_ID shows that srun started the
+    process: a batch script has SLURM_NTASKS, and even SLURM_PROCID=0, but is a single process.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -86,7 +86,9 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank`."""
+    """Returns the environment of a given rank. If `local_rank` is -1, uses the launcher's variable (such as
+    LOCAL_RANK), or else `rank`.
+    """
     env = os.environ if environ is None else environ
     if local_rank < 0:
         family = _started_by(env)
@@ -103,12 +105,12 @@ def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | Non
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns True if this process is global rank 0. Works before any init. Raises SettingError."""
+    """Returns True if this process is global rank 0. Needs no init. Raises SettingError for invalid variables."""
     return detect(environ, rendezvous=False).rank == 0
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets torch's `env://` variables that are unset. Returns the new ones."""
+    """Sets torch's `env://` variables, except those that are set already. Returns the new variables."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,
@@ -142,7 +144,10 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """`launch` sets no variable, as torchrun does: programs that a rank starts would inherit it."""
+    """Returns True if torchrun or `launch` serves the store.
+
+    `launch` sets no variable for this, because programs that a rank starts would inherit the variable.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
     client = sys.modules.get("parallel_state.startup.job_store")  # workers of `launch` import it
@@ -150,7 +155,9 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Expands a list such as `a1,node[01-03,07],r[1-2]-n[3,5]`. Raises SettingError at the call."""
+    """Returns the hosts of a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`. Raises SettingError for invalid
+    syntax.
+    """
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(
             f"a SLURM host list must look like `a1,node[01-03,07]`, but is {text!r}; set MASTER_ADDR to rank 0's host"
@@ -165,7 +172,7 @@ _HOSTLIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 
 def expand_counts(text: str) -> Iterator[int]:
-    """SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
+    """Expands SLURM's run-length code: `4(x2),3` yields 4, 4 and 3."""
     return (int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeat or 1)))
 
 

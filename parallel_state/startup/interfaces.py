@@ -1,4 +1,4 @@
-"""The address at which other hosts reach this process, and the variables of NCCL and gloo."""
+"""Finds the address at which other hosts reach this process, and sets the network variables of NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """One rank's host, address and process: as text, words without spaces."""
+    """One rank's host, address and process. Every field is a string without spaces."""
 
     network: str = ""
-    """Equal for processes that can reach each other over loopback; empty if unknown."""
+    """Equal for two processes that can reach each other over loopback. Empty if unknown."""
     address: str = ""
     name: str = "?"
     interface: str = "?"
     processes: str = ""
-    """Equal for processes that can watch each other by PID; empty if unknown."""
+    """Equal for two processes that can watch each other by PID. Empty if unknown."""
     pid: str = ""
     born: str = ""
-    """In the kernel's clock ticks. Distinguishes a reused PID."""
+    """Start of the process in the kernel's clock ticks. Distinguishes two processes that had the same PID."""
     endpoint: str = ""
     cores: str = ""
-    """To divide among the host's ranks, as `0-3,8`."""
+    """Cores that the ranks of this host divide, such as `0-3,8`."""
     obstacle: str = ""
-    """Why this process can't listen for the other ranks."""
+    """Reason why this process can't listen for connections of other ranks; empty if listening works."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
@@ -64,7 +64,7 @@ class Address(NamedTuple):
 
 
 def whereabouts() -> Address:
-    """Blocks until the host's name is resolved."""
+    """Returns this process's Address, with all fields for the network. Blocks until the host's name is resolved."""
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
     address = gloo_address()
@@ -72,13 +72,13 @@ def whereabouts() -> Address:
 
 
 def process() -> Address:
-    """Omits the fields that need name resolution."""
+    """Returns this process's Address without the fields that need name resolution."""
     pid = os.getpid()
     return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Returns host name, address and ranks of a loopback address in a world of several hosts, or []."""
+    """Finds loopback addresses in a world of several hosts. Returns a host's name, its address and the ranks, or []."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -86,7 +86,9 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Returns an address that two hosts announce, then each host's name, interface and ranks, or []."""
+    """Finds an address that two hosts announce. Returns the address, then name, interface and ranks of each host, or
+    [].
+    """
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -100,7 +102,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Returns a rank whose control plane other ranks can't reach, its Address and the reason, or []."""
+    """Finds a rank whose control plane other ranks can't reach. Returns the rank, its Address and the reason, or []."""
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]

@@ -1,4 +1,4 @@
-"""Keeps the store that `launch` gave to this process alive, which torch's C++ code doesn't do."""
+"""Keeps the store that `launch` gave to this process alive: torch's C++ code holds no reference to the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Keeps the previous store alive: an abandoned process group may refer to it."""
+        """Replaces the store. Closes the previous one, but keeps the object, because an abandoned process group can
+        still refer to it.
+        """
         before, self._store = self._store, store
         if before is not None:
             before.close()

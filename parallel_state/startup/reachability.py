@@ -1,7 +1,7 @@
-"""Checks that all hosts reach each other at the addresses that gloo announces; gloo's own error would name neither.
+"""Checks that all hosts reach each other at the addresses that gloo announces: gloo's own error would name no host.
 
-Each host's lowest rank, its lead, connects to the control plane of every other lead, and checks which process answers:
-an address can exist on several hosts (docker bridges).
+Each host's lead (its lowest rank) connects to the control plane of every other host's lead. The lead checks that the
+expected process answers, because several hosts can have the same address (docker bridges).
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""At most half of the time that the start has left."""
+"""Longest duration of the check. The check also takes at most half of the time that is left for the start."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
-"""A rank, a rank that it doesn't reach, and the reason."""
+"""A rank, a second rank that the first can't reach, and the reason."""
 
 
 def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Every rank calls it. Raises RendezvousError, or PeerDiedError if a rank exits."""
+    """Checks that all hosts reach each other; every rank must call this.
+
+    Raises RendezvousError if a host can't be reached, and PeerDiedError if a rank exits.
+    """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
         return
@@ -64,7 +67,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
 
 
 def leads_of(places: Mapping[int, Address]) -> list[int]:
-    """Returns [] if there is only one network."""
+    """Returns each host's lowest rank, or [] if all ranks share one network."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]
@@ -80,7 +83,9 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Returns the pairs that all of `ranks` found. A death of `watched` ends the agreement."""
+    """Returns the result of the agreement, and the unreached pairs that all `ranks` found. The agreement ends early if
+    one of `watched` exits.
+    """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
     reports = [json.loads(each) for each in verdict.values]
@@ -97,7 +102,7 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 
 
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
-    """Returns unreached lead -> reason."""
+    """Connects to every other host's lead. Returns each lead that can't be reached, with the reason."""
     found: dict[int, str] = {}
     received = {lead: b"" for lead in leads if lead != rank}
     deadline = time.monotonic() + limit_s
@@ -134,7 +139,7 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Prefers the rank that occurs in most pairs."""
+    """Returns a pair whose unreached rank occurs in most pairs, or else the first pair."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])

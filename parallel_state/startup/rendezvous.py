@@ -1,13 +1,14 @@
 """Rendezvous: the ranks of a new world find each other through one key of a launcher's store.
 
-Rank 0 publishes the address of its control plane, which serves the world's store, under the key. Every other rank holds
-an entry in the world's store, which vanishes when the rank exits. Rank 0 waits for all entries, publishes its verdict
-and clears the key.
+Rank 0 publishes the address of its control plane under the key. This control plane serves the world's store. Every
+other rank writes an entry into the world's store; the entry vanishes when the rank exits. Rank 0 waits for all entries,
+publishes its decision (the world starts, or an error), and clears the key.
 
-A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0, which may have been stopped,
-deletes the first one; if the rank complains again, all ranks raise the same error.
+A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0 deletes the first complaint,
+because rank 0 was perhaps only suspended. If the rank complains again, all ranks raise the same error.
 
-Without the compiled library on rank 0, the launcher's store serves the world; exits are detected at the deadline.
+If rank 0 doesn't have the compiled library, the world's store is a part of the launcher's store. Exits of ranks are
+then detected only at the deadline.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ _ANSWER_S = 1.2
 _DOUBT_S = 1.0, 10.0  # when rank 0 accepts a repeated complaint
 
 _WORLD, _COMPLAINT = "world", "complaint"
-"""Keys of the launcher's store, as are `_VERDICT` and `_HEARD` with the world's name appended."""
+"""Keys of the launcher's store. Two more keys there are `_VERDICT` and `_HEARD`, each with the world's name appended.
+"""
 _LATE = "late"
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""`_GONE` prefixes an entry's key after its rank exited."""
+"""`_GONE` is the prefix of an entry's key after the entry's rank exited."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -99,12 +101,16 @@ class Met(NamedTuple):
     deadline: float
     watcher: Watcher
     group_store: BoundedStore
-    """Outlives rank 0 if there is a launcher."""
+    """Store that groups use. If a launcher serves this store, the store outlives rank 0."""
     served: list[Any]
-    """On rank 0: listens at MASTER_PORT until `served.clear()`, if rank 0 serves the store."""
+    """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """`towards_store`: the local address on the route to the store; perhaps loopback on its own host."""
+        """Returns `towards_store`, the local address on the route to the store.
+
+        If `towards_store` is loopback and the world has several hosts, returns the address of `rank` in `places`
+        instead.
+        """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
         return own.address if several and is_loopback(towards_store) and own.address else towards_store
@@ -131,16 +137,16 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 _LINGERING: dict[int, contextlib.ExitStack] = {}
-"""By PID: a forked child must not close its parent's stores."""
+"""Resources of failed starts, by PID: a forked child must not close its parent's stores."""
 
 
 def end_linger() -> None:
-    """Frees MASTER_PORT after a failed start. Thread-safe."""
+    """Closes the stores of a failed start, and so frees MASTER_PORT. Thread-safe."""
     _LINGERING.pop(os.getpid(), contextlib.ExitStack()).close()
 
 
 def _linger(watcher: Watcher, served: list[Any]) -> None:
-    """The watcher's thread closes the stores after 3 s."""
+    """Keeps the stores of a failed start open; the watcher's thread closes them after 3 s."""
     until, watcher.status.start = time.monotonic() + _LINGER_S, None
     _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
     stack.callback(watcher.close)
@@ -149,10 +155,11 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
-    """Finds the other ranks of a new world. Every rank calls it.
+    """Finds the other ranks of a new world. Every rank must call this.
 
-    `over_gloo`: each rank needs an address for gloo that other hosts can reach. Raises RendezvousError, PeerDiedError,
-    ConfigMismatchError if world sizes differ, InvalidArgumentError for an unknown method.
+    If `over_gloo`, each rank needs an address that other hosts can reach. Raises RendezvousError if the ranks don't
+    find each other, and PeerDiedError if a rank exits. Raises ConfigMismatchError if world sizes differ, and
+    InvalidArgumentError for an unknown `init_method`.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -195,10 +202,12 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 
 
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
-    """Runs the rendezvous of the next world over the control plane of the `old` one; None without one.
+    """Finds the ranks of the next world over the control plane of the `old` world. Returns None if that has no control
+    plane.
 
-    Each of `ranks`, the remaining ranks, calls it. `rank` and `own_place` are those of the old world. Raises
-    PeerDiedError, or RendezvousError if a rank doesn't call it or can't listen on a second port.
+    Each of `ranks`, the remaining ranks, must call this. `ranks`, `rank` and `own_place` are those of the old world.
+    Raises PeerDiedError if a rank exits. Raises RendezvousError if a rank doesn't call this, or can't listen on a
+    second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -276,7 +285,7 @@ class _Meeting:
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
-        """Logs every 10 s, once per host."""
+        """Logs every 10 s, on one rank of each host, which ranks are missing."""
         now, endpoint = time.monotonic(), self.own_place.endpoint
         if now < self._warned_at + _WARN_S:
             return
@@ -299,7 +308,9 @@ class _Meeting:
         return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
 
     def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
-        """`name`: a control plane's endpoint, or else a prefix in the launcher's store."""
+        """Opens the world's store. `name` is the endpoint of rank 0's control plane, or else a prefix in the launcher's
+        store.
+        """
         if not name.startswith("["):
             return launcher.prefixed(name)
         return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S, self.way.where)).until(
@@ -351,7 +362,7 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Returns the verdict, and the number of ranks that should read it."""
+        """Waits for all ranks. Returns rank 0's decision, and the number of ranks that should read the decision."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
@@ -391,7 +402,10 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Deletes a first complaint: this process may only have been stopped, or the network interrupted."""
+        """Returns True if a rank repeats its complaint that rank 0 can't be reached.
+
+        Deletes the first complaint, because this process was perhaps only suspended, or the network interrupted.
+        """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
         least_s, most_s = _DOUBT_S
@@ -473,7 +487,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises, once, the error of a start that failed before this rank entered."""
+        """If a start failed before this rank entered, raises the error of that start, but only once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -494,7 +508,7 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns False if this world is of an earlier round or has another size."""
+        """Waits for rank 0's decision. Returns False if this world is of an earlier round or has another size."""
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
@@ -522,13 +536,13 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later round opened a world: this one's rank 0 is about to exit."""
+        """Returns True if a later round has opened another world. Rank 0 of this world is then about to exit."""
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
-        """Returns False for a world of another size."""
+        """Reads rank 0's decision. Returns False for a world of another size; raises a failed start's error."""
         verdict = json.loads(world.get(_VERDICT))
         if verdict[0] != _COMPLETE:
             with contextlib.suppress(dist.DistError):
@@ -544,7 +558,9 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises rank 0's verdict, or after 0.8 s of refused connections that it exited."""
+        """Raises the error that rank 0 published. Without such an error, raises PeerDiedError after 0.8 s of refused
+        connections.
+        """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error
         time.sleep(TOGETHER_S)
@@ -676,13 +692,15 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
 
 
 def _try_get(store: BoundedStore, key: str) -> str:
-    """`get` would block if the key vanished after a check."""
+    """Returns the value of `key`, or "" without one. `get` would block if the key vanished after a check."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
 
 
 def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
-    """Bisects: finding one missing rank of 1,000 takes 20 requests."""
+    """Returns the ranks without an entry in the world's store. Bisects: finding one missing rank of 1,000 takes 20
+    requests.
+    """
     if not ranks or world.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

@@ -1,4 +1,4 @@
-"""Opens the store of a world's rendezvous."""
+"""Opens the store through which the ranks of a new world find each other."""
 
 from __future__ import annotations
 
@@ -43,14 +43,17 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at fir
 class StoreWay(NamedTuple):
     where: str
     connect: Callable[[], dist.Store]
-    """The caller may retry after OSError or DistNetworkError."""
+    """Connects to the store. The caller can retry after OSError or DistNetworkError."""
     prefix: str = "parallel_state"
     server: tuple[str, int] | None = None
-    """None if a launcher or torch serves it."""
+    """Address at which rank 0 serves the store. None if a launcher or torch serves the store."""
 
 
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
-    """Waits up to 60 s for rank 0's name. Raises InvalidArgumentError, or RendezvousError without a usable address."""
+    """Finds the store that `init_method` names. Waits up to 60 s until the name of rank 0's host resolves.
+
+    Raises InvalidArgumentError for an invalid method, and RendezvousError without a usable address.
+    """
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]
         if "://" not in init_method or (scheme != scheme.lower() and scheme.lower() in ("env", "tcp", "file")):
@@ -92,7 +95,9 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields before each poll of a server by `ranks`: at least once, and at the deadline."""
+    """Yields before each poll of a server that `ranks` ranks poll. Yields at least once, and a last time at the
+    deadline.
+    """
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
     while True:
@@ -185,10 +190,10 @@ def _stranger_at(address: tuple[str, int]) -> str:
 
 
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Raises RendezvousError unless a connection to `address` arrives at `listener`.
+    """Raises RendezvousError if a connection to `address` doesn't arrive at `listener`.
 
-    Must precede TCPStore, whose thread can't be interrupted, and ends the process by SIGABRT if it returns while the
-    interpreter exits.
+    This check must precede TCPStore, whose thread can't be interrupted. If that thread returns while the interpreter
+    exits, SIGABRT ends the process.
     """
     cause: OSError | None = None
     for _ in looks(deadline):  # a proxy in front of this host may forward connections only later
@@ -212,7 +217,9 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns None (all interfaces) for names, which other hosts may resolve to another address."""
+    """Returns the address to listen on. Returns None (all interfaces) for a name, because other hosts can resolve the
+    name differently.
+    """
     if host == "localhost":
         return host
     try:
@@ -261,7 +268,7 @@ def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.s
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make` in a thread. Raises TimeoutError."""
+    """Runs `make` in a thread and returns its result. Raises TimeoutError at the deadline, or `grace_s` later."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -270,7 +277,7 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """A pod's name exists only once the pod runs."""
+    """Returns the IP addresses of a host name. Retries for 60 s, because a pod's name exists only once the pod runs."""
     give_up = min(deadline, time.monotonic() + _RESOLVE_S)
     is_logged = False
     for _ in looks(give_up):
@@ -300,20 +307,20 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
 _LINES = b"\r\n\r\n"
-"""A line-based service then answers. A TCPStore reads it as part of a PING."""
+"""Bytes that make a line-based service answer. A TCPStore reads them as part of a PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.3
-"""On two busy cores an answer took over 0.1 s."""
+"""Shortest wait for an answer: on two busy cores an answer took over 0.1 s."""
 _SHOWN_BYTES = 48
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
-    """Returns once a TCPStore has answered: otherwise torch's client blocks in C++ for its whole timeout.
+    """Returns once a TCPStore has answered. Without a store, torch's client would block in C++ for its whole timeout.
 
-    Sends VALIDATE, a magic number, and PING with a nonce, which a store returns (torch 2.3 to 2.15). Raises
-    ForeignServiceError for another answer, OSError without one: from a store that shuts down, or a proxy whose server
-    hasn't started.
+    Sends VALIDATE, a magic number, and PING with a random number, which a store returns (torch 2.3 to 2.15). Raises
+    ForeignServiceError if another service answers. Raises OSError if nothing answers, because a store shuts down, or a
+    proxy's server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)

@@ -1,4 +1,4 @@
-"""Runs torch calls that can't be interrupted in threads."""
+"""Runs torch calls in threads, because the calls can't be interrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Runs `call(is_abandoned)` in a thread. An abandoned call goes on, and must undo its work.
+    """Runs `call(is_abandoned)` in a thread and returns its result. An abandoned call continues, and must undo its
+    work.
 
     Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes.
     """
@@ -50,7 +51,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """The process can exit while `call` runs."""
+    """Runs `call` in a thread. The process can exit while `call` runs."""
     future: Future[T] = Future()
 
     def run() -> None:
