@@ -1,4 +1,6 @@
-"""Copies the launcher's umask, cores, limits and signal mask to its ranks, which inherit the fork server's."""
+"""Copies the launcher's umask, cores, limits and signal mask to the ranks, which otherwise have those of the fork
+server.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
-"""SIGTERM stops ranks, SIGCHLD reports exits of their children."""
+"""Signals that no rank blocks: SIGTERM stops ranks, and SIGCHLD reports exits of a rank's children."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,10 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """SIGTERM and SIGCHLD stay unblocked. Skips what this process isn't permitted to change."""
+        """Applies the launcher's values to this process, except those that this process isn't permitted to set.
+
+        SIGTERM and SIGCHLD stay unblocked.
+        """
         if self.umask is not None:
             os.umask(self.umask)
         if self.cores and self.cores != os.sched_getaffinity(0):
@@ -49,7 +54,7 @@ class Inheritance:
 
 
 def blocked_signals(pid: int) -> int:
-    """Bit 0 is SIGHUP. Returns 0 if unknown."""
+    """Returns the signals that process `pid` blocks as a bit mask; bit 0 is SIGHUP. Returns 0 if unknown."""
     return int(_status(pid, "SigBlk") or "0", 16)
 
 

@@ -1,4 +1,4 @@
-"""Runs a function in local ranks."""
+"""Runs a function in several processes of this host."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def launch(
     `options` are fields of `LaunchConfig` and override those of `config`. Workers get torchrun's variables (RANK, …). A
     worker calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
 
-    `fn`, arguments and results are pickled: `fn` must be importable. A world of one rank without a `timeout` runs in
-    this process. A fork server imports torch once. For variables that libraries read during import, use
+    `fn`, arguments and results are pickled, so `fn` must be importable. A world of one rank without a `timeout` runs in
+    this process. A fork server imports torch once for all workers. For variables that libraries read during import, use
     `start_method="spawn"`.
 
-    Raises LaunchError with the earliest failure: its rank, exit code or signal, and traceback; after the `timeout` with
-    the stacks of up to 8 ranks. All workers have exited by then. Also raises KeyboardInterrupt, InvalidArgumentError,
-    and RendezvousError if the port is taken.
+    Raises LaunchError with the rank, exit code or signal, and traceback of the earliest failure. After the `timeout`,
+    the error has the stacks of up to 8 ranks. All workers have exited by then. Also raises KeyboardInterrupt,
+    InvalidArgumentError, and RendezvousError if the port is taken.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(
@@ -152,7 +152,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """The fork server may be allowed other cores."""
+    """Returns the cores of each rank. The launcher computes them, because the fork server can have other cores."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 
@@ -209,7 +209,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
 
 
 def _move_blamed_first(failures: list[_Failure]) -> None:
-    """If the first error blames a rank without a report, that rank comes first."""
+    """If the first error blames a rank that wrote no report, moves that rank's failure to the front."""
     blamed = failures[0][2].suspect_ranks if failures[0][2] is not None else ()
     for index, (_, rank, report) in enumerate(failures):
         if report is None and rank.rank in blamed:

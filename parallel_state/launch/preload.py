@@ -1,7 +1,8 @@
-"""Prepares the fork server of `launch`, as its last import.
+"""Prepares the fork server of `launch`; the server imports this module last.
 
-A frozen heap keeps garbage collectors from copying shared pages. Without SIGCHLD the server can't detect exits. It
-blocks SIGINT at its start, so that Ctrl-C during `import torch` prints no traceback.
+A frozen heap keeps garbage collectors from copying shared pages. SIGCHLD is unblocked, because the server can't detect
+exits without that signal. SIGINT is blocked when the server starts, so that Ctrl-C during `import torch` prints no
+traceback.
 """
 
 import gc

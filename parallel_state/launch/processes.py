@@ -34,7 +34,7 @@ _START_DESCRIPTORS = 8
 _SERVER_END_S = 2.0  # a killed fork server has exited by then
 _CUT_S = 1.0
 _AT_INIT = ("parallel_state.launch.worker", "parallel_state.groups.world")
-"""Preloaded before the fork, because every rank needs them at init."""
+"""Modules that the fork server imports in advance, because every rank needs them."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
     "`if __name__ == '__main__':`"
@@ -42,7 +42,10 @@ _HINT = (
 
 
 def _unnamed_file() -> Any:
-    """Uses memory if possible: /tmp may be full. Raises OSError without space for a report."""
+    """Opens an unnamed file for a process's report, in memory if possible, because /tmp is sometimes full.
+
+    Raises OSError if there is no space for a report.
+    """
     file: Any = None
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # EPERM or ENOSYS in a sandbox
@@ -103,7 +106,7 @@ class Rank:
 
 
 class Ranks:
-    """None of the processes outlives the `with` block."""
+    """The processes of a launch. All of them have exited when the `with` block ends."""
 
     def __init__(
         self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
@@ -153,14 +156,17 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Without enough descriptors the fork server would exit with a traceback."""
+        """Raises OSError if file descriptors are short. The fork server would otherwise exit with a traceback."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """After a first failure, waits 0.3 s (Ctrl-C: 0.8 s) more."""
+        """Waits until all ranks have exited, or until the deadline.
+
+        After a first failure, waits at most 0.3 s for the other ranks (after Ctrl-C 0.8 s).
+        """
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()
@@ -177,7 +183,7 @@ class Ranks:
         return [rank for rank in self.ranks if rank.ended is None]
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Sends this signal, and SIGKILL after the launch's grace."""
+        """Stops the ranks by this signal, and after the launch's grace period by SIGKILL."""
         try:
             if number == signal.SIGINT:
                 self._all_exit_within(_INTERRUPT_S)  # a terminal sends Ctrl-C to all; a second one interrupts cleanup
@@ -202,7 +208,7 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closing the pipe `leash` makes the kernel kill ranks that still run."""
+        """Closes the ranks' files and the pipe `leash`. The kernel then kills ranks that still run."""
         if not self._all_started:  # after a failed start only the kernel knows the processes
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end
@@ -227,7 +233,7 @@ class _SignalReceived(Exception):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Turns a signal that would end the launcher into an exception, so that the ranks are stopped first.
+    """Raises an exception for a signal that would end the launcher, so that the ranks are stopped first.
 
     After the block, the signal ends the launcher.
     """
@@ -267,7 +273,7 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _start(process: Any) -> None:
-    """Replaces a killed fork server."""
+    """Starts the process. If the fork server was killed, starts a new fork server first."""
     while True:
         server = getattr(forkserver._forkserver, "_forkserver_pid", None)
         try:
@@ -280,7 +286,9 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """The kernel closes a child's sockets before it reports the exit."""
+    """Returns True if process `pid` exits soon. Waits, because the kernel closes a child's sockets before it reports
+    the exit.
+    """
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= deadline:
@@ -290,7 +298,7 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the program's own fork server has SIGCHLD blocked."""
+    """Returns False if the program's own fork server blocks SIGCHLD."""
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):
@@ -299,7 +307,9 @@ def _detects_exits() -> bool:
 
 
 def start_fork_server() -> None:
-    """Keeps a preload list that the program has set."""
+    """Starts the fork server, which imports torch and this library first. Keeps a preload list that the program has
+    set.
+    """
     ours = ["__main__", "torch", *_AT_INIT, "parallel_state.launch.preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)
     # The server imports from the working directory first, where another `parallel_state` may be.

@@ -1,7 +1,7 @@
-"""Hosts the store of the rendezvous on the node of rank offset 0.
+"""Serves the store through which ranks find each other, on the node that has rank 0.
 
-A control plane's `World` serves it and requires the job's secret. Several nodes without a secret, or a node without the
-compiled library, use torch's TCPStore, which accepts every client.
+A control plane's `World` serves the store and requires the job's secret. Torch's TCPStore, which accepts every client,
+serves instead without the compiled library, or on several nodes without a secret.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
     """Yields the environment variables by which ranks find the job's store.
 
-    The launcher binds the port: no other process can take it between probe and use, only the given address listens, and
-    the store outlives rank 0.
+    The launcher itself listens at the port. No other process can take the port between probe and use, only the given
+    address listens, and the store outlives rank 0.
     """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
@@ -85,7 +85,10 @@ def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: f
 
 
 def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
-    """May compile the library. Returns b"" and None if the ranks don't use a store with a secret."""
+    """Returns the job's secret and the compiled library, which is compiled if needed.
+
+    Returns b"" and None if the ranks don't use a store with a secret.
+    """
     if not config.hosts_store:
         return b"", None
     secret = b"" if config.secret_file is None else read_secret(config.secret_file)
@@ -117,7 +120,7 @@ def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns a digest. Raises InvalidArgumentError if other users can access the file."""
+    """Returns a digest of the file `path`. Raises InvalidArgumentError if other users can access the file."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -166,7 +169,7 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Each node calls it, and the store stays open until the ranks of all are done."""
+    """Reports that this node's ranks are done. The node with the store waits for the ranks of all nodes."""
     done, world = 0, config.world_size or 1
     try:
         bounded = BoundedStore(store)
@@ -181,7 +184,9 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 
 
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
-    """Listens on master_port, or on the preferred port or, if that is taken, any."""
+    """Listens on the preferred port, or on any port if the preferred one is taken. Without a preferred port, uses
+    master_port.
+    """
     address, port = config.master_addr, config.preferred_port or config.master_port
     try:
         try:

@@ -1,7 +1,7 @@
-"""The code that runs in a process of `launch`, and its reports to the launcher.
+"""The code that runs in each process of `launch` (a worker), and the worker's reports to the launcher.
 
-The kernel kills a worker when its parent (maybe the fork server) dies, and when the launcher's end of the pipe `leash`
-closes. Reports are in unlinked files: a worker never blocks on a reader.
+The kernel kills a worker when the parent process (perhaps the fork server) exits, and when the launcher's end of the
+pipe `leash` closes. Reports are in unnamed files, so that a worker never blocks on a reader.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """A worker's first record; after kind "result" the result follows."""
+    """The first record that a worker writes. After the kind "result", the function's result follows."""
 
     kind: Literal["running", "result", "error", "interrupted"]
     time: float = 0.0  # monotonic, one clock for all processes of a host
@@ -228,7 +228,7 @@ def _log_as_rank(config: LaunchConfig, rank: str) -> None:
 
 
 def _take_secret(secret: bytes) -> None:
-    """Makes torch's env://, too, use the job's secret."""
+    """Makes this library and torch's env:// use the job's secret, if there is one."""
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -238,7 +238,7 @@ def _take_secret(secret: bytes) -> None:
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """Works while the GIL is held: the kernel sends the signal."""
+    """Makes the kernel kill this process when the launcher exits, even while a thread holds the GIL."""
     multiprocessing.current_process().name = name
     name_this_thread(name)
     if sys.platform != "linux":
@@ -258,7 +258,7 @@ def _die_with_launcher(leash: int, name: str) -> None:
 
 
 def _end_with(leash: int) -> None:
-    """Needed on systems that aren't Linux."""
+    """Kills this process when the launcher exits, on systems other than Linux."""
     poll = select.poll()
     poll.register(leash, select.POLLIN)
     poll.poll()
