@@ -1,4 +1,4 @@
-"""The calls that have the same names in several engines' group coordinators."""
+"""Defines the calls that have the same names in several engines' group coordinators."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -16,13 +16,13 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """The view and the group share one `__dict__`."""
+    """A group with an engine's names. The view and the group share one `__dict__`."""
 
     _made: GroupCoordinator
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the group's only view. The class's `_show` receives `facts`."""
+        """Returns the only view of group `made`. The class's `_show` receives `facts`."""
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)
@@ -64,7 +64,7 @@ class GroupView(GroupCoordinator):
     )
 
     def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Receives from rank `src` (default: the previous). `size` is a shape or an int."""
+        """Receives a tensor from rank `src` (default: the previous rank). `size` is a shape or an int."""
         return super().recv((size,) if isinstance(size, int) else size, dtype, src)
 
     def broadcast_tensor_dict(

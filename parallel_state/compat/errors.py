@@ -18,7 +18,7 @@ class InitializedError(AlreadyInitializedError, AssertionError):
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Megatron raises RuntimeError or AssertionError for wrong sizes."""
+    """Error for wrong sizes. Callers of Megatron catch either RuntimeError or AssertionError."""
 
 
 @contextmanager

@@ -20,10 +20,10 @@ _MODULE = "minisgl.distributed.impl"
 
 
 class CoordinatorImpl:
-    """All ranks must make the first call, which makes the group."""
+    """mini-sglang's communicator. The first call creates the group, so all ranks must make this call."""
 
     def __init__(self, fallback: Any) -> None:
-        """`fallback`: the implementation for device tensors."""
+        """`fallback` is the implementation that handles device tensors."""
         self._fallback = fallback
         self._over: Any = None
         self._group: GroupCoordinator | None = None
@@ -35,15 +35,15 @@ class CoordinatorImpl:
         return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Works in place; returns `x`."""
+        """Sums `x` over all ranks in place, and returns `x`."""
         return self._coordinator().all_reduce_(x) if x.is_cpu else self._fallback.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenates along dim 0."""
+        """Concatenates the tensors of all ranks along dim 0."""
         return self._coordinator().all_gather(x, 0) if x.is_cpu else self._fallback.all_gather(x)
 
     def close(self) -> None:
-        """Every rank calls it. Idempotent."""
+        """Destroys the group. Every rank must call this. Idempotent."""
         if self._group is not None:
             self._group.destroy()
 
@@ -56,9 +56,9 @@ def implementation() -> Any:
 
 
 def install() -> None:
-    """Idempotent, until `destroy_distributed()` removes the communicator.
+    """Adds the communicator to `DistributedCommunicator.plugins`; mini-sglang uses the last plugin.
 
-    mini-sglang uses the last of `DistributedCommunicator.plugins`. Raises UnsupportedError if CUDA is available.
+    Idempotent, until `destroy_distributed()` removes the communicator. Raises UnsupportedError if CUDA is available.
     """
     if torch.cuda.is_available():
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Pickles with the bytes of tensors inside or out of band. Unpickling can run code."""
+"""Pickles objects with the bytes of tensors in the pickle, or in separate buffers. Unpickling can run code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ loads = pickle.loads
 
 
 def dumps(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None) -> memoryview:
-    """A strided CPU tensor adds its own bytes, not its whole storage. `buffer_callback`: see `pickle.dumps`."""
+    """Pickles an object. A strided CPU tensor adds its own bytes, not its whole storage.
+
+    `buffer_callback` is that of `pickle.dumps`.
+    """
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
     pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce}

@@ -1,4 +1,4 @@
-"""Layers of pipeline stages, as several engines define them."""
+"""Computes the layers of pipeline stages, as several engines define them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] | None:
-    """Reads a variable such as `5,2`; returns None if it is unset."""
+    """Returns each stage's number of layers from an environment variable such as `X=5,2`; None if unset."""
     given = os.environ.get(variable)
     if not given:
         return None

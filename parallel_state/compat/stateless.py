@@ -1,6 +1,6 @@
-"""Exchange of objects over a store: the base of vLLM's and SGLang's StatelessProcessGroup.
+"""Exchanges objects over a store: the base of vLLM's and SGLang's StatelessProcessGroup.
 
-Objects are pickled: clients of the store must be trusted to run code in this process.
+Objects are pickled, so clients of the store must be trusted to run code in this process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER_S = 1.0
 
 @dataclasses.dataclass
 class StoreGroup:
-    """Sender and receiver, or all ranks, must call in the same order."""
+    """Ranks that exchange objects over a store. The participants of a call must make their calls in the same order."""
 
     rank: int
     world_size: int
@@ -43,18 +43,18 @@ class StoreGroup:
         return self._bounded.within(self.store.timeout.total_seconds() + ANSWER_S)
 
     def send_obj(self, obj: Any, dst: int) -> None:
-        """Doesn't wait for the receiver."""
+        """Sends an object to rank `dst`, without waiting for the receiver."""
         self._put(f"send_to/{dst}/{self.rank}/{self.send_dst_counter[dst]}", obj)
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
-        """Waits at most the store's timeout."""
+        """Receives an object from rank `src`. Waits at most the store's timeout."""
         obj = self._get(f"send_to/{self.rank}/{src}/{self.recv_src_counter[src]}")
         self.recv_src_counter[src] += 1
         return obj
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Every rank calls it."""
+        """Returns the object of rank `src`. Every rank must call this."""
         if self.rank == src:
             self._put(f"broadcast_from/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1

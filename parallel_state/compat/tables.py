@@ -11,7 +11,9 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Maps modules to names separated by blanks; `*`: the module's public functions and classes."""
+    """Collects names of modules. `table` maps a module to names; `*` is all of the module's public functions and
+    classes.
+    """
     found: dict[str, Any] = {}
     for module, names in table.items():
         for name in names.split():
@@ -28,7 +30,10 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 
 
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
-    """Inverts reason -> names. `MessageQueue.(recv buffer)` stands for two members of a class."""
+    """Returns name -> reason from a table of reason -> names.
+
+    `MessageQueue.(recv buffer)` stands for two members of a class.
+    """
     found = {}
     for reason, names in table.items():
         for owner, members, name in re.findall(r"(\w+\.)\(([^)]*)\)|(\S+)", names):
@@ -49,7 +54,9 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 
 
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
-    """`of` describes the object in the docstring."""
+    """Creates a function that calls `method` of the object that `find` returns. `of` describes this object in the
+    docstring.
+    """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,10 +68,10 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Gives `method` an engine's parameter names.
+    """Creates a function that calls `method` and has an engine's parameter names.
 
-    `dst!` removes the parameter's default. `group?` adds an ignored parameter; ignored ones must be last. `then`
-    converts the result.
+    `dst!` removes the parameter's default. `group?` adds a parameter that is ignored; ignored parameters must be last.
+    `then` converts the result.
     """
     signature = inspect.signature(method)
     itself, *parameters = signature.parameters.values()

@@ -47,16 +47,17 @@ _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the group of one of Megatron's variables (`_TENSOR_MODEL_PARALLEL_GROUP`, …), or None."""
+    """Returns the group that a variable of Megatron names (`_TENSOR_MODEL_PARALLEL_GROUP`, …), or None."""
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
     raise absent(__name__, name, MISSING)
 
 
 def install() -> None:
-    """Replaces `megatron.core.parallel_state` for later imports of this process. Idempotent.
+    """Makes later imports of `megatron.core.parallel_state` in this process return this module. Idempotent.
 
-    Raises UnsupportedError without megatron-core, AlreadyInitializedError if Megatron's own module is imported already.
+    Raises UnsupportedError without megatron-core. Raises AlreadyInitializedError if Megatron's own module is imported
+    already.
     """
     ours = sys.modules[__name__]
     if sys.modules.get(_NAME) not in (None, ours):
@@ -71,7 +72,7 @@ def install() -> None:
 
 
 def _has_core() -> bool:
-    """Doesn't import `megatron.core`, which is large."""
+    """Returns True if megatron-core is installed. Doesn't import `megatron.core`, which is large."""
     spec = importlib.util.find_spec("megatron")
     paths = [] if spec is None else list(spec.submodule_search_locations or [])
     return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None

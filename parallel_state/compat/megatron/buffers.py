@@ -15,7 +15,7 @@ from parallel_state.compat.megatron.lookup import BUFFERS, required
 
 
 class GlobalMemoryBuffer:
-    """One growing tensor per name and dtype, on the device of the groups (maybe the CPU)."""
+    """Holds one growing tensor per name and dtype, on the device of the groups."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -23,7 +23,7 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Callable[[], Any] | None = None
     ) -> torch.Tensor:
-        """Returns uninitialized memory, the same at the next call with this name and dtype."""
+        """Returns an uninitialized tensor. The next call with this name and dtype returns the same memory."""
         shape = torch.Size(tensor_shape)
         found = self.buffer.get((name, dtype))
         if found is None or found.numel() < shape.numel():
@@ -62,7 +62,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def get_global_symmetric_memory_buffer() -> Any:
-    """Returns Megatron's own buffer. Raises NotInitializedError unless it was set."""
+    """Returns Megatron's own buffer. Raises NotInitializedError if none was set."""
     return _get("symmetric_memory")
 
 

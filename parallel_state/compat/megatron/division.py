@@ -55,13 +55,13 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Makes all of Megatron's groups now. Every rank of torch's default group calls it.
+    """Creates all of Megatron's groups. Every rank of torch's default group must call this.
 
-    `create_gloo_process_groups` also makes gloo groups of the data-parallel ones. Options without effect (SHARP; on the
-    CPU those of NCCL) are logged once. Keyword-only arguments must have their defaults.
+    `create_gloo_process_groups` adds a gloo group to each data-parallel group. Options without effect are logged once:
+    SHARP, and those of NCCL on the CPU. Keyword-only arguments must have their defaults.
 
-    Raises NotInitializedError before init_process_group, InitializedError if the groups exist, RefusedError if sizes
-    don't fit.
+    Raises NotInitializedError before init_process_group, InitializedError if the groups exist, and RefusedError if
+    sizes don't fit.
     """
     _check_sharp(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
     if gtp_remat_size * expert_gtp_remat_size != 1 or rank_offset or local_world_size is not None:
@@ -142,7 +142,7 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
 
 
 def destroy_model_parallel() -> None:
-    """The world stays. Every rank calls it. Idempotent."""
+    """Destroys the groups, but not the world. Every rank must call this. Idempotent."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     lookup.forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
@@ -154,7 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """A world over an earlier default group is destroyed first."""
+    """Creates the world over torch's default group. Destroys a world over an earlier default group first."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Calls on this group and on the kind's own don't wait for each other."""
+    """Creates a second group of this kind. Its calls don't wait for calls of the first group."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -217,7 +217,10 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Returns second groups of `dp_cp` and `edp`, whose calls can overlap the first's. Every rank calls it."""
+    """Returns second groups of `dp_cp` and `edp`, whose calls can overlap calls of the first groups.
+
+    Every rank must call this.
+    """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
     dense = _apart("dp_cp", timeout)
@@ -227,7 +230,9 @@ def create_all_gather_groups(
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
-    """Sets the timeout of `pg`, or of all groups. All ranks of `pg` (or of the world) call it: it runs a barrier."""
+    """Sets the timeout of `pg`, or of all groups, and runs a barrier. All ranks of `pg` (or of the world) must call
+    this.
+    """
     groups = [pg]
     if pg is None:
         kinds = [lookup.group_of(kind) for kind in dict.fromkeys(lookup.VARIABLES.values())]

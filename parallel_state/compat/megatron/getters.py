@@ -57,7 +57,7 @@ _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
     "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
     "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
 }
-"""Stem -> kind of group (or a function of the getter's flags), getters."""
+"""Middle of the getters' names -> (kind of group, or a function from flags to a kind; getters that exist)."""
 _TEXTS = {
     "group": "Returns this rank's {} process group. Without one, returns None unless `check_initialized`, else raises "
     "NotInitializedError.",
@@ -68,7 +68,7 @@ _TEXTS = {
     "rank": "Returns this rank's position in its {} group, or the setter's value.",
 }
 _NOT_ZERO = ("tp", "pp")
-"""Kinds whose size and rank raise before init; those of others are 0 then."""
+"""Kinds whose size and rank raise an error before init. For all other kinds size and rank are 0 before init."""
 _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "pipeline_model_parallel_world_size",
             "pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_world_size",
             "expert_model_parallel_world_size", "expert_model_parallel_rank", "expert_tensor_parallel_world_size",
@@ -180,7 +180,7 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns the group of `dp`, `dp_cp`, or `intra_dp_cp` (this optimizer instance's part of `dp_cp`)."""
+    """Returns the group of `dp`, `dp_cp`, or `intra_dp_cp` (the ranks of `dp_cp` in this optimizer instance)."""
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")
     return lookup.required(_data_parallel(with_context_parallel, partial_data_parallel))
@@ -204,7 +204,10 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Without any, raises NotInitializedError if `check_initialized`, else returns None."""
+    """Returns this rank's group of each level.
+
+    If there are no groups, raises NotInitializedError if `check_initialized` is True, and returns None if not.
+    """
     if not lookup.HIERARCHICAL and check_initialized:
         raise NotInitializedError(
             "there are no hierarchical context-parallel groups; pass hierarchical_context_parallel_sizes to "
@@ -214,7 +217,7 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Any:
-    """Raises KeyError for a size without a group."""
+    """Returns the data- and context-parallel group of `group_size` ranks. Raises KeyError if no group has this size."""
     if (0 if lookup.is_before_start() else lookup.size_of(_data_parallel(True))) == group_size:
         return lookup.required("dp_cp") if check_initialized else lookup.group_of("dp_cp")
     return lookup.HYBRID[group_size]  # type: ignore[index]
@@ -225,7 +228,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Also sets the virtual stage of `parallel_state`'s groups, if they have this one."""
+    """Sets this rank's virtual pipeline stage, here and in `parallel_state`'s groups if they have this stage."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None
@@ -249,7 +252,7 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """With `ignore_virtual=False`, `vp_stage` must be the first, too."""
+    """Returns True on the first stage. With `ignore_virtual=False`, `vp_stage` must be the first virtual stage, too."""
     return _is_stage(False, ignore_virtual, vp_stage)
 
 
@@ -258,7 +261,10 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """With `ignore_virtual=False`, `vp_stage` must share the word embedding."""
+    """Returns True if this rank is in the embedding group.
+
+    With `ignore_virtual=False`, the virtual stage `vp_stage` must also share the word embedding.
+    """
     if lookup.group_of("embedding") is None:
         return False
     ranks, rank = lookup.ranks_of("embedding"), dist.get_rank()
@@ -272,7 +278,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Positions in tp, dp, cp, pp and ep as `0_1_0_3_0`, for names of shards."""
+    """Returns this rank's positions in tp, dp, cp, pp and ep, such as `0_1_0_3_0`, for names of shards."""
     stems = ("tensor_model_parallel", "data_parallel", "context_parallel", "pipeline_model_parallel",
              "expert_model_parallel")  # fmt: skip
     return "_".join(str(_get(f"{stem}_rank") or 0) for stem in stems)

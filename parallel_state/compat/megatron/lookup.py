@@ -1,7 +1,7 @@
 """Finds this rank's groups by kind, and keeps the values of Megatron's setters.
 
-A kind is a row of the axis table, or `dp_cp_ag`, which only Megatron has. A group that a program assigned to Megatron's
-module variable precedes ours.
+A kind is a row of the axis table, or `dp_cp_ag`, which only Megatron has. If a program has assigned a group to
+Megatron's module variable, that group is used instead of this library's group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Of the last init. `dp_cp_ag`: its all-gather group."""
+"""Options of the last init. `dp_cp_ag` is the all-gather group of the kind of this name."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -44,7 +44,9 @@ VARIABLES = {
     for name, kind in kinds.items()
 }  # fmt: skip
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""The first variable counts: the others are those of main's axis `gtp_remat`, which has one rank here."""
+"""Kind -> its first variable. The other variables are for the axis `gtp_remat` of Megatron's main branch, which has one
+rank here.
+"""
 
 
 def _assigned(kind: str) -> Any:
@@ -73,7 +75,7 @@ def group_of(kind: str) -> Any:
 
 
 def has_group(kind: str) -> bool:
-    """Doesn't make the group. Only for kinds that every layout has."""
+    """Returns True if groups of this kind exist or can be created. Only for kinds that every layout has."""
     return _assigned(kind) is not None or state.model_parallel_is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""Process groups from rank lists, as Megatron makes them."""
+"""Creates process groups from rank lists, as Megatron does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns None for the default group's backend, also if ours can't be compiled."""
+    """Returns the backend for new groups. None, also if this library can't be compiled, means the default group's
+    backend.
+    """
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
         return None
@@ -59,7 +61,10 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """All ranks of the world call it in the same order; with `use_local_synchronization` only `ranks` do."""
+    """Creates a process group. All ranks of the world must call this in the same order.
+
+    With `use_local_synchronization`, only `ranks` must call this.
+    """
     given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
     group = dist.new_group(**given)
     if ranks is None or dist.get_rank() in ranks:
@@ -76,7 +81,7 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Returns this rank's group of each level, and its gloo group (or None). All ranks of the world call it.
+    """Returns this rank's group and gloo group (or None) of each level. All ranks of the world must call this.
 
     Sizes [2, 2, 4] divide 16 ranks into pairs of neighbors, pairs with stride 2, and groups of 4 with stride 4. Ranks
     outside `ranks` get empty lists.
@@ -97,7 +102,7 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """All ranks of the world call it."""
+    """Returns this rank's groups of 2, 4, … ranks, by size. All ranks of the world must call this."""
     made = {}
     for members in hybrid_ranks(ranks):
         group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{len(members)}")
@@ -127,7 +132,7 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Raises RuntimeError for an unknown net, like Megatron."""
+    """Converts Megatron's options of a group. Raises RuntimeError for an unknown net, like Megatron."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
@@ -152,7 +157,10 @@ def overwrite_nccl_comm_cfgs(
 
 
 def process_group_collection(groups: ParallelGroups | None = None) -> Any:
-    """Missing groups are made; fields without a group are None. Every rank calls it."""
+    """Returns Megatron's ProcessGroupCollection, after creating missing groups. Every rank must call this.
+
+    A field of a kind that has no group is None.
+    """
     kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     groups = groups or state.get_parallel_groups()
     known = {field.name for field in fields(kind_of_collection)}
@@ -164,9 +172,9 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns a GroupCoordinator for each named field that has a group. It borrows the process group.
+    """Returns a GroupCoordinator for each named field that has a group. The caller still owns the process group.
 
-    Every rank of the groups calls it with the same fields in the same order.
+    Every rank of the groups must call this with the same fields in the same order.
     """
     found = {name: getattr(collection, name, None) for name in names}
     return {

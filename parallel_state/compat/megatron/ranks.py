@@ -1,4 +1,4 @@
-"""Megatron's rank arithmetic, on the grids of `layout`."""
+"""Computes Megatron's lists of ranks, with the grids of `layout`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def generate_masked_orthogonal_rank_groups(
 ) -> list[list[int]]:
     """Returns lists of ranks that differ only in the axes where `mask` is True; the first axis varies fastest.
 
-    A smaller `world_size` gets the first lists only.
+    If `world_size` is smaller than the product of the sizes, returns the first lists only.
     """
     if world_size > prod(parallel_size):
         raise RefusedError(
@@ -27,7 +27,9 @@ def generate_masked_orthogonal_rank_groups(
 
 
 class RankGenerator:
-    """Numbers ranks by axes, fastest first: in Megatron one for dense layers (`ep` 1), one for experts (`cp` 1)."""
+    """Numbers ranks by axes, fastest first. Megatron has one such object for dense layers (`ep` is 1), one for experts
+    (`cp` is 1).
+    """
 
     def __init__(
         self,
@@ -54,7 +56,9 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """`token` names axes, such as `tp-dp`. Raises ValueError for others."""
+        """Returns True for each axis of `order` that `token` names, such as `tp-dp`. Raises ValueError for unknown
+        axes.
+        """
         names, wanted = order.split("-"), token.split("-")
         unknown = [name for name in wanted if name not in names]
         if unknown:
@@ -75,7 +79,7 @@ def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[
 
 
 def hybrid_ranks(ranks: Sequence[int]) -> list[list[int]]:
-    """Returns lists of 2, 4, … neighbors, for powers of two below their number."""
+    """Splits `ranks` into lists of 2, of 4, … consecutive ranks, for each power of two below len(ranks)."""
     sizes = [2**power for power in range(1, int(log2(len(ranks))))]
     return [list(ranks[at : at + size]) for size in sizes for at in range(0, len(ranks), size)]
 

@@ -35,9 +35,9 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Replaces the modules of `sglang.srt.distributed` for later imports of this process. Idempotent.
+    """Makes later imports of `sglang.srt.distributed` in this process return this library's modules. Idempotent.
 
-    Raises AlreadyInitializedError if they are already imported.
+    Raises AlreadyInitializedError if SGLang's modules are already imported.
     """
     places = {
         f"sglang.srt.distributed.{part.__name__.rpartition('.')[2]}": part

@@ -1,4 +1,5 @@
-"""SGLang's `get_parallel()`: sizes, this rank's positions and the groups, which SGLang reads and overrides."""
+"""SGLang's `get_parallel()`: the sizes, this rank's positions and the groups. SGLang reads and overrides these values.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SIZES = {
     "tp_size": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "ep_size": 1, "attn_dp_size": 1, "attn_cp_size": 1,
     "moe_dp_size": 1, "shared_experts_tp_size": None, "max_ep_size": None, "ep_join_rank_offset": 0,
 }  # fmt: skip
-"""Configured values and defaults; SGLang's own context has no defaults."""
+"""Configured sizes and their defaults. SGLang's own context has no defaults."""
 
 GROUPS = {
     each: f"{each}_group"
@@ -48,9 +49,9 @@ NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 
 
 class ParallelContext:
-    """A scoped override precedes a permanent one.
+    """The values of `get_parallel()`. A scoped override has priority over a permanent one.
 
-    Reading a group that isn't made raises GroupNotInitializedError; an unknown name raises AttributeError.
+    Reading a group that doesn't exist raises GroupNotInitializedError; an unknown name raises AttributeError.
     """
 
     __slots__ = ("_overrides", "_stamp")
@@ -74,7 +75,9 @@ class ParallelContext:
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
-        """Sets values until `clear_stamp`. Raises InvalidArgumentError or LayoutError without setting any."""
+        """Sets values until `clear_stamp` is called. If a value is invalid, sets none and raises InvalidArgumentError
+        or LayoutError.
+        """
         saved = self._stamp
         self._stamp = {**saved, **_known(values)}
         try:
@@ -88,7 +91,7 @@ class ParallelContext:
 
     @contextmanager
     def override(self, **kwargs: Any) -> Iterator[ParallelContext]:
-        """Can be nested. Raises the errors of override_permanently."""
+        """Sets values for a `with` block, which can be nested. Raises the errors of override_permanently."""
         saved = self._overrides
         self._overrides = {**saved, **_known(kwargs)}
         try:

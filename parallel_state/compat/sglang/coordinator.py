@@ -1,4 +1,6 @@
-"""SGLang's GroupCoordinator: a view of one of our groups. Unregistered objects are pickled, as in SGLang."""
+"""SGLang's GroupCoordinator: a view of one of this library's groups. Objects of unregistered types are pickled, as in
+SGLang.
+"""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -31,7 +33,7 @@ REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 
 @dataclass
 class P2PWork:
-    """`payload` must not change before `work.wait()` returns."""
+    """A started transfer. `payload` must not change before `work.wait()` returns."""
 
     work: Any | None
     payload: Tensor | None
@@ -49,7 +51,7 @@ def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: i
 
 
 class GroupCoordinator(GroupView):
-    """`group` is our GroupCoordinator.
+    """A group with SGLang's calls. `group` is this library's GroupCoordinator.
 
     `all_reduce` and `broadcast` work in place and return the tensor. `src` and `dst` are ranks in the group;
     `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
@@ -106,7 +108,7 @@ class GroupCoordinator(GroupView):
     @staticmethod
     @contextmanager
     def use_symmetric_memory(group_coordinator: Any = None, disabled: bool = False) -> Iterator[None]:
-        """Does nothing. Use `group.empty` for tensors in shared memory."""
+        """Does nothing. To get tensors in shared memory, call `group.empty`."""
         yield
 
     @contextmanager
@@ -136,13 +138,16 @@ class GroupCoordinator(GroupView):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> tuple[Tensor, ...] | None:
-        """Returns None, as SGLang does without ROCm: callers quantize themselves."""
+        """Returns None, as SGLang does without ROCm: callers then quantize themselves."""
         return None
 
     def all_gather(
         self, input_: Tensor, dim: int = -1, output_tensor_list: list[Tensor] | None = None
     ) -> Tensor | None:
-        """With `output_tensor_list`, copies each rank's tensor there and returns None."""
+        """Concatenates the tensors of all ranks along `dim`.
+
+        With `output_tensor_list`, copies each rank's tensor into that list and returns None.
+        """
         if output_tensor_list is None:
             return self.group.all_gather(input_, dim)
         for output, gathered in zip(output_tensor_list, self.group.all_gather_to_list(input_), strict=True):
@@ -150,14 +155,14 @@ class GroupCoordinator(GroupView):
         return None
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Concatenates into `output`, which has `world_size` times the elements."""
+        """Concatenates the inputs of all ranks into `output`, which has `world_size` times the elements of `input`."""
         rows = output.view(self.world_size, -1)
         self.group.all_gather(input.reshape(1, -1), 0, out=rows)
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """Concatenates along dim 0; rank r has `sizes[r]` rows. Always returns a list."""
+        """Concatenates the tensors of all ranks along dim 0; rank r has `sizes[r]` rows. Always returns a list."""
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
             raise InvalidArgumentError("all_gatherv with output needs a single tensor, but input_ is a list")
@@ -165,11 +170,13 @@ class GroupCoordinator(GroupView):
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Writes this rank's part of the sum; `input` has `world_size` times the elements."""
+        """Sums `input` over all ranks and writes this rank's part of the sum. `input` has `world_size` times the
+        elements of `output`.
+        """
         self._copy(output, self.group.reduce_scatter(input.reshape(self.world_size, -1), 0))
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> Tensor:
-        """Sums the r-th tensors of the lists on rank r."""
+        """Returns on rank r the sum of all ranks' `input_list[r]`, and writes the sum to `output`."""
         self.reduce_scatter_tensor(output, torch.stack(list(input_list)))
         return output
 
@@ -178,12 +185,12 @@ class GroupCoordinator(GroupView):
     )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-        """Returns this rank's `sizes[rank]` rows of the sum."""
+        """Sums `input_` over all ranks, and returns this rank's `sizes[rank]` rows of the sum."""
         scattered = self.group.reduce_scatterv(input_, 0, sizes)
         return scattered if output is None else output.copy_(scattered)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        """Sends the r-th of `world_size` equal parts to rank r."""
+        """Sends the r-th of `world_size` equal parts of `input` to rank r. Writes the received parts to `output`."""
         self._copy(output, self.group.all_to_all(input.reshape(self.world_size, -1)))
 
     @staticmethod
@@ -191,7 +198,7 @@ class GroupCoordinator(GroupView):
         output.copy_(flat.reshape(output.shape))
 
     def send_object(self, obj: Any, dst: int, async_send: bool = False, tag: int = 0) -> list[P2PWork]:
-        """With `async_send`, returns the started transfers."""
+        """Sends an object to rank `dst`. With `async_send`, returns the started transfers without waiting."""
         if tag:
             return self._send_tagged(obj, dst, async_send, tag)
         if async_send:
@@ -203,7 +210,7 @@ class GroupCoordinator(GroupView):
         return self._recv_tagged(src, tag) if tag else self.group.recv_object(src)
 
     def _send_tagged(self, obj: Any, dst: int, async_send: bool, tag: int) -> list[P2PWork]:
-        """Uses torch's isend: our messages have no tags."""
+        """Sends an object by torch's isend, because this library's messages have no tags."""
         body = torch.frombuffer(bytearray(pickles.dumps(obj)), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
@@ -227,7 +234,7 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Returns the started transfers. A group of one returns the dict."""
+        """Sends a dict and returns the started transfers. In a group of one rank, returns the dict."""
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]
@@ -246,7 +253,7 @@ class GroupCoordinator(GroupView):
         send_all_gather_group: Any | None = None,
         recv_all_gather_group: Any | None = None,
     ) -> dict[str, Any] | None:
-        """A group of one returns None."""
+        """Sends one dict and returns the received one. In a group of one rank, returns None."""
         if self.world_size == 1:
             return None
         sending = self.group.isend_tensor_dict(send_tensor_dict, send_dst, send_all_gather_group)
@@ -267,12 +274,12 @@ def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
 
 
 def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
-    """Returns a new tensor."""
+    """Sums the tensor over the named group, and returns a new tensor."""
     return named(group_name).group.all_reduce(tensor)
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """`table`: function -> group and method, as `tp.all_reduce`."""
+    """Creates functions that call a method of a group. `table` maps each function to both, such as `tp.all_reduce`."""
 
     found = {}
     for name, call in table.items():

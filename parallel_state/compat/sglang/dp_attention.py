@@ -19,7 +19,7 @@ def compute_dp_attention_world_info(
 
 
 def initialize_dp_attention_flags(server_args: Any) -> None:
-    """Has no effect: `get_parallel()` has these flags."""
+    """Has no effect, because `get_parallel()` already has these flags."""
 
 
 def initialize_dp_attention(server_args: Any) -> None:
@@ -42,12 +42,12 @@ def dp_slot_in(per_rank: Any) -> int:
 
 
 def world_dp_gather_enabled() -> bool:
-    """SGLang gathers over the world only with elastic ranks."""
+    """Returns False: SGLang gathers over the world only if ranks are elastic."""
     return False
 
 
 def is_allocation_symmetric() -> bool:
-    """No tensor needs NCCL's memory."""
+    """Returns False, because no tensor needs memory that NCCL allocated."""
     return False
 
 
@@ -56,12 +56,12 @@ def get_dp_tp_group() -> GroupCoordinator:
 
 
 def is_enable_moe_cp_allgather() -> bool:
-    """Tokens are then gathered before experts."""
+    """Returns True if tokens are gathered over attention's cp group before the experts."""
     return bool(get_parallel().attn_cp_size > get_parallel().moe_dp_size)
 
 
 def attn_tp_all_reduce(input: Tensor) -> Tensor:
-    """Works in place; returns `input`."""
+    """Sums `input` over attention's tp group in place, and returns `input`."""
     return get_parallel().attn_tp_group.all_reduce(input)
 
 
@@ -92,6 +92,6 @@ _GETTERS = {
     "get_attention_dp_rank": ("attn_dp_rank",),
     "get_attention_dp_size": ("attn_dp_size",),
 }
-"""SGLang calls the experts' dp group "moe_cp". It is attention's cp group if that is larger."""
+"""Names of getters -> fields of `get_parallel()`. "moe_cp" is SGLang's name for the experts' dp group."""
 globals().update(of_groups(__name__, _CALLS))
 globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})

@@ -1,7 +1,7 @@
 """`sglang.srt.distributed.parallel_state`: SGLang's init, groups and getters.
 
-Attention divides a stage's `tp_size` ranks into tp, cp and dp; experts into tp, ep and dp. `get_tp_group()` is our
-`tp_dp_cp`, `get_attn_tp_group()` our `tp`.
+SGLang divides the `tp_size` ranks of a stage twice: for attention into tp, cp and dp, and for experts into tp, ep and
+dp. `get_tp_group()` returns this library's group `tp_dp_cp`, and `get_attn_tp_group()` returns `tp`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("parallel_state")
 
 globals().update(collect({coordinator: "REDUCE_OP_SUM P2PWork _groups flashinfer_allreduce inplace_all_reduce"}))
 _made: dict[str, GroupCoordinator] = {}
-"""By name in the context. Groups of all ranks of a stage are one object."""
+"""Groups by their name in `get_parallel()`. Names whose group has all ranks of a stage share one object."""
 _patched: set[str] = set()
 _vllms: dict[str, Any] = {}
 _GLOBALS = {
@@ -61,7 +61,7 @@ def init_distributed_environment(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> None:
-    """Makes the world over torch's default group, which it makes if there is none. Every rank calls it.
+    """Creates the world over torch's default group, which is created if needed. Every rank must call this.
 
     `timeout` is in seconds. A second call only checks the world's size.
     """
@@ -98,7 +98,7 @@ def init_world_group(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Every rank calls it."""
+    """Creates the world. Every rank must call this."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -117,7 +117,10 @@ def init_model_parallel_group(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Every rank of the world passes the same lists and is in one of them."""
+    """Creates a group for each list, and returns this rank's group.
+
+    Every rank of the world must pass the same lists, and be in one list.
+    """
     custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(
         group_ranks, local_rank, backend, False, False, custom, False, False, False,
@@ -133,7 +136,7 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> None:
-    """Makes the groups from the sizes in `get_parallel()`, and writes them there. Every rank calls it."""
+    """Creates the groups from the sizes in `get_parallel()`, and stores the groups there. Every rank must call this."""
     refuse_elastic(recovered_rank, rank_offset, max_world_size)
     asked, world = get_parallel(), state.get_world_group()
     if asked.tp_size * asked.pp_size != world.world_size:
@@ -184,7 +187,7 @@ def initialize_model_parallel(
 
 
 def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
-    """Every rank of the world calls it; members pass the same ranks."""
+    """Creates a group of these ranks. Every rank of the world must call this, and members must pass the same ranks."""
     mine = sorted(set(group_ranks))
     asked = state.get_world_group().all_gather_object(mine)
     made = {each: dist.new_group(list(each), backend=backend) for each in sorted({tuple(each) for each in asked})}
@@ -196,7 +199,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Every rank calls it; the world stays. Idempotent."""
+    """Destroys the groups, but not the world. Every rank must call this. Idempotent."""
     bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
     if bootstrap is not None:  # SGLang's own bootstrap may run again in this process
         bootstrap.reset_parallel_initialised()
@@ -210,7 +213,9 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Also destroys torch's default group, even the program's own. Every rank calls it. Idempotent."""
+    """Destroys all groups, and torch's default group even if the program created that. Every rank must call this.
+    Idempotent.
+    """
     destroy_model_parallel()
     state.destroy_distributed_environment()
     if dist.is_initialized():
@@ -218,7 +223,7 @@ def destroy_distributed_environment() -> None:
 
 
 def abort_distributed_environment() -> None:
-    """Contacts no rank; logs errors, raises none."""
+    """Destroys all groups without contacting other ranks. Logs errors, and raises none."""
     if not dist.is_initialized():
         return
     world = state.try_get_world_group()
@@ -245,7 +250,7 @@ def pdmux_prefill_tp_group() -> Iterator[None]:
 
 @contextmanager
 def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
-    """Replaces the group within the body, for a draft model without stages. Can't be nested."""
+    """Replaces the pipeline group within the `with` block, for a draft model without stages. Can't be nested."""
     values = {"pp_size": pp_group.world_size, "pp_rank": pp_group.rank_in_group, "pp_group": pp_group}
     with _replaced("pp_group", pp_group), get_parallel().override(**values):
         yield
@@ -253,9 +258,9 @@ def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: bool) -> Iterator[None]:
-    """Replaces the group within the body, for a draft model. Can't be nested.
+    """Replaces the tensor-parallel group within the `with` block, for a draft model. Can't be nested.
 
-    With `owns_attention` it is also attention's tp group, and all other axes have size 1.
+    With `owns_attention`, `tp_group` is also attention's tp group, and all other axes have size 1.
     """
     size, rank = tp_group.world_size, tp_group.rank_in_group
     values: dict[str, Any] = {"tp_size": size, "tp_rank": rank, "tp_group": tp_group}
@@ -271,7 +276,9 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Sets this rank's slot in SGLang's flags, because the replaced sizes would lose it."""
+    """Sets this rank's gather slot in SGLang's flags, because SGLang would compute a wrong slot from the replaced
+    sizes.
+    """
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:
@@ -321,14 +328,14 @@ set_custom_all_reduce = state.set_custom_all_reduce
 
 
 def _no_such_kernel(enable: bool) -> None:
-    """Has no effect: the route chooses the kernel."""
+    """Has no effect, because this library chooses the kernel."""
 
 
 set_mscclpp = set_torch_symm_mem_all_reduce = set_flashinfer_allreduce_only = _no_such_kernel
 
 
 def _tag_groups_for_flashinfer_allreduce_only() -> None:
-    """Has no effect: groups have no FlashInfer workspace."""
+    """Has no effect, because groups have no FlashInfer workspace."""
 
 
 def get_default_distributed_backend(device: str) -> str:
@@ -341,7 +348,7 @@ def get_mooncake_transfer_engine() -> Any | None:
 
 
 def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
-    """Does nothing without vLLM. `reverse` restores vLLM's own getters."""
+    """Replaces vLLM's group getters by SGLang's, if vLLM is installed. `reverse` restores vLLM's own getters."""
     with contextlib.suppress(ImportError):
         import vllm.distributed.parallel_state as theirs
 

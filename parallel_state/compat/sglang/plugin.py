@@ -16,7 +16,7 @@ def backend_of(original: Callable[[str], str], device: str) -> str:
 
 
 def install() -> str:
-    """Returns a text for the log."""
+    """Makes SGLang's CPU groups use this library. Returns a text for the log."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 

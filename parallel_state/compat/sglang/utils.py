@@ -1,4 +1,4 @@
-"""`sglang.srt.distributed.utils`: divisibility, layers of a stage, and StatelessProcessGroup."""
+"""`sglang.srt.distributed.utils`: helpers for division and pipeline stages, and StatelessProcessGroup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 class _Resources:
-    """Used unless SGLang, whose context has this field, is imported."""
+    """Holds the store if SGLang isn't imported. Otherwise SGLang's own context holds the store."""
 
     tcp_store: Any = None
 
@@ -53,7 +53,7 @@ def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int, contiguous_
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the layer after its last; the last stages have one more if needed."""
+    """Returns a stage's first layer and the layer after its last. Extra layers go to the last stages."""
     layers = layers_in("SGLANG_PP_LAYER_PARTITION", num_hidden_layers, pp_size) if pp_size > 1 else None
     if layers is None:
         layers = [num_hidden_layers // pp_size] * pp_size
@@ -71,6 +71,6 @@ class StatelessProcessGroup(StoreGroup):
     def create(
         host: str, port: int, rank: int, world_size: int, data_expiration_seconds: int = 3600
     ) -> StatelessProcessGroup:
-        """Rank 0 serves the store. Every rank calls it."""
+        """Creates a group over a store that rank 0 serves. Every rank must call this."""
         store = dist.TCPStore(host, port, world_size, is_master=rank == 0)
         return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)

@@ -85,16 +85,21 @@ _NAMES = {
 globals().update(collect(_NAMES))
 
 
-def suspend_device_comms() -> None:
-    """Returns the groups' memory to the system. Every rank calls it, while no other call is in progress."""
+def _each_communicator(method: str) -> None:
+    """Calls `method` of every communicator, in the same order on all ranks."""
     for route in routes():
-        route.suspend()
+        for communicator in route.communicators:
+            getattr(communicator, method, lambda: None)()
+
+
+def suspend_device_comms() -> None:
+    """Frees the memory of communicators. Every rank must call this, while no other call is in progress."""
+    _each_communicator("suspend")
 
 
 def resume_device_comms() -> None:
-    """Every rank calls it."""
-    for route in routes():
-        route.resume()
+    """Allocates again what suspend_device_comms freed. Every rank must call this."""
+    _each_communicator("resume")
 
 
 checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = suspend_device_comms, resume_device_comms
@@ -115,9 +120,10 @@ def init_distributed_environment(
     backend: str = "nccl",
     timeout: timedelta | None = None,
 ) -> None:
-    """Every rank calls it. Idempotent.
+    """Creates the world. Every rank must call this. Idempotent.
 
-    `rank` and `world_size` are those of a replica if vLLM's config has several replicas or nodes; the world has all.
+    If vLLM's config has several replicas or nodes, `rank` and `world_size` are those of one replica. The world still
+    has the ranks of all replicas.
     """
     config = parallel_config()
     is_part = config is not None and config.distributed_executor_backend != "external_launcher"
@@ -165,7 +171,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Every rank of the world passes the same lists."""
+    """Creates a group for each list, and returns this rank's. Every rank of the world must pass the same lists."""
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
@@ -173,7 +179,7 @@ def init_model_parallel_group(
 
 
 def destroy_distributed_environment() -> None:
-    """Also destroys torch's default group. Idempotent."""
+    """Destroys all groups and torch's default group. Idempotent."""
     state.destroy_distributed_environment()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -185,7 +191,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def _node_count(pg: Any) -> int:
-    """Every rank of the group calls it."""
+    """Returns the number of hosts in the group. Every rank of the group must call this."""
     return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
 
 
@@ -203,7 +209,7 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Remaining ranks are data parallel."""
+    """Creates the groups. The ranks that these sizes leave over are data parallel."""
     _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 
@@ -214,7 +220,7 @@ def ensure_model_parallel_initialized(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Raises ConfigMismatchError if the groups have other sizes."""
+    """Creates the groups if there are none. Raises ConfigMismatchError if existing groups have other sizes."""
     given = locals()
     if not model_parallel_is_initialized():
         initialize_model_parallel(**given)
@@ -252,7 +258,7 @@ get_etp_group, get_eplb_group = get_tp_group, get_ep_group
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
-    """Each data-parallel replica holds the whole engram table."""
+    """Returns None, because each data-parallel replica holds the whole engram table."""
     return None
 
 
@@ -279,7 +285,7 @@ get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "
 
 @contextlib.contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Prepares the tp, pp and dp groups."""
+    """Prepares the tp, pp and dp groups for the capture of CUDA graphs."""
     with _graph_capture(device) as capture:
         yield capture
 

@@ -17,9 +17,9 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class Communicator(CpuCommunicator):
-    """Results are new tensors, but `broadcast` works in place.
+    """The communicator of a group. Results are new tensors, except that `broadcast` works in place.
 
-    If any rank of the engine exits, even one outside this group, all waits raise.
+    If any rank of the engine exits, even a rank outside this group, all waits raise.
     """
 
     supports_tensor_dict = True
@@ -71,11 +71,15 @@ for _name in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "redu
     setattr(Communicator, _name, _of_group(_name))
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
-"""torch's default group -> its coordinator, which detects exits of all ranks."""
+"""torch's default group -> a coordinator that detects exits of all ranks, and the communicators that use the
+coordinator.
+"""
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """vLLM's first communicator, which has all ranks, makes the coordinator."""
+    """Returns the coordinator of all ranks for `member`. vLLM's first communicator, which has all ranks, creates the
+    coordinator.
+    """
     everyone = dist.group.WORLD
     if everyone not in _outer:
         _outer[everyone] = GroupCoordinator.from_process_group(everyone, name="world", timeout=timeout), set()

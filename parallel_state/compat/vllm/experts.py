@@ -1,7 +1,7 @@
 """Passes local expert ids to the kernel of vLLM's CPU engine.
 
-vLLM 0.32 and 0.33 pass global ids to `cpu_fused_moe`, which has only this rank's experts: it reads past the end of the
-weights and crashes.
+vLLM 0.32 and 0.33 pass global ids to `cpu_fused_moe`. This kernel has only this rank's experts, so it reads past the
+end of the weights and crashes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def install() -> bool:
-    """Returns False if vLLM has no such class."""
+    """Patches vLLM's class, so that the kernel gets local ids. Returns False if vLLM has no such class."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     except ImportError:

@@ -1,4 +1,4 @@
-"""vLLM's GroupCoordinator: a view of one of our groups."""
+"""vLLM's GroupCoordinator: a view of one of this library's groups."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -29,14 +29,15 @@ class Handle(Protocol):
 
 
 class GroupCoordinator(GroupView):
-    """`src` and `dst` are ranks in the group; `rank`, `first_rank`, `last_rank`, `next_rank` and `prev_rank` are
-    global.
+    """A group with vLLM's calls. `src` and `dst` are ranks in the group.
+
+    `rank`, `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
     """
 
     device_communicator: GroupCoordinator | None
     """This coordinator; None in a group of one rank or without `use_device_communicator`."""
     mq_broadcaster: MessageQueue | None
-    """None: objects use the group's own queues."""
+    """None, because the group's own queues carry objects."""
     device_index: int
     group_ranks: list[list[int]]
     torch_distributed_backend: str
@@ -55,7 +56,10 @@ class GroupCoordinator(GroupView):
         group_name: str | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """Every rank of the world passes the same lists of global ranks, and is in one of them."""
+        """Creates a group for each list of global ranks.
+
+        Every rank of the world must pass the same lists, and be in one list.
+        """
         if not dist.is_initialized():
             state.get_world_group()  # raises if there is no world
         made = self._make(
@@ -84,7 +88,7 @@ class GroupCoordinator(GroupView):
         self._sizes: list[int] = []
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
-        """Every rank of the world calls it."""
+        """Creates a second process group of the same ranks. Every rank of the world must call this."""
         made = [
             (ranks, dist.new_group(ranks, backend=self.torch_distributed_backend, group_desc=group_desc))
             for ranks in self.group_ranks
@@ -94,7 +98,7 @@ class GroupCoordinator(GroupView):
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
     ) -> MessageQueue:
-        """Every rank of the group calls it."""
+        """Creates a message queue from the writer to all other ranks. Every rank of the group must call this."""
         return MessageQueue.create_from_process_group(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
         )
@@ -102,7 +106,10 @@ class GroupCoordinator(GroupView):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """Every rank of the group calls it. Returns this rank's queue, and on the reader all handles."""
+        """Creates a message queue from each rank to the reader. Every rank of the group must call this.
+
+        Returns this rank's queue, and on the reader the handles of all queues.
+        """
         reader = self.ranks[reader_rank_in_group]
         return MessageQueue.create_from_process_group_single_reader(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
@@ -187,7 +194,8 @@ class GroupCoordinator(GroupView):
     ) -> Any:
         """Returns the tensors, `[tokens, …]`, with the rows of all data-parallel ranks.
 
-        With `is_sequence_parallel`: of all ranks of this group. Without `use_all2all`: the inputs.
+        With `is_sequence_parallel`, the rows come from all ranks of this group. Without `use_all2all`, returns the
+        inputs.
         """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 
@@ -199,11 +207,11 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Dispatches tokens whose experts are already chosen."""
+        """Gathers the tokens of all data-parallel ranks, if the tokens' experts are already chosen."""
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Sums the results for this rank's tokens of the last dispatch."""
+        """Sums the experts' results over all ranks. Returns the rows of the tokens that this rank dispatched last."""
         if not self._all2all:
             return hidden_states
         return self._expert_group(is_sequence_parallel).reduce_scatterv(hidden_states, 0, self._sizes)
@@ -211,7 +219,7 @@ class GroupCoordinator(GroupView):
     def allocate_combine_input(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
     ) -> Tensor | None:
-        """`combine` takes any tensor."""
+        """Returns None, because `combine` accepts any tensor."""
         return None
 
     def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:

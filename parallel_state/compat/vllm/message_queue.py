@@ -1,4 +1,4 @@
-"""vLLM's MessageQueue over this library's queue, between processes of one host without a process group.
+"""vLLM's MessageQueue over this library's queue, between processes of one host. Needs no process group.
 
 Messages are pickled: give a handle only to processes that are trusted to run code here.
 """
@@ -49,7 +49,7 @@ _SPIN_NS, _CROWDED_SPIN_NS = 100_000, 2_000
 _LOG_S = 60.0
 _FOREVER_S = 1e9  # no timeout: a wait ends if the other end's process exits
 _GRACE_S = 0.5
-"""Delays PeerDiedError: the program's own handling of the exit (`shutdown`) runs first."""
+"""PeerDiedError is raised this much later, so that the program's own handling of the exit (`shutdown`) runs first."""
 _NAP_S = 0.001
 _READY = b"READY"
 _OUT_OF_BAND_BYTES = 1 << 20
@@ -59,9 +59,9 @@ _OUT_OF_BAND_BYTES = 1 << 20
 class Handle:
     local_reader_ranks: list[int] = field(default_factory=list)
     buffer_handle: tuple[int, int, int, str] | None = None
-    """Local readers, bytes per chunk, chunks, name of the segment."""
+    """Number of local readers, bytes per chunk, number of chunks, name of the segment."""
     local_subscribe_addr: str | None = None
-    """Unused, as are the next fields; vLLM's callers expect them."""
+    """Unused, like the fields below; vLLM's callers expect these fields."""
     local_notify_addr: str | None = None
     remote_subscribe_addr: str | None = None
     remote_addr_ipv6: bool = False
@@ -69,7 +69,7 @@ class Handle:
 
 
 class _Ring:
-    """`me` is 0 for the writer."""
+    """One end of a queue in shared memory. `me` is 0 for the writer."""
 
     def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
@@ -99,7 +99,7 @@ class _Ring:
 
     @property
     def end(self) -> Any:
-        """The first call starts to watch the other processes."""
+        """The sender or receiver of this end. The first access starts to watch the other processes for exits."""
         with self._opening:
             if self._end is None:
                 ends, me = self._place.ranks, self._members.rank
@@ -114,12 +114,12 @@ class _Ring:
             return self._end
 
     def leave(self) -> None:
-        """Waits here and at the other ends raise."""
+        """Makes waits of this end and of the other ends raise."""
         if self._end is not None:
             self._end.leave()
 
     def close(self) -> None:
-        """Does nothing while a thread uses the end."""
+        """Releases the shared memory. Does nothing while a thread uses this end."""
         if self._end is not None:
             if not self._end.close():
                 return
@@ -147,8 +147,8 @@ class MessageQueue:
     ) -> None:
         """Makes the writing end. Pass `export_handle()` to the readers.
 
-        The queue holds `max_chunks` unread messages (at least 2), each of at most `max_chunk_bytes` and 256 KiB. The
-        writer of a longer message waits for its readers.
+        The queue holds max(max_chunks, 2) unread messages of at most min(max_chunk_bytes, 256 KiB). The writer of a
+        longer message waits for its readers.
         """
         if not 0 <= n_local_reader <= n_reader:
             raise UsageError(f"n_local_reader must be in 0 … {n_reader} (n_reader), but is {n_local_reader}")
@@ -191,7 +191,7 @@ class MessageQueue:
         return self.handle
 
     def wait_until_ready(self) -> None:
-        """Every process of the queue calls it."""
+        """Waits until all readers have opened the queue. Every process of the queue must call this."""
         if self._is_writer:
             while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
                 self._check()
@@ -204,7 +204,7 @@ class MessageQueue:
             raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
 
     def shutdown(self) -> None:
-        """Waits here raise RuntimeError, and the other ends detect it. Callable from any thread."""
+        """Makes waits of this end raise RuntimeError. The other ends detect the shutdown. Callable from any thread."""
         self.shutting_down = True
         self._ring.leave()
 
@@ -213,7 +213,7 @@ class MessageQueue:
             raise RuntimeError("cancelled")
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        """If the queue is full for `timeout` s, raises TimeoutError without sending."""
+        """Sends an object to all readers. If the queue is full for `timeout` s, raises TimeoutError without sending."""
         if not self._is_writer:
             raise UsageError("only the writer of a message queue can enqueue")
         head, bodies = _encode(obj)
@@ -233,9 +233,9 @@ class MessageQueue:
             self._check()
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Raises TimeoutError after `timeout` seconds.
+        """Returns the next object. Raises TimeoutError after `timeout` seconds.
 
-        Raises PeerDiedError if the writer exited and all its messages were read, RuntimeError after `shutdown`.
+        Raises PeerDiedError if the writer exited and all its messages were read, and RuntimeError after `shutdown`.
         """
         if self._is_writer:
             raise UsageError("only the readers of a message queue can dequeue")
@@ -256,7 +256,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Adds an exited process' PID to errors. After `shutdown` raises RuntimeError instead."""
+        """Adds the exited process's PID to errors within the block. After `shutdown`, raises RuntimeError instead."""
         try:
             yield
         except (PeerDiedError, GroupDestroyedError) as error:
@@ -274,7 +274,7 @@ class MessageQueue:
             ) from error
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """Returns `obj` on the writer, the next object on readers."""
+        """Sends `obj` if this end is the writer. Returns `obj` on the writer, and the next object on readers."""
         if self._is_writer:
             self.enqueue(obj)
             return obj
@@ -284,7 +284,10 @@ class MessageQueue:
     def create_from_process_group_single_reader(
         pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
-        """Every rank of the group calls it. Returns this rank's queue, and on the global `reader_rank` all handles."""
+        """Creates a queue from each rank to the global rank `reader_rank`. Every rank of the group must call this.
+
+        Returns this rank's queue, and on the reader the handles of all queues.
+        """
         _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))
         queue = MessageQueue(1, 1, None, max_chunk_bytes, max_chunks)
         handles = _exchange(pg, queue.handle)
@@ -301,9 +304,10 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """`writer_rank` is a rank in the group. Every rank of the group calls it.
+        """Creates a queue from `writer_rank`, a rank in the group, to all other ranks. Every rank of the group must
+        call this.
 
-        With `external_writer_handle` another process writes, and `writer_rank` reads, too.
+        With `external_writer_handle`, another process is the writer, and `writer_rank` is a reader, too.
         """
         queue, handle = None, external_writer_handle
         _check_local(same := in_the_same_node_as(pg, writer_rank))
@@ -358,7 +362,7 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
-    """The head has number and sizes of the long buffers, then the pickle."""
+    """Returns a head and the long buffers. The head has the number and sizes of these buffers, then the pickle."""
     bodies: list[Any] = []
 
     def is_in_band(buffer: Any) -> bool:

@@ -19,11 +19,11 @@ _asking = threading.local()
 
 
 class StandBackError(Exception):
-    """vLLM must run without this library; the text is the reason."""
+    """Error if vLLM must run without this library; the text is the reason."""
 
 
 def find_platform() -> str | None:
-    """Raises StandBackError unless vLLM would use its own CPU platform."""
+    """Returns the name of this library's platform. Raises StandBackError if vLLM wouldn't use its own CPU platform."""
     if vars(_asking):  # another platform plug-in calls this one from within _check_alone
         return None
     _asking.now = True
@@ -55,7 +55,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """vLLM also treats a plug-in that fails as inactive."""
+    """Returns the plug-in's answer, or None if the plug-in fails: vLLM also treats that plug-in as inactive."""
     try:
         return ask()
     except Exception:
@@ -63,7 +63,7 @@ def _answer(ask: Any) -> Any:
 
 
 def install() -> str | None:
-    """Returns a text for the log, or None if nothing was replaced."""
+    """Replaces vLLM's message queue. Returns a text for the log, or None if nothing was replaced."""
     from vllm.platforms import current_platform
 
     if type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:
@@ -89,7 +89,7 @@ def install() -> str | None:
 
 
 def queue_class(theirs: Any) -> Any:
-    """Makes vLLM's own queue if some readers are on other hosts."""
+    """Returns a replacement of vLLM's queue class. If some readers are on other hosts, vLLM's own queue is made."""
 
     class Queue(MessageQueue):
         def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ class StatelessProcessGroup(StoreGroup):
         self._barriers = 0
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Rank `src` gets its own tensor back."""
+        """Returns the tensor of rank `src`. On rank `src`, this is the argument itself."""
         return self.broadcast_obj(tensor, src)
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -40,7 +40,7 @@ class StatelessProcessGroup(StoreGroup):
         return tensor.copy_(self.recv_obj(src))
 
     def all_reduce(self, tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
-        """Returns a new tensor, reduced in rank order."""
+        """Reduces the tensors of all ranks in rank order, and returns a new tensor."""
         first, *others = self.all_gather_obj(tensor)
         result = first.clone()
         for each in others:
@@ -48,7 +48,7 @@ class StatelessProcessGroup(StoreGroup):
         return result
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Rank 0, which may serve the store, returns last."""
+        """Waits for all ranks. Rank 0 returns last, because rank 0 can be the server of the store."""
         self._barriers += 1
         for phase in ("came", "left"):
             keys = [f"barrier/{self._barriers}/{phase}/{rank}" for rank in range(self.world_size)]
@@ -66,7 +66,7 @@ class StatelessProcessGroup(StoreGroup):
                 )  # fmt: skip
 
     def same_node(self, source_rank: int) -> list[bool]:
-        """Every rank calls it."""
+        """Returns, for each rank, True if that rank is on the host of `source_rank`. Every rank must call this."""
         return same_node.find_sharers(
             self.rank == source_rank, lambda name: self.broadcast_obj(name, source_rank), self.all_gather_obj
         )
@@ -81,7 +81,10 @@ class StatelessProcessGroup(StoreGroup):
         store_timeout: int = 300,
         listen_socket: socket.socket | None = None,
     ) -> StatelessProcessGroup:
-        """Rank 0 serves the store, which owns `listen_socket`. Every rank calls it."""
+        """Creates a group over a store that rank 0 serves. Every rank must call this.
+
+        The store owns `listen_socket`.
+        """
         given: dict[str, Any] = {} if listen_socket is None else {"master_listen_fd": listen_socket.detach()}
         store = dist.TCPStore(
             host, port, world_size, rank == 0, timedelta(seconds=store_timeout), use_libuv=False, **given
@@ -90,7 +93,9 @@ class StatelessProcessGroup(StoreGroup):
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Every rank of the group calls it."""
+    """Returns, for each rank, True if that rank is on the host of `source_rank`. Every rank of the group must call
+    this.
+    """
     if isinstance(pg, StatelessProcessGroup):
         return pg.same_node(source_rank)
     return same_node.in_the_same_node_as(pg, source_rank)

@@ -37,7 +37,7 @@ def parallel_config() -> Any:
 
 
 def get_worker_rank_suffix(global_rank: int | None = None) -> str:
-    """Returns dp0_pp0_tp1_dcp0_ep0_rank1 for file names, or just rank1 before init."""
+    """Returns a suffix for file names, such as dp0_pp0_tp1_dcp0_ep0_rank1, or just rank1 before init."""
     parts = []
     if state.model_parallel_is_initialized():
         parts = [f"{axis}{state.get_group_rank(axis)}" for axis in ("dp", "pp", "tp", "dcp", "ep")]
@@ -55,7 +55,10 @@ def verify_group_size_divides_partition(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the layer after its last. VLLM_PP_LAYER_PARTITION (5,2) sets them."""
+    """Returns a stage's first layer and the layer after its last.
+
+    The variable VLLM_PP_LAYER_PARTITION, such as 5,2, sets the number of layers of each stage.
+    """
     layers = layers_in("VLLM_PP_LAYER_PARTITION", num_hidden_layers, pp_size)
     if layers is None:
         return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
@@ -63,7 +66,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:
-    """Accepts gaps if the tensor has as many bytes as its storage from its offset on."""
+    """Returns True if `inp` is contiguous, or has as many bytes as its storage from the offset to the end."""
     rest_bytes = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
     return inp.is_contiguous() or rest_bytes == inp.numel() * inp.element_size()
 
@@ -82,7 +85,7 @@ def check_shm_free_space(
 
 
 def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Tensor:
-    """Works in place. The group needn't be registered with torch."""
+    """Sums the tensor over the group in place. The group needn't be registered with torch."""
     options = dist.AllreduceOptions()
     if timeout is not None:
         options.timeout = timeout
@@ -105,7 +108,7 @@ def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Doesn't register the group. Raises CollectiveTimeoutError 1 s after `timeout`."""
+    """Creates a gloo group that isn't registered with torch. Raises CollectiveTimeoutError 1 s after `timeout`."""
     # In a thread: gloo's store operations have no deadline.
     call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
     limit_s = timeout.total_seconds()
@@ -131,9 +134,9 @@ def stateless_init_torch_distributed_process_group(
     listen_socket: socket.socket | None = None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Returns a gloo group, whatever `backend` is, independent of torch's default group.
+    """Creates a gloo group, whatever `backend` is, that is independent of torch's default group.
 
-    Rank 0 serves the store. Every rank calls it.
+    Rank 0 serves the store. Every rank must call this.
     """
     limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(
