@@ -1,5 +1,3 @@
-"""Command line and printed tables of the scripts in `benchmarks/`."""
-
 from __future__ import annotations
 
 import argparse
@@ -44,7 +42,7 @@ def peers(options: argparse.Namespace) -> Peers:
 
 
 def ratio(row: Row, ours: str, peer: str) -> float | None:
-    """Returns the ratio of the medians; None without figures."""
+    """None without figures."""
     if not row.us.get(ours) or not row.us.get(peer):
         return None
     return p50(row.us[ours]) / p50(row.us[peer])

@@ -55,7 +55,6 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def _share(row: Row, name: str) -> float | None:
-    """Returns the percentage of a step outside its matmuls."""
     if not row.us.get(name) or not row.us.get(MATMULS):
         return None
     return max(0.0, 100 * (1 - p50(row.us[MATMULS]) / p50(row.us[name])))

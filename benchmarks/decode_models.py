@@ -1,13 +1,7 @@
-"""A model's decode step: the collectives of all layers, with simulated matmuls.
-
-The weights of several ranks of a large model don't fit into one machine. So a simulated matmul reads memory, as a real
-one reads weights, for the CPU time that the real one takes here. `measure_matmuls` times the real ones of a layer and
-of the head beforehand, in bf16 on one core. Attention is left out.
-
-The collectives are vLLM's: an all_reduce of [batch, hidden] after the embedding and after the attention and MLP of each
-layer, and an all_gather of the logits. Each stage sends {hidden_states, residual} to the next; the last one broadcasts
-the tokens. All numbers are small integers, so results are exact.
-"""
+"""A decode step: the collectives of all layers as vLLM makes them, with simulated matmuls. The weights of
+several ranks of a large model don't fit into one machine, so a simulated matmul reads memory for the CPU
+time that `measure_matmuls` found for a real one in bf16 on one core. Attention is left out. All numbers are
+small integers, so results are exact."""
 
 from __future__ import annotations
 
@@ -26,7 +20,7 @@ _SLICE = 64 << 10
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder. `kv`: width of its keys and values."""
+    """`kv`: width of its keys and values."""
 
     layers: int
     hidden: int
@@ -62,7 +56,7 @@ def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict
 
 
 def _matmul_s(batch: int, inputs: int, outputs: int, repeats: int) -> float:
-    """Returns the median CPU seconds of x @ w with uncached weights."""
+    """Median CPU seconds of x @ w with uncached weights."""
     x, w = torch.ones(batch, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
     other = torch.ones(_STREAMED // 4)
     found = []
@@ -110,7 +104,7 @@ class Step:
         return [hidden, residual, tokens]
 
     def _partial(self) -> Tensor:
-        """Returns a new tensor, because vLLM's all_reduce may change it in place."""
+        """A new tensor, because vLLM's all_reduce may change it in place."""
         return self.partial.clone()
 
     def run_matmuls(self) -> None:
@@ -133,7 +127,7 @@ class Step:
         return None
 
     def _stream(self, cpu_s: float) -> None:
-        """Reads memory for `cpu_s` of CPU time. By wall time, ranks that share a core would finish at once."""
+        """By wall time, ranks that share a core would finish at once."""
         until = time.thread_time() + cpu_s
         while time.thread_time() < until:
             self.streamed[self.at].sum()
@@ -141,7 +135,7 @@ class Step:
 
 
 class TorchGroup:
-    """A group of torch.distributed. Sends a dict as pickled metadata, then each tensor."""
+    """Sends a dict as pickled metadata, then each tensor."""
 
     def __init__(self, rank: int, rows: list[list[int]]) -> None:
         for ranks in rows:

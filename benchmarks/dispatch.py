@@ -164,7 +164,7 @@ def _modes(mode: str) -> contextlib.AbstractContextManager[Any]:
     return {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}.get(mode, torch.enable_grad)()
 
 
-# No-ops: they cost only the call path.
+# No-ops cost only the call path.
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_costs(one: Row, two: Row) -> None:
-    """Prints the nanoseconds added to a call in normal mode. The sum is of two ranks."""
+    """The sum is of two ranks."""
     pieces = {name: differences(one, *pair) for name, pair in PIECES.items()}
     pieces["sum"] = [sum(each) for each in zip(*pieces.values(), strict=True)]
     for row in (one, two):
@@ -139,7 +139,7 @@ def print_costs(one: Row, two: Row) -> None:
 
 
 def print_added(title: str, added: Mapping[str, Sequence[float]], scale: float) -> None:
-    """Prints medians and quartiles. Quartiles of different signs may be noise."""
+    """Quartiles of different signs may be noise."""
     lines = []
     for name, us in added.items():
         if us:
@@ -153,7 +153,7 @@ def ranks_of(row: Row) -> str:
 
 
 def differences(row: Row, more: str, less: str) -> list[float]:
-    """Returns the difference of each round: a disturbance affects both loops."""
+    """Per round, because a disturbance affects both loops."""
     return [a - b for a, b in zip(row.us.get(more, ()), row.us.get(less, ()), strict=False)]
 
 
@@ -184,7 +184,7 @@ def make(name: str, settings: dict[str, Any]) -> LoopTeam | CallTeam:
 
 
 class LoopTeam:
-    """Two ranks. Pieces for one rank run on the first while the second waits."""
+    """Pieces for one rank run on the first while the second waits."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

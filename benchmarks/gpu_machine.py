@@ -1,7 +1,5 @@
-"""Prints facts about the GPU's machine, and compiles the parts that are otherwise compiled at first use.
-
-`gpu_proof.py machine` and `gpu_proof.py compile` run it. Each answer is a line of JSON, printed at once.
-"""
+"""Facts about the GPU's machine, and the parts that are otherwise compiled at first use. `gpu_proof.py
+machine` and `compile` run it. Each answer is a line of JSON, printed at once."""
 
 from __future__ import annotations
 
@@ -168,7 +166,7 @@ def machine(dry: bool) -> int:
 
 
 def compiled(arch: str | None) -> int:
-    """Prints each part's compile time. Raises if one fails, also in a dry run."""
+    """Raises if a part fails, also in a dry run."""
     import torch
 
     from device_communicators.cpu import native

@@ -60,15 +60,13 @@ SHARED = {
     "PARALLEL_STATE_PEER_MEMORY": "on",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-"""Measure every carrier in one run, with ranks that share the GPU."""
+"""All carriers in one run, with ranks that share the GPU."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A script of this folder, a module (`-m …`), or tests of tests/gpu.
-
-    `dry`: arguments for a dry run; if empty, the step needs a GPU.
-    """
+    """A script of this folder, a module (`-m …`), or tests of tests/gpu. `dry`: arguments for a dry run; if
+    empty, the step needs a GPU."""
 
     name: str
     limit_s: float
@@ -140,7 +138,7 @@ AGAIN_S = 110.0
 
 
 def steps_of(call: str, again: Sequence[str]) -> list[Step]:
-    """Returns a call's steps. The second call begins with the tests in `again`."""
+    """The second call begins with the tests in `again`."""
     if call == "first":
         return list(FIRST)
     names = tuple(filter(None, (name.strip().removeprefix("tests/gpu/") for name in again)))
@@ -182,7 +180,7 @@ class Proof:
             shutil.rmtree(each, ignore_errors=True)
 
     def note(self, step: str, **facts: Any) -> None:
-        """Replaces proof.json atomically, so that a killed call leaves a complete file."""
+        """Atomic, so that a killed call leaves a complete file."""
         steps = self.calls[self.call]
         steps[step] = {**steps.get(step, {}), **facts}
         content = {"dry": self.dry, "commit": _commit(), "calls": self.calls}
@@ -221,7 +219,7 @@ class Proof:
         return self._verdict(step, outcome, reason, said, **facts)
 
     def _lost(self, tests: Sequence[str]) -> list[str]:
-        """Returns names that match no test: with one, pytest would run none."""
+        """Names that match no test: with one, pytest would run none."""
         return [name for name in tests if self._collected and name not in self._collected]
 
     @cached_property
@@ -269,7 +267,7 @@ class Proof:
 
 
 def end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Ends a step and all its processes in any session. Interrupts first, so that pytest names the test."""
+    """Ends a step's processes in any session. Interrupts first, so that pytest names the test."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -357,7 +355,7 @@ def under_mps(command: Sequence[str]) -> int:
 
 
 def prepare(with_model: bool) -> int:
-    """Fills .gpu/ from a venv with the GPU machine's torch and NVRTC, so that its caches are valid there."""
+    """Uses a venv with the GPU machine's torch and NVRTC, so that its caches are valid there."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     venv = cache_home / "gpu-day-venv"
     python = venv / "bin" / "python"

@@ -68,7 +68,7 @@ def _route() -> str:
 
 
 def _objects(x: Tensor) -> dict[str, Any]:
-    """Returns about 1 KB of metadata, as schedulers send it."""
+    """As schedulers send it."""
     return {f"request {number}": list(range(number, number + 20)) for number in range(16)} | {"rows": len(x)}
 
 
@@ -191,7 +191,7 @@ def _check(operation: str, count: int, dtype: torch.dtype) -> None:
 
 
 def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int) -> float:
-    """Returns the seconds per call, with writing the input and reading the output."""
+    """The seconds per call, with writing the input and reading the output."""
     call, x = _call(operation, way), torch.ones(count, dtype=dtype)
     started = time.perf_counter()
     for _ in range(calls):
@@ -224,7 +224,7 @@ def _measure(
 def _sent(
     hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Returns the bytes and packets that host 0 sends per call, without those of the start."""
+    """Bytes and packets that host 0 sends per call, without those of the start."""
     found = []
     for calls in (1, 1 + _COUNTED_CALLS):
         before = hosts.sent(0)

@@ -135,7 +135,7 @@ def start_afresh() -> None:
 
 
 def measure(world_size: int, repetitions: int, deadline: float, failures: list[str]) -> list[dict[str, Any]]:
-    """Returns a row per layout, way of connecting and variant. Expert layouts have all kinds of groups."""
+    """A row per layout, way of connecting and variant. Expert layouts have all kinds of groups."""
     trials = [
         Trial(division, variant, lazy)
         for division in divisions(world_size)
@@ -164,7 +164,7 @@ def each_result(
 
 
 def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Result]) -> dict[str, Any]:
-    """Returns a row. `ms`: end of each step on the slowest rank, per sample; `cpu_ms`: mean CPU time."""
+    """`ms`: end of each step on the slowest rank, per sample; `cpu_ms`: mean CPU time."""
     reports = [result.value.steps for result in counted]
     last = [result for sample in samples for result in sample]
     return {
@@ -209,8 +209,6 @@ def dumps(result: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-# Part A: real ranks start, make their groups, and check the first all-reduce over each.
-
 VARIANTS = ("ours", "new_group", "device_mesh", "ours, all kinds", "new_group, all kinds")
 STEPS = ("init", "groups", "collectives")
 MEGATRON_KINDS = (
@@ -237,7 +235,7 @@ class Division(NamedTuple):
 
 
 def divisions(world_size: int) -> list[Division]:
-    """Returns a dense layout from 2 ranks on, and one with context and expert axes from 8 on."""
+    """A dense layout from 2 ranks on, and one with context and expert axes from 8 on."""
     pp = 2 if world_size >= 4 else 1
     found = [Division("dense", world_size, {"tp": 2, "pp": pp})]
     if world_size >= 8:
@@ -250,14 +248,13 @@ class Trial(NamedTuple):
     division: Division
     variant: str
     lazy: bool
-    """True if gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1)."""
+    """gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1)."""
 
 
 class Report(NamedTuple):
     steps: dict[str, dict[str, int]]
     """After each step: store operations by kind, if counted, `groups` of this rank, `calls` for them."""
     modules: list[str]
-    """Modules imported in the trial."""
 
 
 def preload(deadline: float) -> list[str]:
@@ -346,7 +343,7 @@ def _plain(lists: Sequence[Sequence[Sequence[int]]], ended: Mark) -> None:
 
 
 def _device_mesh(trial: Trial, ended: Mark) -> None:
-    """Creates dense and expert meshes as torchtitan does, without axes of one rank."""
+    """Dense and expert meshes as torchtitan's, without axes of one rank."""
     dist.init_process_group("gloo")
     ended("init")
     layout = trial.division.layout
@@ -373,7 +370,7 @@ def _check(total: torch.Tensor, ranks: Sequence[int]) -> None:
 
 
 def _count_store_operations() -> list[CountingStore]:
-    """Counts later store operations. New stores are added to the returned list."""
+    """New stores are added to the returned list."""
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has the module's name
     stores: list[CountingStore] = []
     for module, name in ((start_stores, "open_tcp_store"), (of_torch, "_create_c10d_store")):
@@ -388,8 +385,6 @@ def _counting(make: Callable[..., dist.Store], stores: list[CountingStore]) -> C
 
     return counting
 
-
-# The tables: medians, and ratios to ours.
 
 _HEAD = (
     f"  {'':22}{'init':>8}{'groups':>8}{'first':>8}{'total ms':>10}{'÷ ours':>8}{'cpu ms':>8}{'groups':>8}{'calls':>7}"
@@ -445,8 +440,6 @@ def print_counts(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str,
         if row["variant"] == "ours, layout only":
             print(f"  {row['world_size']:6}  layout and this rank's lists alone: {median(row['ms']):.1f} ms")
 
-
-# The picture.
 
 Series = dict[str, list[tuple[float, float]]]
 

@@ -1,15 +1,7 @@
-"""Ranks for `init_scaling`: forks, or a single rank on torch's `fake` backend, and counting stores.
-
-    results = run_ranks(64, function, deadline)     # each rank's function(rank, port, mark)
-
-*Forks*: the parent has imported everything and serves a store, so that many ranks fit on one machine. A trial lasts
-from the ranks' common start to their exit; trials share no state. `mark(name)` records the end of a step. The parent
-must have only one thread: locks held by other threads would stay locked in forks.
-
-*Counting*: `CountingStore` wraps a store and also counts gloo's operations from C++. `StoreOfOneRank` is the store of
-one process as rank r of n: torch's `fake` backend creates groups but sends nothing. It also runs the installed
-Megatron-core's `initialize_model_parallel`.
-"""
+"""Ranks for `init_scaling`. `run_ranks` forks ranks from a parent that has imported everything and serves a
+store; the parent must have only one thread, because locks held by others would stay locked. `mark(name)`
+records the end of a step. On torch's `fake` backend, one process with a `StoreOfOneRank` stands for rank r
+of n, and also runs Megatron-core's `initialize_model_parallel`."""
 
 from __future__ import annotations
 
@@ -49,7 +41,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 class TrialFailedError(RuntimeError):
-    """A rank raised, died or exceeded the deadline."""
+    pass
 
 
 class Footprint(NamedTuple):
@@ -76,7 +68,7 @@ class Result(NamedTuple):
 
 
 def run_ranks(world_size: int, function: Function, deadline: float) -> list[Result]:
-    """Returns each rank's result. Raises TrialFailedError with tracebacks on failure or at `deadline` (monotonic)."""
+    """Raises TrialFailedError with tracebacks on failure or at `deadline` (monotonic)."""
     threads = Footprint.now().threads
     if threads != 1:
         raise TrialFailedError(f"the parent of forks must have one thread, but has {threads}; set OMP_NUM_THREADS=1")
@@ -117,8 +109,9 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 
 def enter_own_network() -> bool:
-    """TCPStore resolves the name of its own address. With an unresponsive name server that takes 5 s or more for some
-    ranks, from about 28 ranks on. Without a network it fails at once. Returns False if entering one isn't permitted."""
+    """TCPStore resolves the name of its own address. With an unresponsive name server that takes 5 s or more
+    for some ranks, from about 28 ranks on. Without a network it fails at once. Returns False if entering
+    one isn't permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
@@ -172,7 +165,7 @@ class _Fork:
 
 
 def _serve(answer: Callable[[bytes], None]) -> None:
-    """Serves the store in its own process, as a launcher does."""
+    """In its own process, as a launcher does."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answer(pickle.dumps(store.port))
     while True:
@@ -236,14 +229,9 @@ def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
     return [content[8:] for content in contents.values()]
 
 
-# Counting.
-
-
 class CountingStore(dist.Store):
-    """Passes operations on to `inner` and counts them. An operation on k keys counts once.
-
-    `TCPStore`'s own messages while it connects aren't counted.
-    """
+    """An operation on k keys counts once. Includes gloo's from C++, but not `TCPStore`'s own messages while it
+    connects."""
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
@@ -302,13 +290,10 @@ class CountingStore(dist.Store):
 
 
 class StoreOfOneRank(CountingStore):
-    """A store for one process that is rank `rank` of `world_size`. The other ranks don't exist but always agree.
-
-    It answers for them in two cases of `parallel_state.process_groups.agreement` only:
-    - the counter of arrived ranks (`…/agree/<ranks>/<question>/count`) counts all ranks at once;
-    - another rank's request (`…/agree/<ranks>/<question>/<rank>`) equals this rank's.
-    Reading any other unwritten key raises.
-    """
+    """A store for one process that is rank `rank` of `world_size`. In
+    `parallel_state.process_groups.agreement` it answers for the absent ranks: the counter of arrived ranks
+    (`…/count`) counts all at once, and another rank's request equals this rank's. Reading any other
+    unwritten key raises."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(dist.HashStore())
@@ -344,7 +329,7 @@ class StoreOfOneRank(CountingStore):
 
 @contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """Counts calls of `new_group`, and of `make`, which every creation of a process group uses."""
+    """Counts `new_group`, and `make`, which every creation of a process group uses."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(c10d, name) for name in ("_new_group_with_tag", "_new_process_group_helper")}
 
@@ -377,10 +362,8 @@ class Cost(NamedTuple):
 
 
 def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
-    """Measures `initialize_model_parallel(**sizes)` on one rank, over torch's `fake` backend.
-
-    The process must have no default group, and has none afterwards.
-    """
+    """`initialize_model_parallel(**sizes)` on one rank. The process must have no default group, and has none
+    afterwards."""
     store = StoreOfOneRank(rank, world_size)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend `fake` of older versions of torch
 
@@ -397,9 +380,6 @@ def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager
     finally:
         ps.destroy_distributed_environment()
         dist.destroy_process_group()
-
-
-# One rank of 1,024 and more: counted, and timed.
 
 
 class Case(NamedTuple):
@@ -465,7 +445,7 @@ def check_constant(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def times_of(case: Case, repetitions: int, deadline: float) -> list[dict[str, Any]]:
-    """Returns milliseconds of one rank's initialize in new processes, interleaved."""
+    """Milliseconds of one rank's initialize in new processes, interleaved."""
     variants: dict[str, Callable[[], float]] = {
         "ours": partial(_time_ours, case, eager=False),
         "ours, all kinds": partial(_time_ours, case, eager=True),
@@ -522,10 +502,8 @@ def megatron_file() -> Path | None:
 
 
 def load_megatron() -> Any:
-    """Loads only its `parallel_state`: `megatron.core` would import dozens of unrelated modules.
-
-    Its gloo groups, which would wait for the missing ranks, use the default backend.
-    """
+    """Loads only its `parallel_state`: `megatron.core` would import dozens of unrelated modules. Its gloo
+    groups, which would wait for the missing ranks, use the default backend."""
     path = megatron_file()
     if path is None:
         raise ModuleNotFoundError("megatron-core isn't installed; pip install --no-deps megatron-core==0.16.1")
@@ -547,7 +525,7 @@ def load_megatron() -> Any:
 
 
 def cost_of_megatron(rank: int, case: Case) -> Cost:
-    """Counts its initialize_model_parallel by default, with gloo groups for its three kinds of data-parallel groups."""
+    """By default, with gloo groups for its three kinds of data-parallel groups."""
     store = _join_fake_world(rank, case.world_size)
     megatron = load_megatron()
     create_group = megatron.create_group

@@ -60,7 +60,7 @@ CANDIDATES = (
 
 
 def measure(candidate: Candidate, size: int, rounds: int) -> dict[str, list[float]]:
-    """Returns the slowest survivor's times of each round, in seconds."""
+    """The slowest survivor's seconds of each round."""
     pool, seed = Ranks(size + rounds), secrets.randbits(32)
     with tempfile.TemporaryDirectory(prefix="membership_") as folder:
         try:

@@ -1,10 +1,4 @@
-"""Measures the cost of metrics per C++ call: 10⁶ barriers of a group of one rank, with and without metrics.
-
-    python benchmarks/metrics.py                # prints nanoseconds per call; exit code 1 above 100
-
-A group of one rank doesn't wait, so the time is that of the call. Metrics add two clock reads and four counters. Blocks
-with and without metrics alternate; the result is the median difference in CPU time.
-"""
+"""Measures the cost of metrics per C++ call: 10⁶ barriers of a group of one rank, with and without metrics."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """Returns the bytes moved for a rank's tensor of `nbytes`; None if not by one kernel."""
+    """For a rank's tensor of `nbytes`; None if not by one kernel."""
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
         return None
@@ -136,9 +136,6 @@ def _target(what: str, row: KernelRow, wanted: str, found: float | None, reached
     return Target(what, row.case["ranks"], row.case["bytes"], wanted, found, None if found is None else reached)
 
 
-# Measuring.
-
-
 def bandwidth(device: torch.device, nbytes: int, rounds: int) -> float:
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
     y, clock = torch.empty_like(x), Clock(device)
@@ -165,7 +162,7 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 def measured(
     machine: Machine, options: argparse.Namespace, size: int, copied: float, keep: Callable[[KernelRow], None]
 ) -> bool:
-    """Measures a number of ranks and calls `keep` with each row. Returns False if the device is lost."""
+    """Calls `keep` with each row. Returns False if the device is lost."""
     modes = ["eager"] if options.check else ["eager", "graph"]
     # Under a sanitizer, which may run one kernel at a time, concurrent kernels would wait forever.
     together_from = sys.maxsize if options.check else options.together_from
@@ -218,9 +215,6 @@ def measure_others(
         if is_lost:
             return
     others.close()
-
-
-# Output.
 
 
 def report(rows: Sequence[KernelRow], found: Sequence[Target], copied: float) -> None:

@@ -1,14 +1,8 @@
-"""Ranks for `peer_kernels`: regions and tensors in this process, the machine that runs the kernels, and candidates.
-
-A kernel *alone* is rank 0's, after all data that it waits for has arrived. First the other ranks' kernels run one by
-one with the abort word set: each stages its data, finds no peers, and exits without storing its epoch. Then the host
-writes the flags of the barrier. Rank 0's kernel can repeat its call after its epochs are reset, so the call must take
-one epoch: see `takes_one_epoch`.
-
-`Others` are NCCL and torch's symmetric memory with one rank, a lower bound of a call's cost. Several ranks would need
-several processes, which take turns on a GPU: a waiting kernel holds it until its time slice ends, so the times would
-mean nothing. `KernelTeam` has the interface of the harness's `Team`.
-"""
+"""A kernel *alone* is rank 0's, after all data that it waits for has arrived. First the other ranks' kernels
+run one by one with the abort word set: each stages its data, finds no peers, and exits without storing its
+epoch. Then the host writes the barrier's flags. Rank 0's kernel can repeat its call after its epochs are
+reset, so the call must take one epoch: see `takes_one_epoch`. `Others` have one rank, a lower bound:
+processes take turns on a GPU, and a waiting kernel holds it until its time slice ends."""
 
 from __future__ import annotations
 
@@ -44,8 +38,6 @@ from device_communicators.peer.kernels import (
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, captured
 from parallel_state.tools.bench.worker import TeamError, Timing
-
-# Regions and machines.
 
 EPOCH = 8
 """Earlier epochs differ: in the first ones a block clears the next slot."""
@@ -101,7 +93,7 @@ class GpuMachine:
 
 
 class EmulatedMachine:
-    """Runs the kernels on the CPU with threads as concurrent ranks. Times mean nothing."""
+    """Kernels on the CPU with threads as concurrent ranks. Times mean nothing."""
 
     def __init__(self) -> None:
         from tests.internals.cuda_on_cpu import CpuKernels
@@ -138,7 +130,7 @@ class Regions:
         self._words[_ALWAYS_ABORT] = 1
 
     def call(self, which: int, rank: int, *, arriving: bool = False, **fields: Any) -> Call:
-        """Returns a rank's call in one set. Tensors become their addresses. `arriving`: for `arrive`."""
+        """Tensors become their addresses. `arriving`: for `arrive`."""
         call = Call(rank=rank, size=self.size, deadline_ns=int(DEADLINE_S * 1e9))
         for peer in range(self.size):
             call.regions[peer] = self._memory[which, peer].data_ptr()
@@ -162,10 +154,8 @@ class Regions:
         self.machine.clock.finish()
 
     def rewind(self, blocks: int, members: int) -> None:
-        """Resets each set before rank 0 repeats its call. `members`: blocks that share a row of the norm, else 1.
-
-        Clears the signals among these blocks, so that they wait for each other every time.
-        """
+        """Resets each set before rank 0 repeats its call. `members`: blocks that share a row of the norm, else
+        1; their signals are cleared, so that they wait for each other every time."""
         self._epochs[:, 0].fill_(EPOCH)
         if members > 1:
             own = self._memory[:, 0, PACKETS_OFFSET : PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16]
@@ -191,7 +181,7 @@ SEVERAL_RANKS = (
 
 
 class Others:
-    """Peers that all-reduce a tensor. `of` adds unavailable ones with reasons to `refused`."""
+    """`of` adds unavailable peers with reasons to `refused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -202,7 +192,7 @@ class Others:
             self._problem = self._start()
 
     def of(self, x: Tensor, refused: dict[str, str]) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-        """Returns by name calls `f(given, out)` that write the sum to `out` or return it, for tensors like `x[0]`."""
+        """By name, calls `f(given, out)` that write the sum to `out` or return it, for tensors like `x[0]`."""
         refused["NCCL and symm_mem with several ranks"] = SEVERAL_RANKS
         found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
         for name, make in ((NCCL, self._nccl), (ONE_SHOT, self._one_shot)):
@@ -290,7 +280,7 @@ class Kernel:
 
 
 class KernelTeam:
-    """Rank 0 among `size` ranks, all in this process."""
+    """Rank 0 among `size` ranks in this process, with the interface of the harness's `Team`."""
 
     name = "peer kernels"
 
@@ -357,7 +347,7 @@ class KernelTeam:
         return Timing(elapsed_s=self.machine.clock.seconds(run) / (times * candidate.step) * calls)
 
     def host_us(self, name: str, rounds: int = 10) -> list[float]:
-        """Times calls on the host, without waiting for the device."""
+        """Without waiting for the device."""
         candidate, found = self._candidates[name], []
         for _ in range(rounds if candidate.each else 0):
             self._arrive(candidate)
@@ -382,8 +372,6 @@ class KernelTeam:
         if sets not in self._regions:
             self._regions[sets] = Regions(self.machine, self.size, sets)
         return self._regions[sets]
-
-    # all_reduce.
 
     def _prepare_all_reduce(self, nbytes: int) -> None:
         for how in ALGORITHMS:
@@ -498,7 +486,7 @@ class KernelTeam:
         )  # fmt: skip
 
     def _repeated(self, name: str, call: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Adds candidates that call a group of one rank, whose sum is the input."""
+        """A group of one rank, whose sum is the input."""
 
         def check(found: list[Tensor]) -> str | None:
             return None if torch.equal(torch.stack(found), self.own) else "its answer isn't the input"

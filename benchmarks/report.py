@@ -53,7 +53,7 @@ ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, 
 PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
 RUN_S, QUICK_RUN_S = 300.0, 30.0
-"""Time budget: on a slow machine cases get fewer rounds, so that a run takes about as long as the help says."""
+"""On a slow machine cases get fewer rounds, so that a run takes about as long as the help says."""
 STAGE_S = 6.0
 """Expected time to start the teams of a stage."""
 STARTS = 5
@@ -151,7 +151,7 @@ def _write(folder: Path, findings: Findings) -> None:
 
 
 class Stage(NamedTuple):
-    """Teams that are started together, and their cases; without cases only the start is measured."""
+    """Teams that are started together; without cases only the start is measured."""
 
     teams: Callable[[], list[Team]]
     cases: Sequence[dict[str, Any]]
@@ -201,7 +201,7 @@ class Bench:
         return Stage(self._teams_of_collectives, cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
-        """Ranks on GPUs time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
+        """Ranks time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
         options = argparse.Namespace(**vars(self.options))
         options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
         options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
@@ -279,10 +279,8 @@ class Bench:
         return teams
 
     def _measure(self, stage: Stage, later_s: float) -> None:
-        """Adds each row to the findings at once, so that an interrupted run keeps its rows.
-
-        `later_s`: expected time of later stages; the time left of the budget is shared in proportion.
-        """
+        """Adds each row at once, so that an interrupted run keeps its rows. `later_s`: expected time of later
+        stages; the time left is shared in proportion."""
         before = list(self.findings.rows)
 
         def keep(rows: list[Row]) -> None:

@@ -43,7 +43,7 @@ _OF_THE_TOOL = ("clock_nanosleep", "wait4")
 
 @contextlib.contextmanager
 def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
-    """Counts the main thread's system calls in `own`, the other threads' in `others`."""
+    """The main thread's in `own`, the other threads' in `others`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         with ThreadPoolExecutor(1) as other:  # keeps its calls out of the main thread's
@@ -63,10 +63,7 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Starts `perf trace` of this process. Returns once perf sleeps in poll, with its events enabled.
-
-    Restarts perf if it doesn't, on a busy machine.
-    """
+    """Returns once perf sleeps in poll, with its events enabled. Restarts perf if it doesn't, on a busy machine."""
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -83,7 +80,7 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
-    """Signals perf until it writes its report: it can lose a signal while it reads its buffers."""
+    """perf can lose a signal while it reads its buffers, so it is signalled until it writes its report."""
     for _ in range(10):
         perf.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

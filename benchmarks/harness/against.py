@@ -1,8 +1,5 @@
-"""Implements `report.py --against COMMIT`: compares this tree with another commit in one run.
-
-The other commit's packages are compiled in a temporary folder. This tree's benchmark measures both versions in
-alternating rounds. A ratio is that of the medians. Its interval is a 95 % percentile bootstrap over pairs of rounds.
-"""
+"""`report.py --against COMMIT`: this tree's benchmark measures both versions in alternating rounds. A ratio is
+that of the medians; its interval is a 95 % percentile bootstrap over pairs of rounds."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ class Labelled:
 
 @contextmanager
 def unpacked(commit: str) -> Iterator[Path]:
-    """Yields a folder with the commit's compiled packages and this tree's benchmark. Raises InvalidArgumentError."""
+    """The commit's compiled packages with this tree's benchmark. Raises InvalidArgumentError."""
     if not (ROOT / ".git").exists():
         raise InvalidArgumentError(f"--against must be used in a checkout, but {ROOT} has no .git")
     command = ["git", "archive", "--format=zip", commit, *PACKAGES]
@@ -93,7 +90,7 @@ def unpacked(commit: str) -> Iterator[Path]:
 
 
 def _compile(folder: Path) -> None:
-    """Compiles a version's library beforehand: the teams' start-up timeout is too short for that."""
+    """The teams' start-up timeout is too short for compiling."""
     script = (
         "import device_communicators as found; from device_communicators.cpu import native; native.load(); "
         f"exit(0 if found.__file__.startswith({str(folder)!r}) else f'python takes {{found.__file__}} instead')"
@@ -111,7 +108,7 @@ def _compile(folder: Path) -> None:
 def measure(
     commit: str, cases: Sequence[dict[str, Any]], ranks: int, settings: dict[str, Any], plan: Plan
 ) -> list[Row]:
-    """Returns rows with candidates named `now: …` and `before: …`."""
+    """Candidates are named `now: …` and `before: …`."""
     with unpacked(commit) as folder:
         roots = {NOW: ROOT, BEFORE: folder}
         teams = [

@@ -1,11 +1,7 @@
-"""Teams that run collectives of this library, gloo and vLLM, in two loops.
-
-*tight* repeats the call on one buffer, which favors candidates that work on shared buffers.
-*produced* writes each call's input and reads its output, as a model's layers do. The time of the candidate `COPIES`,
-which makes no call, is to be subtracted.
-
-Each library has its own processes, so that one that can't run here (vLLM's ops without AVX-512) fails alone.
-"""
+"""Teams that run collectives of this library, gloo and vLLM. *tight* loops repeat the call on one buffer;
+*produced* loops write each call's input and read its output, as a model's layers do. The time of the
+candidate `COPIES`, which makes no call, is to be subtracted. Each library has its own processes, so that
+one that can't run here fails alone."""
 
 from __future__ import annotations
 
@@ -142,7 +138,7 @@ TEAMS: dict[str, Callable[[dict[str, Any]], LoopTeam]] = {OWN: OwnTeam, GLOO: To
 
 
 def start_ours(*sizes: int) -> ps.GroupCoordinator:
-    """Initializes groups of these sizes (default: one of all ranks), and uses one once."""
+    """Groups of these sizes (default: one of all ranks); one is used once."""
     ps.init_distributed_environment(backend="gloo")
     ps.initialize_model_parallel(*(sizes or (ps.get_world_group().world_size,)))
     group = ps.get_tp_group()
@@ -151,7 +147,7 @@ def start_ours(*sizes: int) -> ps.GroupCoordinator:
 
 
 def start_torch() -> tuple[int, int, Any]:
-    """Starts torch.distributed as engines do."""
+    """As engines do."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)))
@@ -199,7 +195,7 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
 
 
 def _of_vllm(group: Any, operation: str) -> dict[str, Exchange]:
-    """Returns vLLM's own CPU calls. Its others use torch.distributed."""
+    """vLLM's own CPU calls. Its others use torch.distributed."""
     if operation == "all_gather":
         return {"vLLM": Exchange(lambda x: group.all_gather(x, -1))}
     if operation != "all_reduce":

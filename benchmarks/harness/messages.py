@@ -1,7 +1,5 @@
-"""Teams that exchange messages, the messages' values, and the loop that times each message.
-
-A sample is the time from the sender's call to the last reader's return. The readers already wait.
-"""
+"""Teams that exchange messages. A sample is the time from the sender's call to the last reader's return. The
+readers already wait."""
 
 from __future__ import annotations
 
@@ -174,7 +172,7 @@ class VllmTeam(MessageTeam):
 
 
 class ZmqTeam(MessageTeam):
-    """Uses zmq directly: a pair of sockets per reader, objects as msgpack."""
+    """A pair of sockets per reader, objects as msgpack."""
 
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -210,11 +208,8 @@ TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
-    """Counts in shared memory the messages that each rank has begun. Only the sender waits, until all readers caught
-    up.
-
-    It sleeps between polls, to take no core from a reader.
-    """
+    """Counts in shared memory the messages that each rank has begun. The sender sleeps between polls, to take
+    no core from a reader."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         file = os.open(folder / "entered", os.O_RDWR | os.O_CREAT, 0o600)
@@ -234,11 +229,8 @@ class _Entered:
             time.sleep(20e-6)
 
 
-# The values.
-
-
 def case_bytes(kind: str, what: str) -> int:
-    """Returns an object's approximate pickled size, or the size of a dict's tensors."""
+    """An object's approximate pickled size, or the size of a dict's tensors."""
     if kind == "object":
         return {"1 KB": 1 << 10, "10 KB": 10 << 10}.get(what, 1 << 20)
     return TOKENS[what] * HIDDEN * 2 * (2 if kind == "pipeline" else 10)

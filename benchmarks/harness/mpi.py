@@ -1,8 +1,6 @@
-"""A team that runs MPI collectives through mpi4py, on buffers of torch tensors.
-
-Its processes may use their own virtual environment (see `peers`). Open MPI has no bf16 type and adds int16: as many
-bytes, but a cheaper sum with a different answer, so the check only proves that it moved and added the right bytes.
-"""
+"""MPI collectives through mpi4py, on buffers of torch tensors. Open MPI has no bf16 type and adds int16: as
+many bytes, but a cheaper sum with a different answer, so the check only proves that it moved and added the
+right bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Writes a run's results as a self-contained page: index.html, report.svg, table.txt and report.json.
-
-The table has nccl-tests' columns, sizes and bandwidths (doc/PERFORMANCE.md there).
-"""
+"""Writes a run's results as a self-contained page. The table has nccl-tests' columns, sizes and bandwidths
+(doc/PERFORMANCE.md there)."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class Findings:
 
     @property
     def wrong(self) -> list[tuple[str, str, str]]:
-        """Returns candidates without figures: name, case, problem."""
+        """Candidates without figures: name, case, problem."""
         return [
             (name, describe(row.case), problem.strip().splitlines()[-1])
             for row in self.rows
@@ -70,7 +68,7 @@ class Measured(NamedTuple):
 
 
 def is_peer(name: str) -> bool:
-    """Returns False for this library, its variants and lower bounds: a ratio to them judges nothing."""
+    """False for this library, its variants and lower bounds: a ratio to them judges nothing."""
     return not name.startswith(OWN) and name not in (OP, OP_AND_LAYERS, *LOWER_BOUNDS)
 
 
@@ -105,9 +103,6 @@ def size_of(row: Row) -> int:
     if "device" in row.case:
         return int(row.case["bytes"])
     return nccl_bytes(row.case["operation"], row.case["bytes"], row.case["ranks"])
-
-
-# The standard table.
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -148,11 +143,8 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
     return f"{size:>12} {count:>12} {row.case['dtype']:>9} {reduces:>6}  {cells[0]}  {cells[1]}\n"
 
 
-# Pictures.
-
-
 def pictures(findings: Findings) -> tuple[list[Panel], list[str]]:
-    """Returns panels of latency and bus bandwidth over size for each operation, then of messages; and our names."""
+    """Panels of latency and bus bandwidth over size for each operation, then of messages; and our names."""
     panels: list[Panel] = []
     for operation, mode, chosen in by_operation(findings.part("collectives")):
         samples: dict[str, list[tuple[int, list[float]]]] = {}
@@ -187,7 +179,7 @@ SIZE = "size as nccl-tests define it"
 
 
 def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]], x_name: str) -> Panel:
-    """Returns a panel of medians, with quartile bands behind them."""
+    """Medians, with quartile bands behind them."""
     lines = {name: [(size, p50(us)) for size, us in found] for name, found in samples.items()}
     bands = {name: [(size, *quartiles(us)) for size, us in found] for name, found in samples.items()}
     return Panel(title, lines, bands=bands, x_name=x_name)
@@ -196,9 +188,6 @@ def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]
 def quartiles(us: Sequence[float]) -> tuple[float, float]:
     low, _, high = statistics.quantiles(us, n=4) if len(us) > 1 else (us[0],) * 3
     return max(low, min(us)), min(high, max(us))
-
-
-# The page.
 
 
 def page(findings: Findings) -> str:
@@ -329,9 +318,6 @@ THROUGH = (
     '"fake", which moves nothing; the op in place is a coordinator\'s, without those layers, and then with a call that '
     "passes them before it. What gloo carries for the backend is measured without shared memory."
 )
-
-
-# Files.
 
 
 def problem_of(folder: Path) -> str | None:

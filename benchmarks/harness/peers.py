@@ -113,10 +113,8 @@ class Peers:
 
 
 def load_vllm(root: Path) -> Any:
-    """Returns vLLM's own `parallel_state`, with its ops loaded. Every rank must call it before it creates groups.
-
-    Replaces `vllm.config`, which imports the whole engine, by a stub without a configuration.
-    """
+    """Every rank must call it before it creates groups. A stub without a configuration replaces `vllm.config`,
+    which imports the whole engine."""
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
             sys.path.append(str(root / folder))  # after the caller's own packages
@@ -137,20 +135,14 @@ def load_vllm(root: Path) -> Any:
 
 
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
-    """Returns vLLM's coordinator, with its shared-memory ops, of the list in `rows` that contains `rank`.
-
-    Every rank must call it, over gloo and with torchrun's environment variables. `rows`: lists of
-    global ranks. `queue`: also creates the message queue.
-    """
+    """vLLM's coordinator of the list of global ranks in `rows` that contains `rank`. Every rank must call it,
+    over gloo and with torchrun's variables. `queue`: also creates the message queue."""
     warnings.filterwarnings("ignore", "The given buffer is not writable")
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"
     group = load_vllm(root).init_model_parallel_group(rows, rank, "gloo", queue, name)
     for file in Path("/dev/shm").glob(f"{ident}-{group.unique_name}-*cpushm_{group.rank_in_group}"):
         file.unlink(missing_ok=True)  # all ranks have mapped it; a killed process would leave it behind
     return group
-
-
-# Setting up.
 
 
 def setup(root: Path) -> list[str]:
@@ -185,7 +177,7 @@ def _lend_torch(folder: Path) -> None:
 
 
 def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) -> list[str]:
-    """Installs wheels without dependencies. Removes partial installations."""
+    """Without dependencies. Removes partial installations."""
     interpreter = ["--python", python] if python else []
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *interpreter]
     print(f"{name} …", flush=True)

@@ -15,7 +15,7 @@ OURS = ("#1a8f4c", "#0e8fa0", "#8a8f1a", "#3b82f6", "#8e5bd6", "#5f7f6f")
 PEERS = ("#e5484d", "#d9730d", "#d6409f", "#a0714f", "#7d8590", "#5b6ee1", "#b08800", "#c0507a")
 """Colours with a contrast of at least 3 on white and on the dark scheme's background."""
 DASHES = {True: ("", "9 3", "2 3"), False: ("5 3", "2 2", "8 2 2 2")}
-"""Dash patterns of this library's lines and of peers; the next pattern begins after the last colour."""
+"""Of this library's lines and of peers; the next pattern begins after the last colour."""
 SCHEME = (
     "<style>.ink{fill:#24292f}.faint{fill:#57606a}.grid{stroke:#dde1e6}"
     "@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.ink{fill:#e6edf3}.faint{fill:#9198a1}"
@@ -37,7 +37,7 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
-    """Draws panels in two columns. `ours`: names drawn as solid lines. Panels without points are left out."""
+    """Two columns. `ours`: names drawn as solid lines. Panels without points are left out."""
     bodies = [
         f'<g transform="translate({at % 2 * WIDTH},{at // 2 * HEIGHT})">{body}</g>'
         for at, body in enumerate(_bodies(panels, ours))
@@ -46,7 +46,7 @@ def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> st
 
 
 def draw_each(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> list[str]:
-    """Draws each panel as a picture of its own, with the same styles as `draw`."""
+    """Each panel is a picture of its own, with the same styles as `draw`."""
     return [_svg(WIDTH, HEIGHT, body) for body in _bodies(panels, ours)]
 
 
@@ -67,7 +67,7 @@ def _svg(width: int, height: int, body: str) -> str:
 
 
 def _styles(ours: Sequence[str], peers: Sequence[str]) -> dict[str, tuple[str, str, float]]:
-    """Gives each name one colour, dash pattern and width in all panels."""
+    """Each name has one colour, dash pattern and width in all panels."""
     found = {}
     for names, colours, dashes, width in ((ours, OURS, DASHES[True], 2.4), (peers, PEERS, DASHES[False], 1.6)):
         for at, name in enumerate(names):

@@ -1,13 +1,9 @@
-"""Collectives that the ranks time themselves, on GPUs and under torchrun. Every rank runs this; the first one prints.
-
-Measures each communicator of the group's route alone, the whole route, and torch.distributed: eager, compiled
-(`torch.compile(fullgraph=True)`) and in CUDA graphs. Every candidate is checked before and after. Candidates take turns
-by round. Device events time a round, after a barrier and some untimed calls; the slowest rank's time counts. algbw,
-busbw and sizes are those of nccl-tests (doc/PERFORMANCE.md there): a size is the bytes of an all_reduce's, broadcast's
-or all_to_all's tensor, of an all_gather's output, or of a reduce_scatter's input. `host` is the host's time of a call,
-without waiting for the device. torch's eager all_reduce and broadcast, and candidates named "in place", work in place;
-all others return new tensors.
-"""
+"""Collectives that the ranks time themselves, on GPUs and under torchrun. Measures each communicator of the
+group's route alone, the whole route, and torch.distributed: eager, compiled and in CUDA graphs. Candidates
+are checked before and after, and take turns by round. Device events time a round, after a barrier and some
+untimed calls; the slowest rank's time counts. algbw, busbw and sizes are those of nccl-tests
+(doc/PERFORMANCE.md there). `host` is the host's time of a call. torch's eager all_reduce and broadcast, and
+candidates named "in place", work in place."""
 
 from __future__ import annotations
 
@@ -58,7 +54,6 @@ class Way:
     compilable: Call | None
     """The function for torch.compile, if any."""
     capture: Callable[[], AbstractContextManager[GraphCaptureContext]]
-    """The context of CUDA graph captures."""
 
 
 class Ways:
@@ -68,19 +63,19 @@ class Ways:
         self._group = group
         self._routes: dict[str, Route] = {}
         for each in group.route.communicators:
-            # Register the group's communicator under another name, by which ops use it alone.
+            # Ops use a communicator alone by another name of the group.
             context = replace(group.context, name=unique_name(f"only_{each.name}"))
             self._routes[each.name] = Route(context, [each], {}, group.route.paths)
             register_route(self._routes[each.name])
 
     def close(self) -> None:
-        """Unregisters the routes. The communicators remain usable under the group's name."""
+        """The communicators remain usable under the group's name."""
         for route in self._routes.values():
             route.serve_ops(False)
         self._routes.clear()
 
     def of(self, operation: str) -> list[Way]:
-        """Returns every way, the same on all ranks."""
+        """Every way, the same on all ranks."""
         return [*self._ours(operation), *self._torchs(operation)]
 
     def _ours(self, operation: str) -> Iterator[Way]:
@@ -162,7 +157,7 @@ class Ranks(GroupTeam):
         return list(self._prepared)
 
     def _made(self, way: Way, mode: str) -> Call | None:
-        """Returns a way's call in a mode, or None on all ranks if one rank can't create it."""
+        """A way's call in a mode, or None on all ranks if one rank can't create it."""
         call: Call | None = None
         problem: str | None = None
         try:
@@ -211,7 +206,7 @@ class Ranks(GroupTeam):
         return seconds * calls / (replays * step)
 
     def _host_us(self, call: Call) -> float:
-        """Returns this rank's median. Other ranks' times differ only in waiting."""
+        """This rank's median. Other ranks' times differ only in waiting."""
         self._x.zero_()
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
@@ -247,11 +242,8 @@ def picture(rows: Sequence[RankRow]) -> str:
     return draw(panels, sorted(names - {TORCH}, key=lambda name: (not name.startswith(ROUTE), name)))
 
 
-# Starting.
-
-
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Returns whether every answer was right and, on the first rank, the rows and left-out modes."""
+    """Whether every answer was right and, on the first rank, the rows and left-out modes."""
     config = dynamo().config  # takes seconds, which `--help` doesn't need
     for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it
         if hasattr(config, name):
@@ -273,7 +265,7 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
-    """Runs in this process if a launcher such as torchrun started it, else in new ranks. Returns 1 if an answer was
+    """In this process if a launcher such as torchrun started it, else in new ranks. Returns 1 if an answer was
     wrong."""
     if environment.detect(rendezvous=False).world_size > 1:
         found = [run_rank(options)]

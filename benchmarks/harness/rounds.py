@@ -30,7 +30,7 @@ class Row(rounds.Row):
     strangers_cores: float | None = None
     """Cores that other processes used during the case; None: unknown."""
     repeats: int = 0
-    """Repetitions after disturbances; the least disturbed one is kept."""
+    """The least disturbed repetition is kept."""
 
     @property
     def disturbed(self) -> bool:
@@ -45,12 +45,9 @@ def measure_all(
     until: float = math.inf,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Measures all cases one by one.
-
-    A case may limit its calls per round by `most_calls`. Cases that other programs disturbed are repeated at the end,
-    the most disturbed first, for at most about `plan.repeat_s`. `keep` is called with all rows after each case.
-    `until`: time.monotonic() by which all should be done. Cases get fewer rounds on a slow machine, but at least 3.
-    """
+    """A case may limit its calls per round by `most_calls`. Disturbed cases are repeated at the end, for about
+    `plan.repeat_s`. `keep` gets all rows after each case. `until`: time.monotonic() by which all should be
+    done; then cases get fewer rounds, but at least 3."""
     shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []
     for number, case in enumerate(cases):
@@ -78,7 +75,7 @@ def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 
 
 class Strangers:
-    """Measures how many cores other processes than this one and the ranks use, from its creation on."""
+    """Cores that other processes than this one and the ranks use, from its creation on."""
 
     def __init__(self, teams: Sequence[Team]) -> None:
         self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]

@@ -1,8 +1,5 @@
-"""Starts the processes of one library (a team) and sends them requests.
-
-An idle team blocks in a socket read, so the measured team has all cores. Each wait has a deadline. A team that fails or
-doesn't answer is ended.
-"""
+"""Starts the processes of one library (a team) and sends them requests. An idle team blocks in a socket read,
+so the measured team has all cores. A team that fails or misses a deadline is ended."""
 
 from __future__ import annotations
 
@@ -32,15 +29,13 @@ END_S = 5.0
 
 
 def python_path(*folders: Path) -> str:
-    """Prepends these folders to PYTHONPATH, whose other entries may have packages that Python lacks here."""
+    """Prepends these folders: others may have packages that Python lacks here."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Fork:
-    """A rank forked from this process, which has imported torch: an interpreter that imports it takes seconds.
-
-    Has as much of a Popen's interface as a team needs.
-    """
+    """A rank forked from this process, because an interpreter that imports torch takes seconds. Has as much of
+    a Popen's interface as a team needs."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         self.returncode: int | None = None
@@ -90,7 +85,7 @@ class Fork:
 
 
 class Team:
-    """`size` processes that run `module`'s team `name`. The constructor starts them, `meet` makes them ready."""
+    """The constructor starts the `size` processes, `meet` makes them ready."""
 
     def __init__(
         self,
@@ -104,15 +99,13 @@ class Team:
         root: Path = ROOT,
         forks: bool = True,
     ) -> None:
-        """`launcher`: a command that starts all ranks of a script appended to it; if empty, starts each rank itself.
-
-        `root`: folder with both packages, of this tree or of another version with this tree's `tools/bench`.
-        `forks`: fork ranks from this process; else each rank is an interpreter of its own, and may import another tree.
-        """
+        """`launcher`: a command that starts all ranks of a script appended to it; if empty, starts each rank
+        itself. `root`: folder with both packages. `forks`: fork ranks from this process; else each is an
+        interpreter, and may import another tree."""
         self.name = name
         self.size = size
         self.start_s = 0.0
-        """Seconds from the start request until the last rank had run its first collective."""
+        """From the start request until the last rank had run its first collective."""
         self._folder = tempfile.TemporaryDirectory(prefix="team_")  # also for files between the ranks
         cores = sorted(os.sched_getaffinity(0))
         self._settings = {"pin": True, "cores": cores, "folder": self._folder.name, **settings}
@@ -213,7 +206,7 @@ class Team:
         return value
 
     def _ends(self) -> str:
-        """Describes how processes ended: exit code or signal, and the last line that they wrote to stderr."""
+        """Exit code or signal, and the last line that the processes wrote to stderr."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
         ends = [_ending(code) for code in codes if code is not None]

@@ -1,15 +1,8 @@
-"""Compares torch.distributed over the backend "parallel_state", over gloo, and torch's own layers alone.
-
-Each call passes the same layers of torch. Torch's backend `fake` moves nothing, so its time is these layers' cost; its
-answers aren't checked. The "parallel_state" processes also have a coordinator, whose op bypasses torch.distributed.
-That op plus torch's layers, one after the other, are the backend's lower bound. If ranks share cores, the bound is
-several times the layers' time in a tight loop, because another rank fills the caches between calls. One more team runs
-the backend without shared memory, over gloo.
-
-`dist` calls work in place. `functional` calls are torch's functional collectives, waited for at once; `compiled` ones
-run under inductor. A step is a training step of 21 million parameters: forward, backward and optimizer. On `fake` it
-has no communication: the lower bound for every backend.
-"""
+"""Compares torch.distributed over "parallel_state", over gloo, and over torch's `fake` backend, whose time is
+the cost of torch's own layers. The "parallel_state" processes also call a coordinator's op plus torch's
+layers, one after the other: the backend's lower bound. If ranks share cores, the bound is several times the
+layers' time, because another rank fills the caches between calls. `dist` calls work in place, `functional`
+ones are waited for at once, `compiled` ones run under inductor. A step trains 21 million parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +38,7 @@ _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
 
 
 def load(name: str, settings: dict[str, Any]) -> None:
-    """Imports the team's modules, so that its start-up time excludes imports."""
+    """Keeps imports out of the team's start-up time."""
     import torch.distributed.fsdp
 
     if settings.get("compiled"):
@@ -128,10 +121,8 @@ class ThroughTorch:
 
 
 def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
-    """Returns a training step that returns its loss. All ranks create and call it together.
-
-    `communicates`: False if the default group is torch's fake one.
-    """
+    """A training step that returns its loss. All ranks create and call it together. `communicates`: False if
+    the default group is torch's fake one."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
     if kind == "DDP step":

@@ -1,5 +1,3 @@
-"""Times calls on the host, and frees a device's memory between cases."""
-
 from __future__ import annotations
 
 import time
@@ -12,7 +10,7 @@ from parallel_state.tools.bench.worker import Timing
 
 
 def timed(call: Callable[[], object], calls: int) -> Timing:
-    """Runs and times `calls` calls without arguments, after a tenth as many untimed ones."""
+    """A tenth as many untimed calls run first."""
     for _ in range(max(1, calls // 10)):
         call()
     started = time.perf_counter()
@@ -22,7 +20,7 @@ def timed(call: Callable[[], object], calls: int) -> Timing:
 
 
 def host_seconds(clock: Clock, call: Callable[[], object], calls: int) -> list[float]:
-    """Returns each call's time on the host, without waiting for the device."""
+    """Each call's time, without waiting for the device."""
     found = []
     for _ in range(calls):
         started = time.perf_counter()

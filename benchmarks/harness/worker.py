@@ -1,14 +1,7 @@
-"""Runs one process of a team: executes requests, and sleeps between them.
-
-    python worker.py SOCKET MODULE TEAM ROOT       started by `teams`; MODULE is a module's name or file
-
-MODULE has `make(name, settings)`, and optionally `load(name, settings)` for imports, which the start-up time excludes.
-The team that `make` returns has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and optionally
-
-    close()                          called on every rank at the end
-
-ROOT is the folder of both packages, of this tree or of another version.
-"""
+"""One process of a team: python worker.py SOCKET MODULE TEAM ROOT, started by `teams`. MODULE (a name or file)
+has `make(name, settings)`, and optionally `load(name, settings)` for imports, which the start-up time
+excludes. The made team has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and
+optionally close() for every rank."""
 
 from __future__ import annotations
 
@@ -31,8 +24,8 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the creation of
-    groups, which counts available cores."""
+    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the creation
+    of groups, which counts available cores."""
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 
 
@@ -52,7 +45,7 @@ def serve(connection: Connection, team: Any) -> None:
 
 
 def described(error: Exception) -> str:
-    """Returns the traceback, and as its last line the error in short: some errors end with advice of many lines."""
+    """The traceback, and last the error in short: some errors end with advice of many lines."""
     short = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return "".join(traceback.format_exception(error)) + short
 

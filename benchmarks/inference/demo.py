@@ -71,12 +71,9 @@ RUN_TIMEOUT_S = 1800
 Batch = dict[str, Tensor]
 
 
-# ---- the engine: every rank ------------------------------------------------------------------------------------------
-
-
 class Engine:
-    """Every rank makes an engine and calls the same methods in the same order. Only the driver passes batches and gets
-    embeddings; the others get None."""
+    """Every rank makes an engine and calls the same methods in the same order. Only the driver passes batches
+    and gets embeddings."""
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
         self.sharing = sharing
@@ -102,11 +99,8 @@ class Engine:
 
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
-        """Returns embeddings [texts, hidden] of the driver's batches in the texts' order. Replicas take batches in
-        turn.
-
-        On the driver, `progress` gets the number of texts that entered the pipelines.
-        """
+        """Embeddings [texts, hidden] of the driver's batches in the texts' order. Replicas take batches in
+        turn. On the driver, `progress` gets the number of texts that entered the pipelines."""
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)
         replica, replicas = self.dp.rank_in_group, self.dp.world_size
         if self.is_feeder:
@@ -132,7 +126,7 @@ class Engine:
         return None
 
     def _collect(self, outputs: list[Batch], count: int) -> Tensor | None:
-        """Sends embeddings from each replica's last stage to the driver, which orders the rows."""
+        """From each replica's last stage to the driver, which orders the rows."""
         share = {name: torch.cat([output[name] for output in outputs]) for name in (outputs[0] if outputs else ())}
         if not self.is_driver:
             if share and self.tp.is_first_rank:
@@ -145,7 +139,7 @@ class Engine:
         return torch.cat([share["embeddings"] for share in shares])[order].cpu()
 
     def survey(self) -> list[dict[str, Any]]:
-        """Returns for every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
+        """For every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
         groups = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "world": self.world}
         facts = {
             axis: {
@@ -159,7 +153,7 @@ class Engine:
 
 
 def run_rank(options: argparse.Namespace) -> bool:
-    """Returns False on the driver if the sharded model's answer is wrong, else True."""
+    """Returns False on the driver if the sharded model's answer is wrong."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     init_distributed_environment(backend="nccl" if on_gpu else "gloo")
@@ -185,9 +179,6 @@ def run_rank(options: argparse.Namespace) -> bool:
     return driver.check(embeddings)
 
 
-# ---- stages in CUDA graphs -------------------------------------------------------------------------------------------
-
-
 Shape = tuple[int, int]
 TOKENS = 32
 """Batches are padded to multiples of it, for few graphs."""
@@ -205,7 +196,7 @@ class StageGraphs:
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """Captures a graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
+        """A graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
         with graph_capture() as capture:
             for shape in shapes:
                 inputs = self._stage.example(*shape)
@@ -220,11 +211,8 @@ class StageGraphs:
         return graph.replay()
 
     def close(self) -> None:
-        """Frees the graphs, which must be gone before their groups."""
+        """Graphs must be gone before their groups."""
         self._graphs.clear()
-
-
-# ---- the driver: text in, report out ---------------------------------------------------------------------------------
 
 
 class Driver:
@@ -271,7 +259,6 @@ class Driver:
         self.console.print(f'[bold]best matches[/] of "{escape(self.options.query)}"', table, "", sep="\n")
 
     def check(self, embeddings: Tensor) -> bool:
-        """Compares with the plain model's embeddings."""
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
         model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
         started = time.perf_counter()
@@ -306,7 +293,7 @@ def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
 
 
 def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Lists each group's carriers, once for groups of an axis with the same route."""
+    """Once for groups of an axis with the same route."""
     console.print("[bold]routes[/]")
     for axis in survey[0]:
         groups = defaultdict(list)
@@ -321,7 +308,7 @@ def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Shows each group's busiest rank, in one row for groups with the same numbers."""
+    """Each group's busiest rank, in one row for groups with the same numbers."""
     table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
     table.columns[2].justify = table.columns[3].justify = "right"
     for axis in survey[0]:
@@ -336,9 +323,6 @@ def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
         for (operation, (calls, size)), groups in rows.items():
             table.add_row(escape(f"{axis} {' '.join(groups)}"), operation, f"{calls:,}", f"{size:,}")
     console.print("[bold]traffic[/] of one rank of each group, warm-up included", table, "", sep="\n")
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
 
 
 def parse_options() -> argparse.Namespace:

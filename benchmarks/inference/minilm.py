@@ -1,8 +1,5 @@
-"""all-MiniLM-L6-v2 for the demo: text to batches, sharded layers, and the plain model that checks them.
-
-Everything about MiniLM belongs here (names of weights, shapes, pooling); `demo.py` assigns ranks to stages and batches.
-The sharded layers communicate by `get_tp_group().all_reduce` only. `PlainModel` shares no code with them.
-"""
+"""all-MiniLM-L6-v2: names of weights, shapes, pooling. The sharded layers communicate by
+`get_tp_group().all_reduce` only; `PlainModel`, which checks them, shares no code with them."""
 
 from __future__ import annotations
 
@@ -49,11 +46,8 @@ def load_config() -> Config:
     return Config(**{field.name: values[field.name] for field in fields(Config)})
 
 
-# ---- text to batches -------------------------------------------------------------------------------------------------
-
-
 def split_sentences(text: str) -> list[str]:
-    """Returns the sentences of a plain or Markdown text, without code blocks, tables, HTML and link targets."""
+    """Of a plain or Markdown text, without code blocks, tables, HTML and link targets."""
     text = re.sub(r"^\s*(```|~~~).*?^\s*\1[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|</?[a-zA-Z][^>]*>|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -76,11 +70,8 @@ def split_sentences(text: str) -> list[str]:
 def make_batches(
     texts: Sequence[str], batch_size: int, device: torch.device, multiple: int = 1
 ) -> list[dict[str, Tensor]]:
-    """Tokenizes texts and cuts them into batches of similar size, sorted by length to save padding.
-
-    A batch is `{"token_ids": [texts, tokens], "indices": [texts]}`; `indices` are the texts' numbers. `tokens` is
-    padded to a multiple of `multiple`.
-    """
+    """Batches of similar size, sorted by length: `{"token_ids": [texts, tokens], "indices": [texts]}`.
+    `indices` are the texts' numbers; `tokens` is padded to a multiple of `multiple`."""
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     tokenizer.no_padding()  # the file always pads to 128 tokens
     tokenizer.enable_truncation(MAX_TOKENS)
@@ -94,11 +85,8 @@ def make_batches(
     return batches
 
 
-# ---- the sharded model -----------------------------------------------------------------------------------------------
-
-
 class Checkpoint:
-    """Weights on disk, in single or half precision. Each rank reads its own slice only."""
+    """In single or half precision. Each rank reads its own slice only."""
 
     def __init__(self, device: torch.device) -> None:
         self._file = safe_open(FOLDER / "model.safetensors", framework="pt", device=str(device))
@@ -107,7 +95,7 @@ class Checkpoint:
         return nn.Parameter(self._file.get_tensor(name).float(), requires_grad=False)
 
     def shard(self, name: str, dim: int) -> Tensor:
-        """Returns this rank's part along `dim` over the TP group. The last part may be shorter."""
+        """This rank's part along `dim` over the TP group; the last part may be shorter."""
         tp = get_tp_group()
         weight = self._file.get_slice(name)
         size = math.ceil(weight.get_shape()[dim] / tp.world_size)
@@ -135,10 +123,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """`x @ W.T + b` with output features divided over the ranks: needs no communication.
-
-    Several names make one fused layer (query, key, value): each is divided, then this rank's parts are stacked.
-    """
+    """`x @ W.T + b` with output features divided over the ranks: needs no communication. Several names make
+    one fused layer: each is divided, then this rank's parts are stacked."""
 
     def __init__(self, checkpoint: Checkpoint, *names: str) -> None:
         super().__init__()
@@ -152,10 +138,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b` with input features divided over the ranks, which sum the output.
-
-    The bias is whole on every rank, so it is added after the sum.
-    """
+    """`x @ W.T + b` with input features divided over the ranks, which sum the output. The bias is whole on
+    every rank, so it is added after the sum."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         super().__init__()
@@ -221,7 +205,7 @@ class Embedding(nn.Module):
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """Returns the layers of a stage. If they don't divide evenly, the first stages take one more."""
+    """If layers don't divide evenly, the first stages take one more."""
     each, more = divmod(num_layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))
@@ -235,12 +219,9 @@ def describe_stage(stage: int, num_stages: int) -> str:
 
 
 class Stage(nn.Module):
-    """One pipeline stage: maps a dict of tensors to another, for `send_tensor_dict`.
-
-    The first stage takes a batch. Stages pass on `{"hidden": [texts, tokens, hidden], "mask": [texts, tokens],
-    "indices": [texts]}`. The last one returns `{"embeddings": [texts, hidden], "indices": [texts]}`: means over the
-    mask, of length 1.
-    """
+    """Maps a dict of tensors to another, for `send_tensor_dict`. The first stage takes a batch. Stages pass on
+    `{"hidden": [texts, tokens, hidden], "mask": [texts, tokens], "indices": [texts]}`. The last one returns
+    `{"embeddings": [texts, hidden], "indices": [texts]}`: means over the mask, of length 1."""
 
     def __init__(self, stage: int, num_stages: int, device: torch.device) -> None:
         super().__init__()
@@ -260,7 +241,7 @@ class Stage(nn.Module):
         return {**found, "mask": mask, "hidden": torch.zeros(texts, tokens, self.hidden_size, device=self.device)}
 
     def compile_layers(self) -> None:
-        """Compiles one graph for all layers, whose weights are its inputs."""
+        """One graph for all layers, whose weights are its inputs."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=True)
 
@@ -278,9 +259,6 @@ class Stage(nn.Module):
         return {"embeddings": functional.normalize(mean, dim=-1), "indices": inputs["indices"]}
 
 
-# ---- the plain model -------------------------------------------------------------------------------------------------
-
-
 class PlainModel:
     def __init__(self) -> None:
         self.config = load_config()
@@ -289,7 +267,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Returns embeddings [texts, hidden] of `token_ids` [texts, tokens]."""
+        """Embeddings [texts, hidden] of `token_ids` [texts, tokens]."""
         weights, tokens = self.weights, token_ids.shape[1]
         x = weights["embeddings.word_embeddings.weight"][token_ids]
         x = x + weights["embeddings.position_embeddings.weight"][torch.arange(tokens)]
