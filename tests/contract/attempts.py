@@ -30,7 +30,6 @@ ELAPSED_WITHIN_S = 1.0
 
 
 def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Makes one call of the library. An exception becomes its class name and message."""
     started = time.monotonic()
     try:
         result = call(*args, **kwargs)
@@ -51,7 +50,6 @@ def attempt_in_turn(*calls: Callable[[], Any]) -> Outcome:
 
 
 def attempt_all(calls: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """As `attempt` for several calls; `elapsed_s` covers only the failing one."""
     started = time.monotonic()
     try:
         result = calls(*args, **kwargs)
@@ -67,7 +65,6 @@ def _outcome_of(error: Exception, took_s: float) -> Outcome:
 
 
 def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
-    """A GroupFailedError has the `elapsed_s` of an earlier call."""
     if isinstance(error, ps.CommunicationError) and not isinstance(error, ps.GroupFailedError):
         assert error.elapsed_s is not None, repr(error)
         assert max(0.0, least_s) <= error.elapsed_s <= most_s, (least_s, error.elapsed_s, most_s, repr(error))
@@ -75,7 +72,6 @@ def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
-    """None unsets a variable."""
     before = dict(os.environ)
     for name, value in variables.items():
         os.environ.pop(name, None)

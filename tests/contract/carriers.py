@@ -72,7 +72,6 @@ class Member:
         return [mine] * self.size
 
     def can_hear(self, peer: int) -> bool:
-        """In a simulated group a rank receives only from itself."""
         return not self.simulated or peer == self.rank
 
     def shared(self, cases: Sequence[T]) -> Sequence[T]:
@@ -81,7 +80,6 @@ class Member:
         return cases if LONG or self.size not in sizes else cases[sizes.index(self.size) :: len(sizes)]
 
     def in_turn(self, cases: Sequence[S], others: Sequence[T]) -> list[tuple[S, T]]:
-        """Pairs each case with one of `others`, in long runs with all. Pairs shift each round."""
         if LONG:
             return list(itertools.product(cases, others))
         turn, count = self._first_turn, len(others)
@@ -92,13 +90,11 @@ class Member:
         return [(form, dim - back * len(form.dims) // 2) for (form, dim), back in self.in_turn(dims, (0, 1))]
 
     def with_roots(self, cases: Sequence[T], roots: Sequence[int] | None = None) -> list[tuple[int, T]]:
-        """Each case with a root, and each root with the first case; all pairs in long runs."""
         found = [peer for peer in range(self.size) if self.can_hear(peer)] if roots is None else roots
         turns = [(root, case) for case, root in self.in_turn(cases, found)]
         return turns if LONG else turns + [(root, cases[0]) for root in found]
 
     def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
-        """Asserts that the group carries exactly what is `defined`."""
         if self.size == 1:
             return defined
         request = Request(operation, x.dtype, x.device.type, x.numel(), reduce_op)

@@ -23,7 +23,6 @@ KEPT = 4096
 
 
 def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
-    """As all_reduce documents."""
     if dtype in FLOATS or dtype in FLOAT8:
         return True
     if dtype in COMPLEX:
@@ -68,7 +67,6 @@ def with_dim(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
 
 
 def any_bytes(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """Includes infinities and NaN: calls that move bytes must not interpret them."""
     return laid_out(_any_bytes(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
 
 
@@ -81,7 +79,6 @@ def _any_bytes(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tensor:
 
 
 def small_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """±1 … ±3, so products and sums of four are exact."""
     return laid_out(_small_numbers(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
 
 
@@ -99,13 +96,11 @@ def _small_numbers(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tens
 
 
 def real_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
-    """Their sums round, and depend on the order."""
     values = torch.randn(_numel(form.shape), generator=_generator(_numel(form.shape), rank, salt), dtype=torch.float64)
     return laid_out(values.to(dtype).view(form.shape), form.layout)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """An expanded tensor repeats the first row of dim 0."""
     if layout == "contiguous":
         return x.contiguous()
     if layout == "transposed":
@@ -120,7 +115,6 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def joined(xs: Sequence[Tensor], dim: int) -> Tensor:
-    """Joins as bytes, because torch.cat supports fewer dtypes."""
     if xs[0].dim() == 0:
         return torch.cat([bytes_of(x) for x in xs]).view(xs[0].dtype)
     rows = [x.movedim(dim, 0) for x in xs]
@@ -178,13 +172,11 @@ class InPlace:
 
 
 def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
-    """`found` must be a new contiguous tensor, except in a group of one rank."""
     check_new(found, expected, *inputs, alone=alone)
     assert torch.equal(bytes_of(found), bytes_of(expected)), f"found {found.tolist()}, expected {expected.tolist()}"
 
 
 def check_reduced(found: Tensor, expected: Tensor, *inputs: Tensor, reduce_op: str, alone: bool = False) -> None:
-    """A floating-point average may differ by one rounding; all else is exact."""
     check_new(found, expected, *inputs, alone=alone)
     is_rounded = reduce_op == "avg" and (found.dtype.is_floating_point or found.dtype.is_complex)
     check_close(found, expected, rtol=torch.finfo(found.dtype).eps if is_rounded else 0.0)

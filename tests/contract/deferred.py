@@ -33,5 +33,4 @@ COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def zeros(*shape: int) -> Tensor:
-    """Zeros without memory, as torch makes them for derivatives; not writable."""
     return torch._efficientzerotensor(shape)

@@ -35,7 +35,6 @@ def _of_any_stride(source: random.Random, x: Tensor) -> Tensor:
 
 
 def _strided(x: Tensor) -> Tensor:
-    """Copies bytes, because torch can't copy all of these dtypes."""
     room = torch.zeros(*x.shape[:-1], 3 * x.shape[-1], dtype=torch.uint8 if x.itemsize == 1 else x.dtype)
     found = (room.view(x.dtype) if x.itemsize == 1 else room)[..., ::3]
     (found.view(torch.uint8) if x.itemsize == 1 else found).copy_(x.view(torch.uint8) if x.itemsize == 1 else x)

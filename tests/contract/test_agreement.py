@@ -210,7 +210,6 @@ def _over_lazy_gloo() -> dict[str, list[int]]:
 
 
 def test_groups_over_a_gloo_that_connects_at_the_first_message(pools: Pools) -> None:
-    """The first rank doesn't wait for its peers, which may still read the store."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2}, ranks_per_node=8)
     for rank, facts in enumerate(pools(8).run(_over_lazy_gloo, timeout_s=DEADLINE_S)):
         expected = {name: layout.group_of(rank, name) for name in layout.names}

@@ -155,7 +155,7 @@ def _not_reducible_body(member: Member) -> None:
             x = torch.zeros(8, dtype=torch.uint8).view(dtype)
             for op in REDUCE_OPS:
                 if member.row == "nccl" and dtype in (torch.uint32, torch.uint64):
-                    continue  # NCCL alone carries it: see test_nccl_calls
+                    continue
                 assert not member.carries("all_reduce", x, op, False)
                 member.refuses(f"{op} of {dtype}", lambda x=x, op=op: member.group.all_reduce(x, op))
     with member.case("afterwards"):

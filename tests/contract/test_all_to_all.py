@@ -76,7 +76,6 @@ def _rows_body(member: Member, pattern: str) -> None:
 
 
 def _table(pattern: str) -> list[list[int]]:
-    """`[a][b]`: how many rows rank a sends to rank b."""
     if pattern == "uneven":
         return [[(2 * a + b) % 4 for b in range(4)] for a in range(4)]
     if pattern == "one sender":

@@ -53,7 +53,7 @@ def _body(member: Member) -> None:
         with member.case(f"{dtype} {form} along {dim}, {op}"):
             pairs = _pairs(member.group, x, dim, op)
             unchanged = Unchanged(x)
-            handles = [start() for _, start, _ in pairs]  # all run at once
+            handles = [start() for _, start, _ in pairs]
             for handle, (name, _, expected) in zip(handles, pairs, strict=True):
                 result = handle.wait()
                 assert torch.equal(_comparable(result), _comparable(expected)), name

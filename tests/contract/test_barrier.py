@@ -19,7 +19,7 @@ def _body(member: Member) -> None:
         with member.case(f"barrier {number}"):
             key = f"{group.unique_name}/{group.ranks}/{number}"
             if number % member.size == member.rank:
-                torch.randn(200, 200).mm(torch.randn(200, 200))  # this rank is late
+                torch.randn(200, 200).mm(torch.randn(200, 200))
             store.add(key, 1)
             group.barrier()
             assert store.add(key, 0) == member.size, "the barrier returned before a rank entered it"

@@ -82,7 +82,6 @@ def test_zeros_keep_their_sign_and_nan_stays(carrier: Carrier) -> None:
 
 
 TOKENS, HIDDEN = 35, 8208
-"""One row fits one exchange; all rows need pipelined chunks."""
 
 
 def _slices_body(member: Member) -> None:
@@ -184,7 +183,6 @@ def _in_states_body(member: Member, kind: str) -> list[bytes]:
 
 
 def _may_differ(member: Member, dtype: torch.dtype, op: str) -> bool:
-    """gloo's own sums and those of several hosts promise no order or rounding."""
     return member.size > 2 or (dtype.itemsize < 4 and op in ("sum", "avg", "product"))
 
 
@@ -209,7 +207,7 @@ def _over_the_backend(kind: str) -> tuple[list[bytes], bool]:
             dist.all_reduce(x, op, group=group)
             found.append(x)
         z = torch.complex(_delicate(torch.float32, 0, 12), _delicate(torch.float32, 1, 12))
-        options = dist.AllreduceOptions()  # dist.all_reduce refuses products of complex numbers
+        options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.PRODUCT
         group.allreduce([z], options).wait()
         found.append(z)

@@ -30,7 +30,6 @@ _WORLDS = iter(range(1_000_000))
 
 @contextlib.contextmanager
 def torch_world(backend: str = "parallel_state", timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
-    """Each world has its own prefix in the pool's store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     client = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     store = dist.PrefixStore(f"c10d/{next(_WORLDS)}", client)
@@ -173,7 +172,6 @@ def test_dtypes_and_sizes_beyond_gloo(pools: Pools) -> None:
 
 
 def take_lists_of_views() -> None:
-    """Adjacent tensors of a list aren't copied, unless inputs and outputs share memory."""
     with torch_world() as (rank, size):
         whole = torch.arange(4.0 * size).add(100 * rank)
         before = whole.clone()
@@ -196,7 +194,7 @@ def take_lists_of_views() -> None:
         assert whole.equal(before)
         dist.all_to_all(list(whole.flip(0).chunk(size)), parts)
         assert whole.equal(before)
-        dist.reduce_scatter(parts[0], parts)  # on the other ranks this output is also one of the inputs
+        dist.reduce_scatter(parts[0], parts)
         assert parts[0].equal(total)
         whole.copy_(before)
         dist.all_to_all(parts, parts)
@@ -288,13 +286,12 @@ def test_started_calls_go_on_by_themselves_and_in_any_order_of_groups(pools: Poo
 
 
 def come_late() -> float:
-    """Returns the CPU seconds of an idle second after the late calls."""
     with torch_world() as (rank, size):
         store = dist.distributed_c10d._get_default_store()
         for length in (
             16,
             100_000,
-        ):  # the group's thread takes the large one at once, the small one after a moment
+        ):
             if rank == 1:
                 store.wait([f"started {length}"])
             x = torch.ones(length)
@@ -413,7 +410,7 @@ def fork_a_child() -> None:
                 except ps.UsageError as error:
                     if "forked" not in str(error):
                         os._exit(2)
-                    dist.destroy_process_group()  # the peers don't notice
+                    dist.destroy_process_group()
                     dist.init_process_group("parallel_state", store=dist.HashStore(), rank=0, world_size=1)
                     dist.all_reduce(torch.ones(1))
                     os._exit(0)
@@ -551,7 +548,6 @@ def test_ctrl_c_ends_a_wait_and_not_the_call(pools: Pools) -> None:
 
 
 def transfer_under_detail() -> None:
-    """Transfers between some ranks don't change the sequence numbers that torch compares."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with torch_world() as (rank, size):
@@ -633,7 +629,6 @@ def test_a_monitored_barrier_names_all_who_are_missing(pools: Pools) -> None:
 
 
 def split() -> float | None:
-    """As `dist.split_group`, which requires an accelerator."""
     with torch_world() as (rank, _):
         ranks = [0, 1] if rank < 2 else [2]
         part = dist.group.WORLD.split_group(ranks, timeout=timedelta(seconds=60), group_name=f"part{ranks[0]}")

@@ -127,7 +127,6 @@ torch.save(found, f"{sys.argv[1]}/{os.environ['RANK']}.pt")
 
 
 def _compare(command: list[str], script: str, folder: Path, before: str = "", **variables: str) -> None:
-    """Bit for bit: two ranks have only one order of additions. The launcher runs `before` first."""
     (folder / "script.py").write_text(script + _BOTH)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))

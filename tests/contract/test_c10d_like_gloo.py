@@ -79,7 +79,6 @@ def _aliased(group: Any, rank: int, size: int) -> Iterator[tuple[str, Sequence[T
         first, second, outs = _memory(rank, count), _memory(rank + 10, count), torch.empty(2, size, count)
         lists = [[second, outs[1, 0]], *([outs[0, r], outs[1, r]] for r in range(1, size))]
         dist.all_gather_coalesced(lists, [first, second], group=group)
-        # The second input is also an output of the first gather.
         yield "all_gather_coalesced into a later input", [second, outs[0, 1:], outs[1]]
         whole, later = torch.empty(size * count), _memory(rank + 10, size * count)
         group.allgather_into_tensor_coalesced([later, whole], [_memory(rank, count), later[:count]]).wait()
@@ -171,7 +170,7 @@ def _take_and_refuse_several() -> None:
     with torch_world() as (rank, size):
         world: Any = dist.group.WORLD
         numbers = torch.arange(4.0).view(2, 2)
-        world.allreduce([columns := numbers.add(rank).t(), rows := numbers.clone()]).wait()  # gloo adds in memory order
+        world.allreduce([columns := numbers.add(rank).t(), rows := numbers.clone()]).wait()
         expected = numbers.t() * size + sum(range(size)) + numbers * size
         assert columns.equal(expected) and rows.equal(expected)
         x, y = torch.ones(2), torch.ones(3)
@@ -198,7 +197,6 @@ def test_several_tensors_a_rank_give_what_gloo_gives(pools: Pools, size: int) ->
 
 
 def _average(off: str | None) -> None:
-    """The reference is NCCL's definition."""
     with environment(PARALLEL_STATE_SHARED_MEMORY=off), torch_world() as (rank, size):
         backend: Any = dist.group.WORLD._get_backend(CPU)
         carried = [dtype for dtype in INTEGERS if dtype != torch.int16] if off else [*INTEGERS, *UNSIGNED]
@@ -291,7 +289,7 @@ def _children(rank: int, size: int) -> Iterator[tuple[str, Any, float]]:
     for name in ("d", "e"):
         made = world.split_group(mine, timeout=timeout, opts=copy.deepcopy(options), group_name=f"{name}{mine[0]}")
         yield "ProcessGroup.split_group with a copy of the parent's options", made, CHILD_S
-    if hasattr(dist, "set_timeout"):  # from torch 2.15 on, torch copies the options
+    if hasattr(dist, "set_timeout"):
         made = world.split_group(mine, timeout=timeout, opts=options, group_name=f"f{mine[0]}")
         yield "ProcessGroup.split_group with the parent's options", made, CHILD_S
         for name, given in (("no options", None), ("the parent's options", options)):
@@ -357,7 +355,6 @@ def test_a_short_child_leaves_its_parent_time(pools: Pools) -> None:
 
 
 def _set_timeouts() -> None:
-    """A timeout set in one of torch's ways applies to later calls; a change to a copy of the options doesn't."""
     with torch_world(timeout_s=PARENT_S):
         world: Any = dist.group.WORLD
         backend = world._get_backend(CPU)

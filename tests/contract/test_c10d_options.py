@@ -39,7 +39,7 @@ def test_options_of_a_group_of_this_backend_make_another() -> None:
 
 
 def test_enable_reconfigure_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "load", lambda: SimpleNamespace(make=None))  # the module that older torch compiles
+    monkeypatch.setattr(creation, "load", lambda: SimpleNamespace(make=None))
     with pytest.raises(UnsupportedError, match=r"enable_reconfigure needs torch >= 2\.15"):
         creation.create(_options(enable_reconfigure=True))
 

@@ -658,7 +658,6 @@ def test_functions(pools: Pools, program: Callable[..., Any], size: int) -> None
 
 
 def _compiled(call: Callable[..., Any], *args: Tensor, **options: Any) -> tuple[Any, str]:
-    """Ranks share the kernels, compiled once."""
     from torch._inductor.utils import run_and_get_code  # takes a second; collecting tests must not pay it
 
     torch._dynamo.reset()
@@ -677,12 +676,11 @@ START, WAIT, MATMUL = "_c10d_functional.all_reduce_.default(", "_c10d_functional
 
 
 def compiled(rank: int, size: int) -> Any:
-    """gloo's reference is eager."""
     world = dist.group.WORLD
     assert world is not None
     x, y = torch.rand(8, 8), torch.rand(8, 8)
 
-    def every(x: Tensor, y: Tensor) -> list[Tensor]:  # few output shapes, so that kernels are shared
+    def every(x: Tensor, y: Tensor) -> list[Tensor]:
         return [
             functional.all_reduce(x * 2, "sum", world) + 1,
             functional.all_gather_tensor(y[:4].relu(), 0, world) + 1,

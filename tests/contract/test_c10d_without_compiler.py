@@ -35,7 +35,6 @@ print("done", flush=True)
 """
 NEVER = {"PARALLEL_STATE_BUILD": "never", "XDG_CACHE_HOME": "/dev/null/none"}
 READ_ONLY = {"HOME": "/dev/null/none"}
-"""A path that even root can't write to."""
 
 
 @pytest.mark.parametrize(("without", "variables", "told"), [

@@ -101,7 +101,7 @@ def _tensors() -> None:
     y = x.clone()
     assert torch.equal(sglang.flashinfer_allreduce(y, group.unique_name), total)
     assert torch.equal(y, x)
-    assert torch.equal(sglang.moe_tensor_model_parallel_all_reduce(x.clone()), x)  # of one rank
+    assert torch.equal(sglang.moe_tensor_model_parallel_all_reduce(x.clone()), x)
     for dim in (0, 1, -1):
         assert torch.equal(sglang.tensor_model_parallel_all_gather(x, dim), torch.cat(both, dim))
         gathered = sglang.tensor_model_parallel_gather(x, 1, dim)
@@ -169,7 +169,7 @@ def _messages() -> None:
     else:
         for _ in range(2):
             assert pp.recv_tensor_dict()["n"] == 0
-        assert pp.recv_object(0, tag=5)["tensor"].tolist() == [1, 1]  # a message of another tag was sent first
+        assert pp.recv_object(0, tag=5)["tensor"].tolist() == [1, 1]
         assert pp.recv_object(0) == [unregistered]
         assert pp.recv_object(0, tag=7) == "late"
         assert pp.recv(torch.Size([3]), torch.float32).tolist() == [1, 1, 1]

@@ -108,7 +108,7 @@ def _replicas(port: int) -> list[list[int]]:
     current = types.SimpleNamespace(parallel_config=config)
     sys.modules["vllm.config"] = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: current)  # type: ignore[assignment]
     try:
-        with environment(TORCHELASTIC_USE_AGENT_STORE=None):  # the first rank serves a store at that port
+        with environment(TORCHELASTIC_USE_AGENT_STORE=None):
             vllm.init_distributed_environment(2, me % 2, "tcp://127.0.0.1:1", me % 2, "gloo")
         vllm.ensure_model_parallel_initialized(2, 1)
         groups = [vllm.get_world_group(), vllm.get_dp_group(), vllm.get_tp_group(), vllm.get_inner_dp_world_group()]

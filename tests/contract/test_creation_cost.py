@@ -30,7 +30,6 @@ SIZES = {
     "expert_model_parallel_size": 8,
 }
 ROUNDS, ROUNDS_OF_WORLDS = ((20, 100), (20, 100)) if LONG else ((6, 20), (4, 13))
-"""Warm-up rounds and total rounds. One leak per round exceeds the two that may still be closing."""
 
 
 def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:
@@ -48,7 +47,7 @@ def test_what_a_rank_does_does_not_grow_with_the_world(pools: Pools, eager: bool
         assert cost in (first, fewer), place
     assert others[:2] == others[3:]
     assert others[2] == first
-    assert first.calls == first.groups == (14 if eager else 5)  # no call for a group without this rank
+    assert first.calls == first.groups == (14 if eager else 5)
     assert not first.store, "ranks agree over the control plane"
 
 
@@ -111,7 +110,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     words = ["--ranks", "2", "--repetitions", "1", "--no-counts", "--json", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    program = Program(script(ROOT / "benchmarks" / "init_scaling.py", words), environment)  # it restarts itself
+    program = Program(script(ROOT / "benchmarks" / "init_scaling.py", words), environment)
     said = "".join(program.communicate(DEADLINE_S))
     assert program.returncode == 0, said
     rows = json.loads(file.read_text())["real"]

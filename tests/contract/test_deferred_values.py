@@ -24,7 +24,6 @@ Pools = Callable[[int], WorkerPool]
 ROWS = 24
 """Both ROWS and ROWS + 16 are divisible by each size of group."""
 NO_TENSORS = {"barrier", "empty", "broadcast_flag", "all_sum", "window"}
-"""Calls that neither take the caller's tensor nor return a sent one."""
 
 
 class Call(NamedTuple):
@@ -152,7 +151,6 @@ class Writing(NamedTuple):
     name: str
     shape: Callable[[Member], Sequence[int]]
     run: Callable[[Member, Tensor, Tensor], Any]
-    """Takes the plain values and `out`, which has the values of an input at first."""
     only: str = ""
 
 
@@ -473,7 +471,7 @@ def _torch_backend_on_hosts(backend: str) -> list[tuple[str, Any]]:
 def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
     found = []
     for backend in ("gloo", "parallel_state"):
-        with hosts.ranks((0, 0, 1)) as ranks:  # the previous world's store may close while a rank connects to the next
+        with hosts.ranks((0, 0, 1)) as ranks:
             found.append(ranks.run(_torch_backend_on_hosts, backend, timeout_s=120.0))
     assert found[1] == found[0]
 
@@ -482,7 +480,7 @@ def _torch_backend_of_another() -> None:
     """torch reads deferred values for other backends, and loses what they write."""
     from tests.contract.test_c10d import torch_world
 
-    with torch_world():  # registers our kernels
+    with torch_world():
         pass
     with torch_world("gloo") as (_, size):
         out, x = torch.zeros(2 * size), torch._neg_view(torch.ones(2))

@@ -113,7 +113,6 @@ DEFAULTS: list[tuple[dict[str, int], tuple[str, ...]]] = [
     ({"dp_replicate": 4, "cp": 2, "dp_shard": 1}, ("dp_replicate", "cp")),
     ({"dp_replicate": 4, "cp": 2, "dp_shard": 1, "ep": 2}, ("dp_replicate", "dp_shard", "cp")),
 ]
-"""Axes of one rank are dropped, but dp_shard stays if tp or ep has more ranks."""
 
 
 def _defaults() -> list[tuple[Any, ...]]:
@@ -154,7 +153,6 @@ DERIVED: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = [
     ({"tp": 2, "pp": 2, "ep": 2, "etp": 2}, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (2, 1, 1, 2, 2)),
     ({"tp": 4, "ep": 4, "order": "torchtitan"}, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (1, 1, 2, 4, 1)),
 ]
-"""Slowest first; ranks count up."""
 
 
 def _derived() -> list[tuple[Any, ...]]:
@@ -267,7 +265,7 @@ def _patched() -> dict[str, Any]:
     with world(4) as everyone:
         rank, own = ps.get_rank(), ps.get_tp_group().device_group
         pairs = ps.init_model_parallel_group([[0, 1], [2, 3]], rank, "gloo")
-        twin = ps.create_parallel_groups(everyone, {"tp": 4}, timeout=30).tp  # other options, so another process group
+        twin = ps.create_parallel_groups(everyone, {"tp": 4}, timeout=30).tp
         with ps.patch_tensor_parallel_group(pairs):
             facts["other ranks"] = attempt(ps.get_device_mesh, "tp")
         with ps.patch_tensor_parallel_group(twin):
@@ -297,7 +295,7 @@ GIVEN: list[tuple[tuple[int, ...], tuple[str, ...], dict[str, int], str]] = [
     (
         (2, 2, 2),
         ("dp_replicate", "dp_shard", "tp"),
-        {"ep": 2},  # same ranks as dp_shard's
+        {"ep": 2},
         "tp=2 × dp_shard=2 × dp_replicate=2; experts etp=2 × ep=2 × efsdp=1 × dp_replicate=2",
     ),
 ]
@@ -330,7 +328,6 @@ def _in() -> list[dict[str, Any]]:
 
 
 def test_groups_of_a_given_mesh(pools: Pools) -> None:
-    """The mesh's process groups outlive ours, so a second init can use them."""
     for rank, found in enumerate(pools(8).run(_in, timeout_s=DEADLINE_S)):
         assert found.pop() == {"by sizes": True}
         for (shape, names, _, title), facts in zip(GIVEN, found, strict=True):

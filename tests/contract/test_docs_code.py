@@ -20,7 +20,6 @@ from tests.programs import FORK_SERVERS, Program, script
 from tests.workers import WorkerPool
 
 NOT_RUN_AT_MOST = 7
-"""Limit on blocks that none of our machines can run."""
 
 
 def test_every_block_says_how_it_runs() -> None:
@@ -36,7 +35,6 @@ def _by_page() -> Iterator[tuple[str, Ranks | None, list[Block]]]:
     groups: dict[tuple[str, str], list[Block]] = {}
     for block in PYTHON:
         if ranks_of(block.how) or block.how == "run: one process":
-            # Blocks that make their own world each get fresh ranks.
             ranks = ranks_of(block.how)
             alone = ranks is None or ranks.tp is None
             groups.setdefault((block.page, f"{block.how}{block.line if alone else ''}"), []).append(block)
@@ -71,7 +69,6 @@ PROGRAMS = [block for block in PYTHON if block.how == "run: program" or block.pa
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
 def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
-    """Programs are forks; test_launch.py covers a fresh interpreter."""
     (tmp_path / "program.py").write_text(block.code)
     (expected,) = re.findall(r"print\((?:ps\.)?launch\(.*#\s+(\[.*\])$", block.code, flags=re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -96,7 +93,6 @@ def test_each_command_exists(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other commands than `plan` and `topology` run with --help, which must name each option."""
     words = shlex.split(line)
     while "=" in words[0]:
         del words[0]
@@ -120,7 +116,7 @@ def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
             assert parallel_state_main([command, *options]) == 0
         else:
             _check_help(lambda: parallel_state_main([command, "--help"]), options, capsys)
-    elif {"program.py", "job.sh"} & set(arguments):  # the reader's own program
+    elif {"program.py", "job.sh"} & set(arguments):
         assert program in ("python", "ssh") or f'"{program}"' in LAUNCHERS, f"no test starts ranks by {program}"
     else:
         assert program == "python", f"no rule here tests {line!r}"

@@ -29,7 +29,6 @@ TRANSPORTS = {
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "send")
 Call = Callable[[Tensor], Tensor]
 Found = tuple[str, dict[tuple[str, str], str]]
-"""The row that carried the tp group; an error text per (door, operation), empty if right."""
 
 
 def _expected(operation: str, rank: int) -> Tensor:
@@ -52,7 +51,6 @@ def _input(rank: int) -> Tensor:
 
 
 def _sent_around(rank: int, send: Callable[[], object], receive: Callable[[], Tensor]) -> Tensor:
-    """The last rank receives first."""
     if rank == SIZE - 1:
         x = receive()
         send()
@@ -205,8 +203,6 @@ CASES = {
 
 @contextlib.contextmanager
 def _over(transport: str) -> Iterator[None]:
-    """Ranks without the compiled library use gloo."""
-
     def unavailable() -> Any:
         raise native.NativeUnavailableError("a test wants gloo")
 
@@ -254,7 +250,7 @@ def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
     def of(transport: str) -> list[Found]:
         if transport in found:
             return found[transport]
-        found[transport] = []  # the ranks failed: later tests don't retry
+        found[transport] = []
         pool: WorkerPool | HostRanks
         if transport == "hosts":
             pool = request.getfixturevalue("on_hosts")((0, 0, 1))

@@ -24,7 +24,6 @@ def blocks(marker: str) -> list[str]:
 
 
 def apply(block: str, root: Path) -> None:
-    """Inserts the block before the only line that starts like the block's first line."""
     first, _, code = block.partition("\n")
     name, _, anchor = first.removeprefix("# ").partition(", before: ")
     path = root / name
@@ -80,7 +79,6 @@ SELECTED = {
         "tests/internals/test_plan.py",
     ),
 }
-"""`-k gloo_sums` over tests/contract runs all."""
 RUN = """
 import os, runpy, sys
 from multiprocessing.forkserver import ensure_running

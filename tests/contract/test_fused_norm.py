@@ -21,11 +21,10 @@ SCALE = 0.013
 
 def _of_rank(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(rank + 17)
-    return (torch.randint(-64, 65, shape, generator=generator) / 16).to(dtype)  # sums are exact in any order
+    return (torch.randint(-64, 65, shape, generator=generator) / 16).to(dtype)
 
 
 def _inputs(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first row sums to zeros, the second to small numbers."""
     xs = member.of_ranks(lambda rank: _of_rank(shape, dtype, rank))
     residual, weight = _of_rank(shape, dtype, 90), _of_rank(shape[-1:], dtype, 91)
     total = torch.stack([each.double() for each in xs]).sum(0).to(dtype)
@@ -88,13 +87,12 @@ def test_quantised_norms(carrier: Carrier) -> None:
 
 
 def _awkward_body(member: Member) -> None:
-    """Infinities and NaNs stay in their rows, and stay visible."""
     for dtype in FLOATS:
         with member.case(str(dtype)):
             x, residual = torch.zeros(4, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype)
             residual[1, 3], residual[2, 2] = float("nan"), float("inf")
             weight = torch.ones(8, dtype=dtype)
-            weight[5] = 1e4  # 1e4 / scale exceeds 448
+            weight[5] = 1e4
             group = member.group
             quantised, y = group.all_reduce_add_rms_norm_static_fp8_quant(x, residual, weight, torch.tensor(1.0), EPS)
             assert np.array_equal(y.double().numpy(), residual.double().numpy(), equal_nan=True)

@@ -27,7 +27,6 @@ over = GroupCoordinator.from_process_group
 
 @contextmanager
 def default_group(backend: str | None, name: str) -> Iterator[Any]:
-    """Its name is new to the pool's store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(backend, store=dist.PrefixStore(name, agent), rank=rank, world_size=size)
@@ -129,7 +128,6 @@ def test_it_is_a_whole_group_that_leaves_the_given_one_alone(pools: Pools, backe
 
 
 def _crossing(name: str) -> list[int]:
-    """Over gloo, transfers in opposite orders match only by tags."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), default_group("gloo", name) as everyone:
         first, second = over(everyone), over(everyone)
         assert "shared_memory: not used" in first.explain()
@@ -164,7 +162,7 @@ def _refused(name: str) -> dict[str, Outcome]:
         found["destroyed"] = attempt(over, one)
         group = over(everyone)
         found["works"] = Outcome(str(whose(group)), "", 0)
-    found["too late"] = attempt(group.destroy)  # the owner already destroyed it
+    found["too late"] = attempt(group.destroy)
     return found
 
 

@@ -1,5 +1,3 @@
-"""tests/gpu without a GPU: each test runs dry, and a normal run says why it skips."""
-
 from __future__ import annotations
 
 import json
@@ -72,7 +70,6 @@ OF_CALLS = {
     "first": ({"machine", "compile", "check", "kernels"}, {"kernels.json", "kernels.svg"}),
     "second": ({"host", "command"}, {"collectives.json"}),
 }
-"""`call` argument -> the steps of a dry run, and the files that they write."""
 
 
 @pytest.mark.slow

@@ -20,12 +20,9 @@ from tests.workers import WorkerPool
 Group = ps.GroupCoordinator
 Pools = Callable[[int], WorkerPool]
 EPSILON = 1e-14
-"""Relative bound for float64 sums in any order."""
 
 
 class Op(NamedTuple):
-    """A differentiable collective, and its equivalent in one process."""
-
     name: str
     shape: Callable[[int], tuple[int, ...]]
     call: Callable[[Group, Tensor], Tensor]
@@ -119,7 +116,6 @@ def _uneven_body(member: Member) -> None:
         (scatter, [(sum(lengths), 3)] * member.size),
         (average, [(3, sum(lengths))] * member.size),
     ]
-    # In a simulated group every rank receives its own rows.
     table = [[1 if member.simulated else (2 * a + b) % 3 for b in range(member.size)] for a in range(member.size)]
     rows = Op(
         "all_to_all of rows",
@@ -140,7 +136,6 @@ def test_gradients_of_uneven_shapes(carrier: Carrier) -> None:
 
 
 def _broadcast_body(member: Member) -> None:
-    """The root's gradient sums all ranks' losses; other ranks' is zero."""
     for src in range(member.size):
         if member.can_hear(src):
             with member.case(f"broadcast from rank {src}"):
@@ -170,7 +165,7 @@ def _dtypes_body(member: Member) -> None:
         for name in ("all_reduce", "all_gather", "reduce_scatter"):
             with member.case(f"{name} of {dtype}"):
                 x = torch.ones(2 * member.size, dtype=dtype, requires_grad=True)
-                getattr(member.group, name)(x).sum().abs().backward()  # the gradient is an expanded tensor
+                getattr(member.group, name)(x).sum().abs().backward()
                 assert x.grad is not None
                 assert x.grad.dtype == dtype
                 expected = 1 if name == "reduce_scatter" else member.size
@@ -389,7 +384,6 @@ def _sequence_parallel(w: Weights, x: Tensor) -> Tensor:
 
 
 def _trained(weights: Weights, loss_of: Callable[[Weights, int], Tensor], partial: Sequence[str] = ()) -> Weights:
-    """Gradients of `partial` cover only this rank's tokens, so they are summed."""
     for step in range(STEPS):
         loss_of(weights, step).backward()
         with torch.no_grad():

@@ -26,7 +26,6 @@ def _address_space() -> int:
 
 
 def _descriptors() -> tuple[int, int]:
-    """All open descriptors, and those of memory and processes; the difference is gloo's."""
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -45,7 +44,6 @@ def _limit(which: int, soft: int) -> Iterator[None]:
 
 
 def _another(made: list[Any]) -> ps.GroupCoordinator:
-    """Its timeout differs, so it shares nothing with earlier groups."""
     everyone = ps.get_world_group()
     assert everyone.pool is not None
     traits = Traits(everyone.device, everyone.local_rank, GroupOptions("gloo", 100.0 + len(made)))
@@ -101,13 +99,12 @@ def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, ad
 
 
 def _growing() -> list[float]:
-    """MiB of address space besides the tensors' own, after each step."""
     beside = []
     with world(2):
         group = ps.get_tp_group()
         group.barrier()
         before, kept = _address_space(), []
-        for mib in (1, 3, 20, 10, 75):  # in the first window, beyond it, again, inside, and larger than the double
+        for mib in (1, 3, 20, 10, 75):
             x, out = group.empty([mib * MIB], torch.uint8), group.empty([mib * MIB], torch.uint8)
             x.fill_(mib % 100 + group.rank_in_group)
             expected = 2 * (mib % 100) + 1

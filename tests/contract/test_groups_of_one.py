@@ -18,7 +18,6 @@ class Unregistered:
 
 
 def _calls() -> dict[str, Callable[[Group, int], Any]]:
-    """`peer` is the next rank, or this rank if alone."""
     x, odd = torch.ones(4, 6), Unregistered()
     calls: dict[str, Callable[[Group, int], Any]] = {
         "broadcast_object": lambda group, _: group.broadcast_object(odd),

@@ -72,7 +72,6 @@ def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1000, 100_000, 2_300_001)
-"""One exchange; slices; slices of several chunks."""
 
 
 def _bits(placement: Sequence[int], cases: Sequence[tuple[torch.dtype, int]]) -> str:
@@ -99,7 +98,6 @@ def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, pla
 
 
 def _mixed(seed: int, calls: int) -> None:
-    """The same calls on every rank; random delays let some ranks run ahead."""
     group = ps.get_tp_group()
     size, rank = group.world_size, group.rank_in_group
     draw, own = random.Random(seed), random.Random(seed * 64 + rank)
@@ -161,7 +159,7 @@ def test_messages_to_all(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
 
 
 class _Foreign:
-    """Travels only where pickle is allowed."""
+    pass
 
 
 def _refused(kind: str, large: bool) -> tuple[Outcome, Outcome]:
@@ -194,7 +192,7 @@ def _dict_of_another_root(rank_of_host_1: int) -> Outcome:
         odd = group.rank_in_group == rank_of_host_1
         root = 1 if odd else 0
         outcome = attempt(group.broadcast_object, 1 if group.rank_in_group == root else None, root)
-        return outcome if outcome.kind != "ok" else attempt(group.barrier)  # a source waits for nobody
+        return outcome if outcome.kind != "ok" else attempt(group.barrier)
 
 
 @pytest.mark.parametrize("odd", [2, 3])
@@ -260,7 +258,7 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, o
     sent = []
     ranks = on_hosts((0, 0, 1, 1) if operation == "broadcast" else (0, 1, 0, 1))
     for flat in (False, True):
-        ranks.run(_twice, operation, flat, tp=4)  # warm-up: makes the connections
+        ranks.run(_twice, operation, flat, tp=4)
         least = math.inf  # of three, because TCP retransmits on a busy machine
         for _ in range(3):
             before = hosts.sent_bytes(0)
@@ -281,7 +279,6 @@ def _sent_by(count: int) -> dict[int, int]:
 
 
 def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -> None:
-    """First a quarter of the tensor as float32, then one as bfloat16."""
     count = 1 << 20
     sent = on_hosts((0, 0, 1, 1)).run(_sent_by, count, tp=4)
     for rank, found in enumerate(sent):
@@ -501,8 +498,8 @@ def _where() -> tuple[str, int, Any]:
 @pytest.mark.parametrize(
     ("placement", "carrier", "found"),
     [
-        ((0, 0, 1, 1), "hierarchical", ((0, 1), (2, 3))),  # one address and name, two memories
-        ((0, 0, 2), "shared_memory", ((0, 1, 2),)),  # two addresses and names, one memory
+        ((0, 0, 1, 1), "hierarchical", ((0, 1), (2, 3))),
+        ((0, 0, 2), "shared_memory", ((0, 1, 2),)),
         ((0, 2, 1, 3, 3), "hierarchical", ((0, 1), (2,), (3, 4))),
     ],
     ids=["one network", "one memory", "all of it"],
@@ -598,7 +595,6 @@ LARGE_COUNT = 1 << 21
 
 
 def _dying_in(share: float, victim: int) -> Outcome:
-    """`victim` is killed in the third all_reduce, when `share` of its bytes have moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
         before = moved_bytes(group)
@@ -638,7 +634,6 @@ def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) ->
 
 
 def _dying_in_a_dict(share: float, victim: int) -> Outcome:
-    """`victim` is killed in the third dict, when `share` of its bytes have moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
         dicts = {"x": torch.ones(2 * LARGE_COUNT), "y": 1} if group.is_first_rank else None
@@ -683,7 +678,7 @@ def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
 
 @pytest.mark.parametrize("cut", ["link", "call"])
 def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
-    del hosts  # unused, because the test destroys its links
+    del hosts
     with Hosts(2) as two, two.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S=str(TIMEOUT_S)) as ranks:
         outcomes = ranks.survivors(_cut_off, cut, timeout_s=60.0)
     assert len(outcomes) == 4
@@ -710,7 +705,7 @@ def _interrupted(what: str) -> list[Outcome]:
         calls = [lambda: group.broadcast_object("x" if group.rank == 2 else None, 2)] * 2
     if group.rank:
         if what != "all_reduce" or group.rank == 1:
-            time.sleep(1.0)  # so that rank 0 still waits
+            time.sleep(1.0)
         # One more sum can succeed with what rank 0 sent before the interrupt.
         return [attempt(call) for call in calls][1:] if what == "all_reduce" else []
 
@@ -739,7 +734,6 @@ def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
 
 
 CALLS_OF_HANDLERS: dict[str, tuple[Callable[..., object], Callable[..., object], Callable[..., object]]] = {
-    # Rank 0's call, the call of its signal handler, and the other ranks' call 1 s later.
     "barrier": (lambda g: g.barrier(), lambda g: g.all_reduce(torch.ones(1)), lambda g: g.barrier()),
     "broadcast_object": (
         lambda g: g.broadcast_object(None, 2), lambda g: g.barrier(),
@@ -758,7 +752,7 @@ def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
     under_way, in_handler, of_others = CALLS_OF_HANDLERS[what]
     group.barrier()
     if group.rank:
-        time.sleep(1.0)  # until rank 0 was interrupted in its call
+        time.sleep(1.0)
         of_others(group)
     else:
         before = signal.signal(signal.SIGALRM, lambda *_: told.append(attempt(in_handler, group)))
@@ -772,7 +766,6 @@ def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
 
 @pytest.mark.parametrize("what", CALLS_OF_HANDLERS)
 def test_a_signal_handler_in_the_middle_of_a_call(hosts: Hosts, what: str) -> None:
-    """Row 44. The interrupted call completes."""
     with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="10") as ranks:
         (told, total), *others = ranks.run(_in_a_handler, what, tp=4, timeout_s=60.0)
     assert [outcome.kind for outcome in told] == ["UsageError"], told
@@ -834,7 +827,6 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
 
 
 def _send_while_another_thread_sends() -> None:
-    """While rank 0 waits in a large send, its other thread sends the tensor that rank 1 receives first."""
     group, world_group = ps.get_tp_group(), ps.get_world_group()
     if group.is_first_rank:
 

@@ -42,7 +42,6 @@ def _groups() -> dict[str, Any]:
 
 
 def test_gradients_reduced_in_three_steps(pools: Pools) -> None:
-    """reduce-scatter over sdp, all-reduce over rdp, all-gather over sdp; sums are exact."""
     for rank, facts in enumerate(pools(8).run(_groups, timeout_s=DEADLINE_S)):
         odd, copy = rank % 2, rank // 4
         data = [odd, odd + 2, odd + 4, odd + 6]
@@ -105,7 +104,6 @@ def test_fsdp_by_the_same_groups(pools: Pools) -> None:
 
 
 def test_data_parallel_groups_of_nodes() -> None:
-    """2 nodes of 4 ranks, tp = 2."""
     for rank in range(8):
         groups = simulate(rank, 8, 2, ranks_per_node=4, data_parallel_shard_size=2)
         inside, across = groups.get("dp_intra_node"), groups.get("dp_inter_node")
@@ -125,7 +123,6 @@ def test_data_parallel_groups_of_nodes() -> None:
     ],
 )
 def test_nodes_and_tensor_parallelism(tp: int, per_node: int, inside: list[int], across: list[int]) -> None:
-    """A node's ranks divided by tp form the group within it, or one rank if tp fills the node."""
     with simulate(0, 16, tp, ranks_per_node=per_node).use():
         assert ps.get_dp_intra_node_group().ranks == inside
         assert ps.get_dp_inter_node_group().ranks == across

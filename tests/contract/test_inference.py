@@ -83,7 +83,6 @@ def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str], tp: in
 
 
 def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> None:
-    """A bias inside the sum counts once per rank."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "import sys, torch, demo, minilm\n"
@@ -123,7 +122,6 @@ def test_wrong_arguments_are_told_in_one_line(
 
 
 def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
-    """Plain calls stand in for replays."""
     import demo
 
     with contextlib.redirect_stdout(io.StringIO()) as report:

@@ -63,7 +63,6 @@ def listening(port: int | None = None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def name():
-    """At the end no process of this name and no port may be left."""
     ports = listening()
     name = f"t{os.getpid() % 100_000}.{next(_numbers)}"
     yield name
@@ -211,7 +210,7 @@ def add_one(tensor: torch.Tensor) -> torch.Tensor:
 def test_tensors_are_copied_and_a_config_stays_as_it_is(name):
     env = {"A": "1"}
     config = LaunchConfig(nproc=2, timeout=DEADLINE_S, name=name, env=env)
-    tensors = [torch.zeros(1) for _ in range(300)]  # more than the fork server can pass as descriptors
+    tensors = [torch.zeros(1) for _ in range(300)]
     assert launch(sum_in_place, args=(tensors,), config=config, env={"B": "2"}) == [300.0, 300.0]
     assert sum(tensors).item() == 0
     assert config == LaunchConfig(nproc=2, timeout=DEADLINE_S, name=name, env={"A": "1"})
@@ -287,7 +286,6 @@ def fail() -> None:
 
 
 def meet(world_size: int) -> tuple[list[str | None], float]:
-    """The second node's ranks outlive rank 0, and use the store that the first node hosts."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -367,11 +365,10 @@ def test_a_failing_rank_is_told_with_its_reason_and_the_others_are_stopped(name,
     assert re.match(rf"rank 1 \({name}-1, pid \d+\)", str(caught.value))
     assert "later failures" not in str(caught.value)
     assert len(str(caught.value)) < 40_000
-    assert processes_named(f"{name}-") == []  # checked when the error is raised
+    assert processes_named(f"{name}-") == []
 
 
 def fail_one_after_the_other() -> None:
-    """Rank 2 raises first and exits last: it waits for another rank's exit."""
     shared = store()
     if rank() == 2:
 
@@ -463,7 +460,7 @@ def clean_up_on_interrupt(done: Path) -> None:
         wait_for_ever()
     except KeyboardInterrupt:
         if rank() != 0:
-            threading.Event().wait(0.5)  # longer than the grace after other failures
+            threading.Event().wait(0.5)
             (done / str(rank())).touch()
         raise
 
@@ -596,13 +593,11 @@ if "forkserver" in sys.orig_argv[-1]:
 
 
 def start_program(path: Path, text: str = PROGRAM, **values: object) -> Program:
-    """A fork with torch imported; its fork server is forked too."""
     path.write_text(text.format(**values), encoding="utf-8")
     return Program(f"{FORK_SERVERS}{script(path, [])}", environment_of(path))
 
 
 def start_interpreter(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
-    """A fresh interpreter, for tests of its exit by a signal or traceback."""
     path.write_text(text.format(**values), encoding="utf-8")
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -626,14 +621,12 @@ def test_workers_die_with_a_launcher_that_is_killed(name, start_method, nproc, t
     try:
         lines = program.lines(nproc, DEADLINE_S)
         workers, parents = zip(*(map(int, line.split()) for line in lines), strict=True)
-        watched = [*workers, *({*parents} - {program.pid})]  # plus the fork server, if there is one
+        watched = [*workers, *({*parents} - {program.pid})]
         gone = [os.pidfd_open(pid) for pid in watched]
     finally:
         program.kill()
     assert len(gone) == {"forkserver": nproc + 1, "spawn": nproc}[start_method]
-    for fd, limit_s in zip(
-        gone, [2.0] * nproc + [DEADLINE_S], strict=False
-    ):  # the fork server may take as long as a program
+    for fd, limit_s in zip(gone, [2.0] * nproc + [DEADLINE_S], strict=False):
         assert select.select([fd], [], [], limit_s)[0]
         os.close(fd)
 
@@ -675,7 +668,7 @@ def stops_its_ranks(launcher: int, number: signal.Signals, pids: Sequence[str]) 
 
 
 def test_ctrl_c_while_the_fork_server_starts_shows_the_launchers_traceback_alone(name, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(HOLD_THE_FORK_SERVER)  # each Python imports that first
+    (tmp_path / "sitecustomize.py").write_text(HOLD_THE_FORK_SERVER)
     with start_interpreter(
         tmp_path / "program.py", start_method="forkserver", name=name, nproc=2, unguarded=False
     ) as program:
@@ -702,7 +695,7 @@ def test_a_program_without_a_main_guard_is_told_so(name, tmp_path):
     _, errors = program.communicate(DEADLINE_S)
     assert program.returncode == 1
     assert "LaunchError: rank 0 " in errors and "InvalidArgumentError: launch was called" in errors
-    assert errors.count("if __name__ == '__main__':") >= 2  # from the worker and from the launcher
+    assert errors.count("if __name__ == '__main__':") >= 2
 
 
 def test_one_worker_runs_in_this_process_and_the_environment_comes_back(monkeypatch):
@@ -770,7 +763,7 @@ def test_a_port_that_is_taken():
     assert launch(read_port, 1, master_port=port) == [port]
 
 
-@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])  # 192.0.2.0/24 is reserved for documentation
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])
 def test_an_address_that_is_not_ours(address):
     with pytest.raises(RendezvousError, match=address):
         launch(read_port, 1, master_addr=address)
@@ -778,7 +771,7 @@ def test_an_address_that_is_not_ours(address):
 
 def test_a_node_that_finds_no_store():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # bound, but not listening
+        probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"rank 1 .*127.0.0.1:{port}"):
             launch(rank, 1, world_size=2, rank_offset=1, master_port=port, timeout=0.1)

@@ -66,7 +66,6 @@ def test_sigchld_of_the_launcher(method: str, before: str) -> None:
 
 
 def test_a_fork_server_of_the_program_that_has_sigchld_blocked() -> None:
-    """The fork server already runs, so ranks are spawned instead, with one warning."""
     out = run(
         "logging.basicConfig()\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})\n"
@@ -92,7 +91,6 @@ def test_sigchld_ignored_in_a_thread_that_launches() -> None:
     "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})", "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
 ], ids=["blocked", "ignored"])  # fmt: skip
 def test_ranks_are_stopped_by_sigterm_though_the_launcher_does_not_heed_it(before: str) -> None:
-    """Before the grace period ends, when they would be killed."""
     out = run(
         f"{before}\n"
         "started = time.monotonic()\n"

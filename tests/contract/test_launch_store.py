@@ -115,7 +115,6 @@ def test_several_nodes(given: bool, tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_several_nodes_with_different_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with a wrong secret is refused at once; the other node still waits."""
     monkeypatch.setenv("PARALLEL_STATE_START_TIMEOUT_S", "3")
     paths = [tmp_path / "one", tmp_path / "other"]
     for path in paths:

@@ -16,7 +16,6 @@ from tests.contract.test_c10d import torch_world
 CALLS = 1500
 MOST_ELEMENTS = 1 << 20
 KEPT_MIB = 256
-"""`Arena::kIdleBytes`: freed memory that a rank keeps for later tensors."""
 SLOTS_MIB = 64
 GROWN_MIB = 24
 """Above the heap's noise, below what a leak of CALLS tensors would add."""
@@ -71,7 +70,6 @@ def _soak() -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_resident_memory_is_bounded(pools: Any) -> None:
-    """Shared memory counts this rank's kept memory and what it has read of the peer's."""
     for start, warm, _, end in pools(2).run(_soak, tp=2, timeout_s=120.0):
         assert end["RssAnon"] - warm["RssAnon"] < GROWN_MIB, "memory of the process itself"
         assert end["RssShmem"] - start["RssShmem"] < 2 * KEPT_MIB + SLOTS_MIB, "shared memory"

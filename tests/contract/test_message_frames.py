@@ -50,7 +50,7 @@ def _exchange() -> dict[str, int]:
         rank = group.rank_in_group
         for number, (kind, value) in enumerate(VALUES):
             send, receive, broadcast = (getattr(group, f"{verb}_{kind}") for verb in ("send", "recv", "broadcast"))
-            if number == 0:  # opens the queues, once
+            if number == 0:
                 group.send_object("open", 1) if rank == 0 else group.recv_object(0)
                 group.broadcast_object("open" if rank == 0 else None, 0)
             if rank == 0:
@@ -112,7 +112,7 @@ def _exchange_between_hosts() -> dict[str, int]:
             given = SPECIFIED if sends else None
             received, to_all = _frames_of(lambda: group.broadcast_tensor_dict(given, 0, spec=spec))  # noqa: B023
             assert same(received, SPECIFIED)
-            if number > 0:  # the form of a spec is made once
+            if number > 0:
                 found["a dict with a spec"], found["a dict with a spec to all"] = frames, to_all
             group.barrier()
     return found

@@ -17,7 +17,7 @@ from device_communicators.base.errors import InvalidArgumentError
 from parallel_state import GroupCoordinator
 from tests.contract.test_objects import DEADLINE_S, Pools, own_group, same
 
-ROWS = 64 << 10  # 4-byte elements: 256 KiB
+ROWS = 64 << 10
 
 
 def _lies_in_shared_memory(x: Tensor) -> bool:
@@ -68,7 +68,6 @@ def _exchange(group: GroupCoordinator, step: int, way: str, spec: Any, views: bo
 
 
 def _every_way() -> None:
-    """A view keeps its content while later messages reuse memory."""
     with own_group() as group:
         spec_of_step = lambda step: ps.TensorDictSpec.of(_dict_of(step))  # noqa: E731
         for way, has_spec in (
@@ -93,7 +92,7 @@ def _every_way() -> None:
                 if lent[-1]:
                     addresses.add(found["hidden"].data_ptr())
                     if way != "broadcast" or group.world_size == 2:
-                        found["hidden"] += 0  # so it is writable
+                        found["hidden"] += 0
             if group.rank_in_group:
                 assert sum(lent) > 20, (way, has_spec, lent)
                 assert len(addresses) < 12, (way, has_spec)
@@ -106,7 +105,6 @@ def test_views_in_every_way(pools: Pools, ranks: int) -> None:
 
 
 def _held_by_the_reader() -> None:
-    """A reader that holds more bytes than a sender lends gets copies without waiting."""
     rows = 48 << 20 >> 2
     with own_group() as group:
         held: list[Tensor] = []
@@ -167,7 +165,6 @@ def test_many_messages_take_no_more_memory(pools: Pools) -> None:
 
 
 def _outliving() -> None:
-    """A forked child that drops views releases nothing."""
     with own_group() as group:
         for step in range(3):
             found = _exchange(group, step, "send", None)
@@ -199,7 +196,7 @@ def _out_and_views() -> None:
             with pytest.raises(InvalidArgumentError, match="takes out= or views=True, not both"):
                 group.recv_tensor_dict(0, out={"x": torch.empty(3)}, views=True)
         group.barrier()
-    with own_group("route") as group:  # views=True permits views; copies are valid too
+    with own_group("route") as group:
         found = _exchange(group, 1, "send", None)
         assert found is None or same(found, _dict_of(1))
 
@@ -209,7 +206,6 @@ def test_out_with_views_is_refused(pools: Pools) -> None:
 
 
 def _compiled() -> None:
-    """A receiver in compiled code gets copies."""
     sent = {"x": torch.arange(ROWS, dtype=torch.int32)}
     spec = ps.TensorDictSpec.of(sent)
     with own_group() as group:
@@ -252,7 +248,6 @@ def test_one_of_two_readers_opts_out(pools: Pools) -> None:
 
 
 def _full_of_loans() -> None:
-    """Loans leave memory for collectives, and a lent message may stay unread."""
     with own_group() as group:
         held: list[Tensor] = []
         for step in range(5):

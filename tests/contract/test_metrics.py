@@ -136,7 +136,7 @@ def test_prometheus_client_collects_what_the_endpoint_says(pools: Pools) -> None
         theirs, ours = (
             {
                 (family.name, family.type, family.documentation): {
-                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value  # ages keep growing
+                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value
                     for each in family.samples
                 }
                 for family in parser.text_string_to_metric_families(text)

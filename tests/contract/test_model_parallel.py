@@ -147,7 +147,6 @@ def _fail(world: object) -> None:
 
 
 def test_a_rank_that_fails_at_the_end_of_the_division(pools: Pools) -> None:
-    """It misses the closing barrier. The others' error names the likely cause, and no rank keeps groups."""
     for rank, (made, found) in enumerate(pools(4).run(_one_rank_fails_at_the_end, timeout_s=DEADLINE_S)):
         if rank == 3:
             assert made.kind == "ZeroDivisionError"

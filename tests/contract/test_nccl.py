@@ -80,7 +80,6 @@ def group_carrier(pools: Callable[[int], WorkerPool], stand_in: Path) -> Carrier
 
 
 def test_nothing_is_left_behind(stand_in: Path) -> None:
-    """The files by which a communicator's ranks meet are deleted when all have joined."""
     assert list(stand_in.parent.iterdir()) == [stand_in]
 
 

@@ -227,13 +227,12 @@ def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pool
             "started transfers need a separate stream per direction"
         )
         assert streams[2:] == [7] * 4
-        following, previous = int(rank == 3), int(rank != 0)  # its rank in the pair's communicator
+        following, previous = int(rank == 3), int(rank != 0)
         assert [int(line.split("peer=")[1].split()[0]) for line in told[:2]] == [1 - following, 1 - previous]
         assert live == 0
 
 
 def _ring_body(library: str, ahead: bool) -> list[float]:
-    """All ranks send first, to peers without a connection. With `ahead`, a barrier follows."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, timeout=Timeout(20.0)), (_ROW, CATALOG[-1]))
@@ -449,13 +448,12 @@ def _capture_body(library: str) -> list[str]:
         nccl.streams.capturing = True
         recorded = nccl.streams.recorded
         assert nccl.all_reduce(torch.ones(1), "sum").item() == 2
-        assert nccl.streams.recorded == recorded  # the graph has no event of ours
+        assert nccl.streams.recorded == recorded
     nccl.close()
     return said
 
 
 def _warm_body(library: str) -> tuple[list[str], list[str]]:
-    """A ring's neighbours have a different order on each rank."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (_ROW,))
@@ -491,7 +489,6 @@ def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
 
 
 def _divided_body(library: str) -> tuple[list[float], list[str], int]:
-    """Two ranks in a part, one alone, one in no part."""
     world = twin_of(ps.get_world_group()).context
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     whole = Route(world, [StandInNccl(world)], {})
@@ -602,7 +599,6 @@ def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(pools: Pools, sta
 
 
 def _asked_to_divide_body(library: str) -> dict[str, tuple[int | None, int]]:
-    """The rank in the part, and the color, of each split for a layout."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     asked: dict[str, tuple[int | None, int]] = {}
 

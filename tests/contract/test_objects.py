@@ -141,7 +141,7 @@ def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
     try:
         yield group
     finally:
-        world.barrier()  # no rank leaves while a peer uses the group
+        world.barrier()
         group.destroy()
 
 
@@ -188,7 +188,7 @@ def test_broadcast_object_from_every_source(pools: Pools, world_size: int) -> No
 def broadcast_sizes() -> set[int]:
     group = ps.get_world_group()
     fits = raw_messages.most_inline_bytes() - (metadata_bytes("x" * 4000) - 4000)
-    flags = [torch.tensor(i) for i in range(5)]  # one byte each, at the end of the body, on both sides of the boundary
+    flags = [torch.tensor(i) for i in range(5)]
     transfers = set()
 
     def last_number() -> int:
@@ -273,7 +273,7 @@ def broadcast_lists() -> None:
     else:
         with pytest.raises(ps.RemoteError, match=r"rank 0 .* an object list must be a list, but is a tuple"):
             group.broadcast_object_list([0, 0], 0)
-    if rank != 0:  # checked before anything is received
+    if rank != 0:
         with pytest.raises(ps.InvalidArgumentError, match="must be a list, but is a tuple"):
             group.broadcast_object_list(no_list, 0)
     check_usable(group)
@@ -314,7 +314,7 @@ def all_gather_everything() -> None:
         lambda r: torch.empty(0) if r else torch.ones(2, dtype=torch.bfloat16),
         lambda r: "y" * (1 << 20) if r == size - 1 else b"",
     ]
-    for shift in range(size):  # each rank sends the long object once
+    for shift in range(size):
         for make in rounds:
             mine = make((rank + shift) % size)
             got = group.all_gather_object(mine)
@@ -334,8 +334,8 @@ def ring() -> None:
     group = ps.get_world_group()
     rank, size = group.rank_in_group, group.world_size
     before = (rank - 1) % size
-    incoming = group.irecv_object()  # the default is the previous rank
-    group.send_object(tensor_zoo(rank))  # the default is the next rank
+    incoming = group.irecv_object()
+    group.send_object(tensor_zoo(rank))
     got = incoming.wait()
     assert same(got, arrived_zoo(before))
     assert incoming.wait() is got
@@ -387,10 +387,10 @@ def mixed_sender(group: GroupCoordinator, peer: int) -> None:
 
 def mixed_receiver(group: GroupCoordinator, peer: int) -> None:
     first = group.irecv_object(peer)
-    tensor = group.recv([5], torch.int64, peer)  # sent after two messages, received before them
+    tensor = group.recv([5], torch.int64, peer)
     second = group.irecv_tensor_dict(peer)
     third = group.irecv_object(peer)
-    assert third.is_completed() in (True, False)  # starts a thread that receives all three
+    assert third.is_completed() in (True, False)
     assert same(tensor, torch.arange(5))
     assert same(group.recv([2, 2], torch.bool, peer), torch.zeros(2, 2, dtype=torch.bool))
     assert same(third.wait(), [torch.ones(3)])
@@ -503,15 +503,14 @@ def refuse_long_metadata() -> None:
     group = ps.get_world_group()
     with metadata_limit(10_000):
         assert group.broadcast_object("x" * 9_900) == "x" * 9_900
-        bulk = torch.ones(20_000)  # tensor bytes don't count
+        bulk = torch.ones(20_000)
         assert same(group.broadcast_object(bulk), bulk)
         refused_everywhere("x" * 10_000, ps.UsageError, "at most 10000 bytes")
-        # Each tensor counts one byte.
         room = 10_000 - metadata_bytes(["x" * 9_000, *map(torch.tensor, range(20))]) + 9_000
         fits, too_long = (["x" * size, *map(torch.tensor, range(20))] for size in (room - 20, room - 19))
         assert same(group.broadcast_object(fits), fits)
         refused_everywhere(too_long, ps.UsageError, "at most 10000 bytes")
-    with metadata_limit(64):  # shorter than the error's text
+    with metadata_limit(64):
         with pytest.raises(ps.UsageError if group.is_first_rank else ps.RemoteError, match="at most 64 bytes"):
             group.broadcast_object("x" * 100)
         check_usable(group)
@@ -644,7 +643,7 @@ def hostile_head(what: str, way: str, over: str) -> None:
         if group.rank_in_group == 0:
             if way in ("send", "broadcast"):
                 send_raw(group, Outgoing(head, []), way)
-            else:  # all_gather also sends the number of bytes that the head announces
+            else:
                 tensors = [torch.zeros(13 if what == "tensor bytes" else 12, dtype=torch.uint8)]
                 with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ps.MessageDecodeError):
                     raw_messages.send_encoded_as(patch, Outgoing(head, tensors))
@@ -668,7 +667,7 @@ def hostile_head(what: str, way: str, over: str) -> None:
                 incoming.wait()
             started = time.monotonic()
             with pytest.raises(ps.GroupFailedError):
-                next_one.wait()  # posted before the failure; its message never arrives
+                next_one.wait()
             assert next_one.is_completed()
             assert time.monotonic() - started < AT_ONCE_S
 
@@ -791,7 +790,7 @@ class FakeWork:
         self.error: Exception | None = None
 
     def is_completed(self) -> bool:
-        return False  # like gloo's transfers
+        return False
 
     def wait(self) -> None:
         self.waited_by.append(threading.current_thread())
@@ -868,7 +867,6 @@ def test_groups_that_share_process_groups_keep_their_messages_apart(pools: Pools
 
 
 def on_groups_made_in_turns() -> None:
-    """The process groups of [0, 1] and [2, 3] were used unequally before they become tp groups."""
     ps.init_distributed_environment()
     world = ps.get_world_group()
     for _ in range(3):

@@ -37,7 +37,6 @@ needs_torchs_windows = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -53,7 +52,7 @@ def _around() -> int:
             assert not window.tensor.to(torch.float64 if not dtype.is_complex else dtype).any(), "it isn't zeros"
             group.barrier()
             for turn in range(3):
-                sent = ((torch.arange(2 * count) + rank + turn) % 2).to(dtype)[::2]  # strided
+                sent = ((torch.arange(2 * count) + rank + turn) % 2).to(dtype)[::2]
                 window.put(sent, after, rank * count, signal=turn > 0)
                 if turn == 0:
                     window.signal(after)
@@ -62,14 +61,14 @@ def _around() -> int:
                 assert torch.equal(window.tensor[before], came), (dtype, count, turn)
                 other = window.map_remote_tensor(after)
                 assert other.shape == (size, count) and torch.equal(other[rank], sent)
-                window.signal(before)  # it may be written again
+                window.signal(before)
                 window.wait_signal(after)
                 cases += 1
-            window.map_remote_tensor(after)[after].fill_(1)  # true zero copy
+            window.map_remote_tensor(after)[after].fill_(1)
             window.signal(after)
             window.wait_signal(before)
             assert torch.equal(window.tensor[rank], torch.ones(count, dtype=dtype))
-            window.put(torch.zeros(count, dtype=dtype), rank, 0, signal=True)  # to itself
+            window.put(torch.zeros(count, dtype=dtype), rank, 0, signal=True)
             window.wait_signal(rank)
             assert torch.equal(window.tensor[0], torch.zeros(count, dtype=dtype))
             window.deregister()
@@ -105,7 +104,6 @@ def _parts_differ() -> list[Any]:
 
 
 def test_ranks_may_have_different_parts(pools: Pools) -> None:
-    """Memory is used again after `deregister`."""
     assert pools(2).run(_parts_differ, timeout_s=DEADLINE_S) == [[10, True], [1, True]]
 
 
@@ -133,10 +131,10 @@ def _wrong() -> list[Outcome]:
                 lambda: gone.map_remote_tensor(peer),
             )
         ]
-        found.append(attempt(window.wait_signal, peer, 0.05))  # nobody has signalled
+        found.append(attempt(window.wait_signal, peer, 0.05))
         group.barrier()
         window.signal(peer)
-        window.wait_signal(peer)  # all are usable
+        window.wait_signal(peer)
         assert group.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
         assert not window.tensor.any()
     found.append(attempt(window.put, torch.ones(1), peer))
@@ -166,7 +164,6 @@ def test_without_symmetric_memory_it_is_refused_on_all(pools: Pools) -> None:
 
 
 def _without_shared_memory() -> list[str]:
-    """Each rank is then a host of its own."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
         group = ps.get_world_group()
         rank, peer = group.rank_in_group, 1 - group.rank_in_group
@@ -214,8 +211,6 @@ def test_a_group_of_one_has_windows(pools: Pools) -> None:
 
 
 def _interrupted(route: str) -> tuple[str, int]:
-    """A signal handler ends a wait, and takes no signal."""
-
     def handler(*_: Any) -> None:
         raise InterruptedError("a handler")
 
@@ -284,7 +279,7 @@ def _store_buffering(rounds: int) -> tuple[int, int]:
             window.put(numbers[number : number + 1], peer)
             read[number - 1] = own[0]
             window.signal(peer)
-            window.wait_signal(peer)  # the next round begins at the same time
+            window.wait_signal(peer)
         expected = torch.arange(1, rounds + 1)
         both = group.all_gather(found.view(1, -1), 0)
         missed = (both < expected).sum(0)
@@ -338,7 +333,7 @@ def _oracle() -> int:
             assert there.dtype == dtype and there.shape == memory.shape and torch.equal(there, memory)
             dist.barrier()
             own = window.map_remote_tensor(rank)
-            inside = TORCHS._new_window(own[1:])  # in memory that all ranks have mapped
+            inside = TORCHS._new_window(own[1:])
             assert inside.get_attr(rank).access_type.name == "UNIFIED"
             assert inside.map_remote_tensor(rank).data_ptr() == own[1:].data_ptr()
             inside.put(torch.full([2], 3.0).to(dtype), rank, 1, False)

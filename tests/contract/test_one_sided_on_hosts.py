@@ -38,7 +38,6 @@ LARGE = 64 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -53,7 +52,7 @@ def _to_all(placement: Sequence[int], connections: str) -> int:
             group.barrier()
             for turn in range(2):
                 for dst in range(size):
-                    x = ((torch.arange(2 * count) + rank + dst + turn) % 2).to(dtype)[::2]  # strided
+                    x = ((torch.arange(2 * count) + rank + dst + turn) % 2).to(dtype)[::2]
                     window.put(x, dst, rank * count, signal=turn > 0)
                     if turn == 0:
                         window.signal(dst)
@@ -114,7 +113,6 @@ def test_hosts_whose_first_ranks_alone_are_connected(on_hosts: OnHosts) -> None:
 
 
 def _idle(folder: str) -> bool:
-    """Rank 1 is in no call while rank 0 puts and signals."""
     with world(2):
         group = ps.get_world_group()
         window = group.window([1000], torch.int64)
@@ -123,7 +121,7 @@ def _idle(folder: str) -> bool:
             for number in range(1, 4):
                 window.put(torch.full([1000], number), 1)
                 window.signal(1)
-                time.sleep(0.1)  # the thread that moves it falls asleep
+                time.sleep(0.1)
             told.touch()
             window.wait_signal(1)
             return True
@@ -132,7 +130,7 @@ def _idle(folder: str) -> bool:
             seen.add(int(window.tensor[999]))
             time.sleep(0.005)
         for _ in range(3):
-            window.wait_signal(0, 0)  # they are here: it needn't wait
+            window.wait_signal(0, 0)
         late = attempt(window.wait_signal, 0, 0)
         window.signal(0)
         return seen >= {1, 2, 3} and late.kind == "CollectiveTimeoutError"
@@ -143,7 +141,6 @@ def test_the_target_calls_nothing(on_hosts: OnHosts, tmp_path: Path) -> None:
 
 
 def _both_ways() -> bool:
-    """Both put more than any buffer holds, beside messages that nobody receives yet."""
     with world(2):
         group = ps.get_world_group()
         peer = 1 - group.rank_in_group
@@ -176,7 +173,6 @@ def test_message_passing(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
 
 
 def _message_passing_to_two(rounds: int) -> int:
-    """Rank 0 puts to rank 1, which puts what it read to rank 2 of its host."""
     with world(3):
         group = ps.get_world_group()
         rank, wrong = group.rank_in_group, 0
@@ -195,7 +191,6 @@ def _message_passing_to_two(rounds: int) -> int:
 
 
 def _late() -> tuple[Outcome, bool]:
-    """A wait that ends at its timeout fails nothing; threads share the signals."""
     with world(2):
         group = ps.get_world_group()
         peer = 1 - group.rank_in_group
@@ -260,7 +255,7 @@ def _over_torch() -> int:
             _torchs(count, dtype, is_async, registers)
             cases += 1
         window = TORCHS._new_window(torch.ones(2))
-        peer = dist.get_world_size() - 1 - dist.get_rank()  # on the other host
+        peer = dist.get_world_size() - 1 - dist.get_rank()
         assert window.get_attr(peer).access_type.name == "SEPARATE"
         assert "use put" in attempt(window.map_remote_tensor, peer).text
         works = [window.wait_signal(peer, True) for _ in range(3)]
@@ -295,5 +290,4 @@ def _reconfigured(folder: str) -> bool:
 
 @needs_torchs_windows
 def test_windows_of_reconfigured_groups(on_hosts: OnHosts, tmp_path: Path) -> None:
-    """On both hosts, then with fewer ranks, then in another order."""
     assert on_hosts((0, 0, 1)).run(_reconfigured, str(tmp_path), timeout_s=DEADLINE_S) == [True] * 3

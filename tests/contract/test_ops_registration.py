@@ -130,7 +130,7 @@ RECORDED = [(case, False) for case in CASES] + [(case, True) for case in CASES i
 def test_opcheck_in_one_process(case: Case, requires_grad: bool) -> None:
     group = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(group, _x(case, 0, requires_grad)))
-    if requires_grad or case.op not in ("copy_region", "scatter_region"):  # these send in one direction only
+    if requires_grad or case.op not in ("copy_region", "scatter_region"):
         assert sum(traffic.calls for traffic in group.traffic().values()) > 1, "opcheck must have run the op"
 
 
@@ -141,7 +141,7 @@ def _opcheck_body() -> list[str]:
     """opcheck runs the op equally often on both ranks."""
     group = ps.get_tp_group()
     checked = []
-    for case in {case.op: case for case in CASES}.values():  # the last case of each op
+    for case in {case.op: case for case in CASES}.values():
         if case.op not in ON_TWO_RANKS:
             continue
         x = _x(case, group.rank_in_group, case.differentiable)
@@ -194,7 +194,7 @@ def test_every_op_writes_the_token(name: str) -> None:
     assert token.alias_info is not None
     assert token.alias_info.is_write
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    also = {"_": ["x", "token"], "o": ["token", "out"]}  # in place, or into `out`
+    also = {"_": ["x", "token"], "o": ["token", "out"]}
     assert written == also.get(name[-1] if name.endswith(("_", "_into")) else "", ["token"])
     assert all(result.alias_info is None for result in schema.returns)
     assert torch.Tag.pt2_compliant_tag in _op(name).tags
@@ -217,7 +217,7 @@ def test_a_destroyed_group_raises(case: Case) -> None:
         _op(case.op)(*arguments)
     del group
     with pytest.raises(GroupDestroyedError, match="was destroyed"):
-        _op(case.op)(*arguments)  # also after its last reference is gone
+        _op(case.op)(*arguments)
 
 
 def test_unknown_and_destroyed_groups_raise_when_a_model_is_traced() -> None:
@@ -283,12 +283,12 @@ def test_the_calls_of_a_group_take_fake_tensors() -> None:
     assert isinstance(found, FakeTensor)
     assert x.grad is not None
     assert x.grad.shape == (4, 3)
-    again = group.all_reduce(x)  # a fake tensor stays fake outside its mode
+    again = group.all_reduce(x)
     assert isinstance(again, FakeTensor)
 
 
 def test_a_group_made_in_a_fake_mode_is_real_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_tokens(monkeypatch)  # as in a process without a group
+    forget_tokens(monkeypatch)
     with FakeTensorMode():
         group = ps.simulated_group([0, 1], 0)
         assert isinstance(group.all_reduce(torch.ones(2)), FakeTensor)

@@ -132,5 +132,5 @@ def test_two_ranks_without_what_only_linux_has(tmp_path: Path) -> None:
     assert "all done" in other_out, other_err
     assert done.stdout.splitlines() == ["0 0", "1 -9"], other_err
     assert re.search(r"failed: barrier (number \d+ )?of group 'tp:", out), err
-    for text in (err, other_err):  # users can't change it, so no message at start
+    for text in (err, other_err):
         assert "runs without shared memory" not in text

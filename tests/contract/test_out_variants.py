@@ -103,7 +103,6 @@ def test_gradients(group_carrier: Carrier) -> None:
 
 
 def _aliased_body(member: Member) -> None:
-    """`x` is a part of `out`, as in torch's examples and in FSDP."""
     size, rank = member.size, member.rank
     for rows in (2, 256):
         with member.case(f"{rows} rows"):
@@ -159,7 +158,6 @@ def test_lists_with_sizes(carrier: Carrier) -> None:
 
 
 def _batch_body(member: Member) -> None:
-    """More than a ring holds. Orders differ, and all ranks wait for sends first."""
     peers = [rank for rank in range(member.size) if rank != member.rank]
     if member.simulated or not peers:
         member.cases += 1

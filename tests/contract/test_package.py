@@ -32,7 +32,6 @@ UNTRACKED = (
 )  # fmt: skip
 (DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PLAIN = {"_native.so", "_native.digest", "_native_objects.o", "_native_objects.digest"}
-"""The library, and the object that libraries for a torch are linked with."""
 TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
 
 
@@ -54,7 +53,6 @@ def compiler(folder: Path, script: str) -> str:
 
 
 def copying(folder: Path, plain: Path, full: Path = Path("/nowhere"), module: Path = Path("/nowhere")) -> str:
-    """A $CXX that copies these libraries instead of linking."""
     script = f"""
 for word; do
     [ "$word" = -shared ] && made={plain}
@@ -77,7 +75,6 @@ def environment(folder: Path, *borrowed: str) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_library() -> Path:
-    """As in a wheel, except for -O0."""
     found = native_build.find_compiler()
     if found is None:
         pytest.skip("there is no C++ compiler")
@@ -98,7 +95,6 @@ def module_library() -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because a build writes into its source tree."""
     for package, oldest in (("pip", 23), ("setuptools", 77)):
         try:
             found = metadata.version(package)
@@ -118,7 +114,6 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, plain_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without torch, as isolated builds are."""
     folder = tmp_path_factory.mktemp("wheel")
     tools = folder / "tools"
     tools.mkdir()

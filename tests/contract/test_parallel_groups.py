@@ -128,7 +128,6 @@ def _long_names() -> dict[str, str]:
 
 
 def test_long_names_are_those_of_other_engines() -> None:
-    """A getter has a long name exactly if Megatron-core, vLLM or SGLang has it, by their source."""
     megatron = find_spec("megatron")
     if megatron is None:
         pytest.skip("megatron-core is not installed")
@@ -230,7 +229,6 @@ def test_optimizer_instances_by_megatrons_getters() -> None:
 
 @pytest.mark.parametrize("rank", [0, 7])
 def test_virtual_stages(rank: int) -> None:
-    """4 pipeline ranks with 2 stages each: stage 0 is on the first, stage 7 on the last."""
     with simulate(rank, 8, 2, 4, virtual_pipeline_model_parallel_size=2).use():
         assert [ps.is_pipeline_first_stage(False, stage) for stage in (0, 1)] == [rank == 0, False]
         assert [ps.is_pipeline_last_stage(False, stage) for stage in (0, 1)] == [False, rank == 7]

@@ -202,7 +202,7 @@ def test_sub_groups(pools: Pools) -> None:
 def _sub_groups_of_two_groups() -> tuple[list[int] | None, list[int] | None]:
     with world(4):
         tp = ps.get_tp_group()
-        if tp.ranks[0] == 0:  # the other tp group isn't involved
+        if tp.ranks[0] == 0:
             tp.make_sub_group([1, 2])
         pair = tp.make_sub_group([0, 1])
         uneven = tp.make_sub_group([0, 3] if tp.ranks[0] == 0 else [1, 2, 3])
@@ -210,7 +210,6 @@ def _sub_groups_of_two_groups() -> tuple[list[int] | None, list[int] | None]:
 
 
 def test_sub_groups_of_different_groups_at_once(pools: Pools) -> None:
-    """Global ranks 0 and 5 are never connected."""
     found = pools(8).run(_sub_groups_of_two_groups, timeout_s=DEADLINE_S)
     assert [pair for pair, _ in found] == [[0, 1], [0, 1], None, None, [4, 5], [4, 5], None, None]
     assert [uneven for _, uneven in found] == [[0, 3], None, None, [0, 3], None, [5, 6, 7], [5, 6, 7], [5, 6, 7]]
@@ -283,7 +282,6 @@ def _paired() -> dict[str, Any]:
 
 
 def test_the_gloo_group_beside_a_device_group_is_made_at_its_first_use(pools: Pools) -> None:
-    """All ranks create it. Two ranks that need it for a message get an error that says how."""
     for rank, facts in enumerate(pools(8).run(_paired, timeout_s=DEADLINE_S)):
         assert facts.pop("sent", "over gloo") == "over gloo"
         assert facts == {
@@ -349,7 +347,7 @@ def _uneven_membership() -> list[Any]:
         rank = ps.get_rank()
         facts: list[Any] = [ps.get_parallel_groups().try_get("embedding") is not None]
         if rank == 0:
-            _ = ps.get_tp_group().device_group  # of one rank, on this process only
+            _ = ps.get_tp_group().device_group
         pair = ps.get_pp_group().make_sub_group([0, 1])
         last = ps.get_pp_group().make_sub_group([1, 2, 3])
         facts += [None if group is None else whose(group) for group in (pair, last)]
@@ -581,7 +579,6 @@ def _no_descriptor(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_sub_group_that_fails_on_one_rank_fails_on_all(pools: Pools, failing: int) -> None:
-    """A rank that waits for the other in gloo is free for the next attempt."""
     for rank, (told, sums) in enumerate(pools(2).run(_sub_group_that_fails, failing, timeout_s=DEADLINE_S)):
         assert told.kind == "CommunicationError", told
         assert "no descriptor is left" in told.text
@@ -591,7 +588,6 @@ def test_a_sub_group_that_fails_on_one_rank_fails_on_all(pools: Pools, failing: 
 
 
 def _default_group_that_fails(of_torch: int) -> list[Outcome]:
-    """One rank fails within torch's init, which counts it; the other before. Then both retry."""
     other = int(os.environ["RANK"]) != of_torch
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -751,7 +747,7 @@ def test_torchs_fake_backend(pools: Pools) -> None:
 
 def _started_on_torchs_fake_backend(rank: int) -> tuple[float, list[int], float]:
     began = time.monotonic()
-    with held_port() as port:  # no store listens there
+    with held_port() as port:
         ps.init_distributed_environment(8, rank, f"tcp://127.0.0.1:{port}", backend="fake")
     ps.initialize_model_parallel(2, 2)
     group = ps.get_tp_group()

@@ -24,7 +24,6 @@ Pools = Callable[[int], WorkerPool]
 SEEDS = 300 if LONG else 12
 DEADLINE_S = 60.0
 Call = Callable[[GroupCoordinator, Any], Any]
-"""Takes the group and the first rank's object; returns this rank's result."""
 SENT = object()
 
 
@@ -54,7 +53,6 @@ def _last(group: GroupCoordinator) -> int:
 
 
 def _out(given: dict[str, Any]) -> dict[str, Any]:
-    """Some are negated views."""
     found = {}
     for key, each in given.items():
         if isinstance(each, torch.Tensor):
@@ -128,7 +126,7 @@ def _dicts(seed: int) -> Iterator[dict[str, Any]]:
     for only_empty in (False, True):
         found = tensors(source, only_empty=only_empty)
         yield found
-        yield found  # a repeated head takes another path
+        yield found
 
 
 def _exchange(group: GroupCoordinator, name: str, call: Call, given: Any) -> None:

@@ -31,7 +31,7 @@ def _operations(route: str) -> list[tuple[int, str, str, tuple[int, ...], bool]]
         found = find_route(group.unique_name)
         if route == "python":
             found.serve_ops(False)
-        for _ in range(70):  # more than the records keep
+        for _ in range(70):
             group.barrier()
         group.all_reduce(torch.ones(2, 3))
         group.gather(torch.ones(4).half())
@@ -134,7 +134,7 @@ def _different(which: str, route: str) -> tuple[str, str]:
     own = {"PARALLEL_STATE_DEBUG": "on"} if os.environ["RANK"] == "0" else {}
     with environment(**own, **_settings(route)), world(2):
         group = ps.get_tp_group()
-        group.all_reduce(torch.ones(4))  # equal calls, so no error
+        group.all_reduce(torch.ones(4))
         first = group.rank_in_group == 0
         calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "size": (lambda: group.all_reduce(torch.ones(10)), lambda: group.all_reduce(torch.ones(20))),

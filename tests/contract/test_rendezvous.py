@@ -21,9 +21,9 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
 SLACK_S = 6.0  # beyond a deadline, for a busy machine; a lost name look-up takes 1 s
-START_S = 3.0  # for ranks that don't meet
+START_S = 3.0
 IN_USE_S = 1.5
-AMPLE_S = 40.0  # for ranks that do
+AMPLE_S = 40.0
 
 RANK = "RANK"
 
@@ -41,7 +41,6 @@ def held_port(listen: bool = False) -> Iterator[int]:
 
 @contextmanager
 def free_ports(count: int) -> Iterator[str]:
-    """Yields a range for PARALLEL_STATE_PORTS, such as "20000-20003"."""
     with held_port() as held:
         first = held + 1
         while True:
@@ -60,7 +59,6 @@ def start_timeout(seconds: float) -> Iterator[None]:
 
 
 def _meet(method: str, sizes: list[int | None], start_s: float) -> tuple[Outcome, Outcome] | None:
-    """Rank `rank` joins a world of `sizes[rank]`; None: it stays away."""
     rank = int(os.environ[RANK])
     size = sizes[rank]
     if size is None:
@@ -105,7 +103,6 @@ def test_worlds_follow_each_other_on_one_port(pools: Pools) -> None:
 
 
 def _again_though_groups_are_kept(port: int) -> list[float]:
-    """Worlds of 4, 3 and 4 ranks on one port, while the program keeps the first world's group."""
     rank, kept, totals = int(os.environ[RANK]), [], []
     with start_timeout(AMPLE_S):
         for size in (4, 3, 4):
@@ -120,7 +117,6 @@ def _again_though_groups_are_kept(port: int) -> list[float]:
 
 
 def _at_other_addresses(port: int) -> list[str]:
-    """Worlds at two addresses of this host and one port."""
     kept, told = [], []
     for host in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
         with start_timeout(AMPLE_S):
@@ -144,7 +140,6 @@ def test_worlds_follow_each_other_though_groups_are_kept(pools: Pools) -> None:
 
 
 def _worlds_of_some(port: int) -> list[float]:
-    """The processes were in different numbers of worlds before they meet."""
     rank = int(os.environ[RANK])
     totals = []
     with start_timeout(AMPLE_S):
@@ -169,7 +164,6 @@ def test_a_rank_needs_not_have_been_in_the_earlier_worlds(pools: Pools) -> None:
 
 
 def _leave_the_name_of_a_world(name: str) -> None:
-    """The keys of a rank 0 that was killed while it waited."""
     if os.environ[RANK] == "0":
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore("parallel_state/0", agent)
@@ -221,7 +215,6 @@ def test_a_world_without_us(pools: Pools) -> None:
 
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_a_rank_that_does_not_come(pools: Pools, method: str, tmp_path: Path) -> None:
-    """The error at the start's deadline, not an operation's, names it."""
     with held_port() as port:
         address = f"tcp://127.0.0.1:{port}" if method == "tcp" else f"file://{tmp_path}/meet"
         results = pools(4).run(_meet, address, [4, 4, None, 4], START_S, timeout_s=DEADLINE_S)
@@ -235,7 +228,6 @@ def test_a_rank_that_does_not_come(pools: Pools, method: str, tmp_path: Path) ->
 
 
 def test_rank_zero_does_not_come(pools: Pools) -> None:
-    """The error has the resolved address, and what was found there."""
     with held_port() as port:
         method = f"tcp://localhost:{port}"
         _, *results = pools(4).run(_meet, method, [None, 4, 4, 4], 1.0, timeout_s=DEADLINE_S)
@@ -262,7 +254,6 @@ def test_a_port_in_use(pools: Pools, listener: str) -> None:
 
 
 def test_a_port_that_is_given_back(pools: Pools) -> None:
-    """Rank 0 waits for the port, and the others for rank 0."""
     with held_port() as port, socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -36,8 +36,6 @@ Pools = Callable[[int], WorkerPool]
 
 
 class SmallFloats(ProcessGroupCommunicator):
-    """Carries all_reduces of at most LIMIT float32 numbers, and counts them."""
-
     name = "small_floats"
     picks_by_size = True
 
@@ -186,7 +184,6 @@ def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
 
 
 def _capturing_body(capturing: bool) -> list[str]:
-    """The group claims that its device is a GPU, but tensors are on the CPU."""
     group = _member(SMALL)
     context = dataclasses.replace(group.context, device=torch.device("cuda", 0))
     route = Route(context, group.route.communicators, {})
@@ -240,7 +237,6 @@ def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
 
 
 def test_the_vote_is_the_groups_own(pools: Pools) -> None:
-    """In two groups of two, rank 1 of each refuses; only its own peer is affected."""
     results = pools(4).run(_vote_body, True, tp=2)
     own = "its library is not here"
     others = [f"it is unavailable on global rank {rank} of the group" for rank in (1, 3)]

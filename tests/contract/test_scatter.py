@@ -23,7 +23,7 @@ def _body(member: Member, told: str) -> None:
     if told == "by every caller":
         cases += [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
     else:
-        cases = cases[::3]  # differs only by a message
+        cases = cases[::3]
     for src, (dtype, part, dim) in member.with_roots(member.shared(cases)):
         form = Form(multiplied(part.shape, dim, member.size), part.layout)
         x = any_bytes(form, dtype, src)

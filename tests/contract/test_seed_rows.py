@@ -49,7 +49,7 @@ def _utilities(path: str, missing: str) -> dict[str, Any]:
             order = f"order/{first.__name__}"
             with first():
                 facts[first.__name__] = store.add(order, 1) == 1
-                if rank == 0:  # detects ranks that enter together
+                if rank == 0:
                     store.set(f"{order}/done", b"")
                 else:
                     facts[first.__name__] = not store.check([f"{order}/done"])
@@ -62,7 +62,7 @@ def _utilities(path: str, missing: str) -> dict[str, Any]:
             assert rank == 0
             _ = 1 / 0
         total = torch.ones(1)
-        dist.all_reduce(total)  # the user's group still works
+        dist.all_reduce(total)
         facts["total"] = total.item()
         facts["world"] = ps.try_get_world_group()
     facts["afterwards"] = ps.read_file_dist(path).read()
@@ -199,7 +199,6 @@ def test_tensor_dicts_in_a_group_of_one() -> None:
 
 
 def test_tensor_dicts_in_a_group_of_one_are_as_vllms() -> None:
-    """Compared with vLLM's own functions."""
     names = ("send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict", "irecv_tensor_dict")
     theirs: dict[str, Any] = {"torch": torch}
     exec(VLLM.cut(*names, strip_decorators=True), theirs)
@@ -230,7 +229,7 @@ def _alone() -> dict[str, Any]:
         ps.init_distributed_environment()
         ps.initialize_model_parallel()
         total = torch.ones(1)
-        dist.all_reduce(total, group=ps.get_tp_group().device_group)  # created at this access
+        dist.all_reduce(total, group=ps.get_tp_group().device_group)
         facts["mesh"] = ps.get_device_mesh().mesh_dim_names
         ps.destroy_distributed_environment()
         ps.destroy_distributed_environment()
@@ -244,7 +243,6 @@ def test_a_world_of_one_leaves_the_default_group_free(pools: Pools) -> None:
 
 
 def _alone_among_others() -> list[float]:
-    """Each process is its own world, while the default group has both."""
     with environment():
         with no_launcher():
             ps.init_distributed_environment(1, 0)

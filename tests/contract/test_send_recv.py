@@ -29,7 +29,7 @@ def _body(member: Member) -> None:
                             lambda form=form, dtype=dtype, src=src: member.group.recv(form.shape, dtype, src),
                         )
     if member.size == 1:
-        member.cases += 1  # no peer: see test_usage_errors
+        member.cases += 1
 
 
 def test_every_rank_to_every_other(carrier: Carrier) -> None:

@@ -1,5 +1,3 @@
-"""send and recv of plain CPU tensors within a host run in C++."""
-
 from __future__ import annotations
 
 import random
@@ -27,7 +25,6 @@ DEADLINE_S = 60.0
 T_S = 1.0
 RING_ELEMENTS = RING_BYTES // 4
 SMALL, LARGE = 16, 2 * RING_ELEMENTS
-"""float32 elements. LARGE exceeds a ring."""
 
 
 def _carried(group: Group) -> tuple[int, int]:
@@ -73,7 +70,7 @@ def _forms() -> int:
                 assert found.dtype == x.dtype and found.is_contiguous() and torch.equal(found, x), number
             ours, others = (number, 0) if group.rank_in_group == 0 else (0, number)
             assert _carried(group) == (ours, others), number
-            group.barrier()  # the ring has room for one at a time
+            group.barrier()
         return len(cases)
 
 
@@ -86,10 +83,10 @@ def _what_does_not() -> None:
         for x in (torch.ones(0), torch.ones(LARGE), torch.ones(3, dtype=torch.complex64).conj()):
             found = _pass(group, x)
             assert found is None or torch.equal(found, x)
-            group.barrier()  # the ring has room for one at a time
+            group.barrier()
         sent, received = _carried(group)
         assert sent == (1 if group.rank_in_group == 0 else 0)  # torch resolves the conjugate before the op's kernel
-        assert received == (2 if group.rank_in_group == 1 else 0)  # of any size
+        assert received == (2 if group.rank_in_group == 1 else 0)
 
 
 def test_what_is_left_to_python_arrives_as_well(pools: Pools) -> None:
@@ -104,7 +101,7 @@ def _ops() -> None:
             version = x._version
             with torch.no_grad():
                 ops.send(x, token, 1, key)
-            assert x._version == version  # only read
+            assert x._version == version
             with pytest.raises(ps.InvalidArgumentError, match="has no gradient"):
                 ops.send(x * 2, token, 1, key)
         else:
@@ -173,7 +170,7 @@ def _after_started() -> None:
         while count_waiting(group, 1) < 2 and time.monotonic() < until:
             time.sleep(0.001)
         assert count_waiting(group, 1) == 2 and _carried(group) == (0, 0)
-        group.barrier()  # received from here on
+        group.barrier()
         behind.join(DEADLINE_S)
         for handle in handles:
             handle.wait()
@@ -246,7 +243,6 @@ def test_threads_that_start_and_wait(pools: Pools) -> None:
 
 
 FAILURES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object]]] = {
-    # Rank 0's call, and the call that fails on rank 1.
     "another size": (lambda g: g.send(torch.ones(3), 1), lambda g: g.recv((4,), torch.float32, 0)),
     "another dtype": (lambda g: g.send(torch.ones(4), 1), lambda g: g.recv((4,), torch.int32, 0)),
     "an empty one": (lambda g: g.send(torch.ones(0), 1), lambda g: g.recv((4,), torch.float32, 0)),

@@ -46,7 +46,6 @@ def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 SIZES = (1, 7, 1000, 16384, 16385, 32768, 32769, 65536, 65537, 131072, 200_001, 524_288, 1_000_003)
-"""Around the sizes of small slots, large slots and chunks."""
 
 
 def _one(group: ps.GroupCoordinator, kind: str, seed: int, count: int, dtype: torch.dtype) -> None:
@@ -90,14 +89,13 @@ KINDS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast
 
 
 def _mixed(seed: int, calls: int, pauses: bool) -> str:
-    """Random delays let some ranks run ahead."""
     with world(int(os.environ["WORLD_SIZE"])):
         group = ps.get_tp_group()
         draw, own = random.Random(seed), random.Random(seed * 64 + group.rank)
         for number in range(calls):
             kind, count = draw.choice(KINDS), draw.choice(SIZES)
             dtype = draw.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8))
-            if draw.random() < 0.5:  # many small calls in a row use every slot
+            if draw.random() < 0.5:
                 count = min(count, 1000)
             if pauses and own.random() < 0.1:
                 time.sleep(own.random() * 0.004)
@@ -110,7 +108,6 @@ def _mixed(seed: int, calls: int, pauses: bool) -> str:
 
 @pytest.mark.parametrize(("ranks", "pauses"), [(2, True), (3, False), (4, True), (8, True)])
 def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
-    """No rank may read a slot that is being written."""
     for seed in range(3 if LONG else 1):
         found = pools(ranks).run(_mixed, seed, 120 if ranks < 8 else 60, pauses, timeout_s=DEADLINE_S)
         assert found == ["shared_memory"] * ranks
@@ -216,7 +213,6 @@ def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch: py
 
 
 def _by_either_way() -> dict[str, int]:
-    """Ranks alternate between an op's C++ kernel and its Python twin. Returns the calls per kernel."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with world(size), torch._C._AutoDispatchBelowAutograd():  # above autograd, both registrations have the same kernels
         group = ps.get_tp_group()
@@ -261,7 +257,6 @@ def _touched() -> list[list[float]]:
 
 
 def test_each_rank_touches_its_own_slots(pools: Pools) -> None:
-    """Of its peers' slots, only what the first calls have read."""
     for rank, segments in enumerate(pools(4).run(_touched, timeout_s=DEADLINE_S)):
         assert segments
         for shares in segments:
@@ -282,7 +277,7 @@ def _anywhere() -> list[tuple[int, int]]:
                     x.copy_(expected)
                 group.broadcast_(x, 1)
                 x += 1
-                group.all_reduce_(x, "max")  # equal on both ranks
+                group.all_reduce_(x, "max")
                 x -= 1
                 if not torch.equal(x, expected) or room[:at].any() or room[at + count :].any():
                     wrong.append((behind, count))
@@ -448,7 +443,6 @@ def _off_on_one() -> tuple[float, bool]:
 
 
 def test_a_rank_that_has_it_off_is_heard_by_all(pools: Pools) -> None:
-    """Otherwise ranks with different environments would use different transports."""
     assert pools(4).run(_off_on_one, timeout_s=DEADLINE_S) == [(4.0, True)] * 4
 
 
@@ -516,7 +510,7 @@ def _interrupted_amid_threads() -> tuple[str, str]:
             def come_second() -> None:
                 while len(group.route.operations()) == begun:
                     time.sleep(0.01)
-                time.sleep(0.3)  # the first call is recorded, and waits
+                time.sleep(0.3)
                 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 other.append(attempt(group.all_reduce, torch.ones(3)).kind)
 

@@ -25,7 +25,6 @@ except ps.RendezvousError as error:
 
 @pytest.mark.parametrize("without", [(0, 1), (0,)])
 def test_a_world_over_gloo_without_the_compiled_part(without: tuple[int, ...]) -> None:
-    """Only the first rank of a host warns."""
     ended = run_in_ranks(PROGRAM.replace("WITHOUT", repr(without)), dict(os.environ), 2, DEADLINE_S)
     for code, output in ended:
         assert code == 0 and "sum 2.0" in output, output

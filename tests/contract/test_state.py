@@ -23,7 +23,7 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
-SOON_S = 10.0  # far below the timeout of 60 s, for a busy machine
+SOON_S = 10.0
 
 
 def kinds(outcomes: list[Outcome]) -> set[str]:
@@ -113,7 +113,6 @@ def _link(number: str) -> str:
 
 
 def test_alone_needs_no_address(pools: Pools) -> None:
-    """Variables that init exports for env:// are removed again."""
     for facts in pools(4).run(_alone, timeout_s=DEADLINE_S):
         exported = facts.pop("exported")
         assert facts == {
@@ -146,7 +145,7 @@ def _variables_that_init_adds() -> tuple[dict[str, str], list[str], bool]:
         before = dict(os.environ)
         ps.init_distributed_environment(size, rank)
         added = {name: value for name, value in os.environ.items() if name not in before}
-        os.environ["WORLD_SIZE"] = "99"  # now the program's own
+        os.environ["WORLD_SIZE"] = "99"
         ps.destroy_distributed_environment()
         left = sorted(set(os.environ) - set(before))
         del os.environ["WORLD_SIZE"]
@@ -155,7 +154,6 @@ def _variables_that_init_adds() -> tuple[dict[str, str], list[str], bool]:
 
 
 def test_exported_variables_are_taken_back(pools: Pools) -> None:
-    """Also after an init that fails. Variables that the program changed since then stay."""
     for rank, (added, left, clean) in enumerate(pools(4).run(_variables_that_init_adds, timeout_s=DEADLINE_S)):
         assert added == {"RANK": str(rank), "WORLD_SIZE": "4"}
         assert left == ["WORLD_SIZE"]
@@ -184,7 +182,6 @@ def _join(name: str, backend: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["gloo", None])
 def test_joins_a_default_group_that_is_there(pools: Pools, backend: str | None) -> None:
-    """A group of another size, rank or backend is refused, and survives that."""
     results = pools(4).run(_join, f"join/{uuid.uuid4()}", backend, timeout_s=DEADLINE_S)
     for rank, facts in enumerate(results):
         size, other, backend_refused = facts.pop("refused")
@@ -197,7 +194,6 @@ def test_joins_a_default_group_that_is_there(pools: Pools, backend: str | None) 
 
 
 def test_the_device_of_a_joined_group_without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its device is the GPU if there is CUDA."""
     place = ProcessEnvironment(1, 1, 2, 2, None, None, "torchrun")
     assert startup.device_of("undefined", place) == torch.device("cpu")
     chosen: list[int] = []
@@ -367,7 +363,6 @@ def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
 
 
 def _without_a_watch() -> tuple[Outcome, int]:
-    """Rank 1 can't start the thread that receives news from its control plane."""
     native.load()  # opens a pipe for signals
     start, before = HelperThread.start, len(os.listdir("/proc/self/fd"))
 

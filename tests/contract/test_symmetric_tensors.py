@@ -51,7 +51,7 @@ def _collectives() -> int:
                 rows = count // size * size
                 mine, every = _filled(group, [count], dtype, count)
                 total = torch.stack([each.double() for each in every]).sum(0)
-                for _ in range(2):  # the second run reuses the first one's memory
+                for _ in range(2):
                     assert torch.equal(group.all_reduce(mine).double(), total), (count, dtype)
                 assert torch.equal(mine, every[group.rank_in_group]), "the input must stay unchanged"
                 assert torch.equal(group.all_gather(mine, 0), torch.cat(every))
@@ -89,7 +89,7 @@ def _memory() -> dict[str, Any]:
         facts["again"] = group.empty([4, 5]).data_ptr() == address
         facts["shape"] = tuple(group.empty([0, 3]).shape), group.empty([2], torch.int8).dtype
         if group.rank_in_group == 0:
-            facts["alone"] = _mapped(group.empty([1000, 1000]))  # needs no peer
+            facts["alone"] = _mapped(group.empty([1000, 1000]))
         group.barrier()
         outlives = group.empty([3])
         outlives.fill_(7)
@@ -131,7 +131,6 @@ def test_freed_memory_is_bounded(pools: Pools) -> None:
 
 
 def _kept_beyond_the_group() -> tuple[int, float]:
-    """MiB of shared memory that one small tensor keeps after its group, which had large ones, was destroyed."""
     with world(2):
         group = ps.get_tp_group()
         kept = group.empty((40_000,)).fill_(7)
@@ -157,7 +156,7 @@ def _freed_in_a_forked_child() -> float:
                 held.clear()
                 os._exit(0)
             os.waitpid(child, 0)
-            total = float(held[0][::4096].min())  # one byte of each page
+            total = float(held[0][::4096].min())
         group.barrier()
         return total
 

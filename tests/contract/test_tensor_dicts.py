@@ -53,7 +53,6 @@ def arrived_dict_of(seed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted(group: GroupCoordinator) -> Iterator[dict[str, Traffic]]:
-    """The traffic by operation is filled in at the end."""
     before = {name: (traffic.calls, traffic.bytes) for name, traffic in group.traffic().items()}
     carried: dict[str, Traffic] = {}
     yield carried
@@ -189,7 +188,7 @@ def a_dict_alone() -> None:
     wrong: Any = [1]
     with pytest.raises(ps.InvalidArgumentError, match="must be a dict, but is a list"):
         group.broadcast_tensor_dict(wrong)
-    assert group.send_tensor_dict(mine) is mine and group.recv_tensor_dict() is None  # like vLLM's
+    assert group.send_tensor_dict(mine) is mine and group.recv_tensor_dict() is None
     group.isend_tensor_dict(mine).wait()
     assert group.irecv_tensor_dict().wait() is None
     with pytest.raises(ps.InvalidArgumentError, match="a rank can't send to itself"):
@@ -361,7 +360,7 @@ def dropped_handles() -> None:
         for i in range(3):
             group.isend_tensor_dict({"i": i, "t": torch.full((LARGE,), i).t()}, 1)
             gc.collect()
-        overwritten = [torch.full((LARGE,), -1) for _ in range(3)]  # would overwrite freed memory
+        overwritten = [torch.full((LARGE,), -1) for _ in range(3)]
         group.send(overwritten[0][:1], 1)
     else:
         group.irecv_tensor_dict(0)
@@ -369,7 +368,7 @@ def dropped_handles() -> None:
         overwritten = [torch.full((FRAME_BYTES,), 7, dtype=torch.uint8) for _ in range(50)]
         assert overwritten[0][0] == 7
         group.recv([1], torch.int64, 0)
-        for i in (1, 2):  # the dropped receive took the first
+        for i in (1, 2):
             assert same(group.recv_tensor_dict(0), {"i": i, "t": torch.full((LARGE,), i)})
     check_usable(group)
 
@@ -433,7 +432,7 @@ def delivered_sends(over: str) -> None:
             for sender in senders:
                 sender.join()
             assert len(alive) == count * threads
-            group.recv([1], torch.float32, 1)  # the receiver has them all
+            group.recv([1], torch.float32, 1)
             deadline = time.monotonic() + 5
             while any(sent() is not None for sent in alive) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -510,7 +509,6 @@ def test_with_a_spec_only_tensors_are_sent(pools: Pools, world_size: int) -> Non
 
 
 def exchange_lists(over: str) -> None:
-    """Small tensors, which the route sends as one, and large ones."""
     with own_group(over) as group:
         rank = group.rank_in_group
         for values in (flat_dict(1), {**flat_dict(2), "large": torch.arange(LARGE // 4)}):
@@ -539,7 +537,6 @@ def test_lists_over_both_transports(pools: Pools, over: str) -> None:
 
 
 def past_python() -> None:
-    """Once the queues are open, no message uses the transport, and none with a spec the messenger."""
     torch._dynamo.reset()
     fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
     spec = ps.TensorDictSpec.of(fit)
@@ -580,9 +577,7 @@ def past_python() -> None:
         exchange(fit["x"])
         for number in range(4):
             exchange_objects(number)
-            group.broadcast_object(
-                [torch.ones(number)] if rank == 0 else None
-            )  # the receiver's C++ leaves it to Python
+            group.broadcast_object([torch.ones(number)] if rank == 0 else None)
             numbers = [each.sequence for each in group.route.operations() if each.peer < 0]
             assert numbers == list(range(1, 2 + 3 * (number + 1))), numbers
         raw_messages.without_queue_calls(patch)
@@ -597,7 +592,7 @@ def past_python() -> None:
         raw_messages.without_list_calls(patch)
         compiled = torch.compile(exchange, fullgraph=True, backend="aot_eager")
         with counted(group) as carried:
-            for seed in range(100):  # more than there are records or slots in the ring
+            for seed in range(100):
                 x = fit["x"] + seed
                 ps.get_world_group().barrier()  # otherwise the source runs ahead until the ring is full
                 assert same((compiled if seed % 5 == 0 else exchange)(x), (x, x * 2))
@@ -692,7 +687,6 @@ def test_large_tensors_are_received_in_memory_of_the_group(pools: Pools) -> None
 
 
 def other_specs() -> list[dict[str, Any]]:
-    """Dicts of other specs whose bytes would fit `small_dict`'s."""
     x, y = torch.ones(4), torch.zeros(4)
     return [
         {"y": y, "x": x, "n": 3},
@@ -711,7 +705,6 @@ def small_dict() -> dict[str, Any]:
 
 
 def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
-    """Even cases first open the group's queues, so that C++ makes the calls."""
     spec: ps.TensorDictSpec | None = ps.TensorDictSpec.of(small_dict())
     others = other_specs()
     sent = others[case] if case < len(others) else small_dict()
@@ -747,7 +740,6 @@ def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
 
 @contextlib.contextmanager
 def short_group(over: str) -> Iterator[GroupCoordinator]:
-    """As own_group, but over gloo a sender waits at most 2 s."""
     with pytest.MonkeyPatch.context() as patch:
         if over == "route":
             patch.setattr(test_objects, "DEADLINE_S", 7)
@@ -765,7 +757,6 @@ def meet_other_specs(over: str, cases: list[int]) -> None:
     ("over", "cases"), [("queue", list(range(7))), ("connections", list(range(7))), ("route", [0, 5])]
 )
 def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -> None:
-    """Otherwise two swapped tensors of equal size would go undetected."""
     pools(2).run(meet_other_specs, over, cases, tp=1, timeout_s=90)
 
 
@@ -784,7 +775,6 @@ def meet_other_slices() -> str:
 
 
 def test_other_slices_are_a_mismatch(pools: Pools) -> None:
-    """The first receiver to detect it fails the group; the other may receive that failure first."""
     told = pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)[2:]
     assert any("cut other tensors into slices" in text for text in told), told
     assert all(re.search("cut other tensors into slices|detected a mismatched call", text) for text in told), told
@@ -854,8 +844,6 @@ def misfits() -> list[dict[str, Any]]:
 
 
 def receive_into_buffers(over: str, how: str) -> None:
-    """The first dict of a form is decoded, later ones are expected. Buffers may be strided."""
-
     def buffers() -> dict[str, Tensor]:
         return {"hidden": torch.zeros(3, 4, dtype=torch.bfloat16), "residual": torch.zeros(4, 2).t()}
 
@@ -1047,7 +1035,7 @@ def compiled_by_inductor() -> None:
         mine = {"x": x, "n": 3}
         if rank == 0:
             group.send_tensor_dict(mine, peer, spec=spec)
-            group.recv_tensor_dict(peer, spec=spec)  # unused result
+            group.recv_tensor_dict(peer, spec=spec)
         else:
             group.recv_tensor_dict(peer, spec=spec)
             group.send_tensor_dict(mine, peer, spec=spec)
@@ -1068,7 +1056,7 @@ def compiled_by_inductor() -> None:
 
 @pytest.mark.slow
 def test_compiled_by_inductor_with_a_spec(pools: Pools) -> None:
-    pools(2).run(compiled_by_inductor, tp=1, timeout_s=300)  # compiles C++ on a busy machine
+    pools(2).run(compiled_by_inductor, tp=1, timeout_s=300)
 
 
 def compiled_slices() -> None:

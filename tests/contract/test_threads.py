@@ -145,7 +145,6 @@ def test_a_signal_handler_in_the_middle_of_a_call(pools: Pools, route: str) -> N
 
 LARGE = torch.ones(4 << 20)
 TRANSFERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], str]] = {
-    # Rank 0's call, its handler's call, rank 1's call 1 s later, the handler's outcome.
     "recv_object": (
         lambda g: g.recv_object(1), lambda g: g.recv_object(1), lambda g: g.send_object("x", 0), "UsageError"),
     "irecv_object": (
@@ -191,13 +190,11 @@ def _transfer_in_a_handler(what: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("what", TRANSFERS)
 def test_a_signal_handler_in_the_middle_of_a_transfer(pools: Pools, what: str) -> None:
-    """Calls that would wait for the interrupted thread are refused. Started sends are queued behind it."""
     told = pools(2).run(_transfer_in_a_handler, what, tp=2, timeout_s=DEADLINE_S)
     assert told == [(TRANSFERS[what][-1], 2.0), ("", 2.0)]
 
 
 def _sends_of_handlers(seconds: float) -> int:
-    """Returns the number of the handler's messages."""
     (group,) = _groups("shared memory", 1)
     others, until = 0, time.monotonic() + seconds
     large, from_handler = b"x" * (1 << 20), "from the handler"
@@ -265,7 +262,6 @@ def test_ctrl_c_in_the_middle_of_a_send_ends_the_group(pools: Pools) -> None:
 
 
 def _awaited_again(begun: bool) -> tuple[str, bool]:
-    """Ctrl-C ends the wait for a started receive, before or in the middle of its message."""
     (group,) = _groups("shared memory", 1)
     try:
         if group.rank_in_group:
@@ -312,7 +308,6 @@ def _list_op(group: ps.GroupCoordinator, name: str) -> None:
 
 
 PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    # Rank 0's receive, which runs in C++ from the third message on, and rank 1's send.
     "recv_object": (lambda g: g.recv_object(1), lambda g: g.send_object("x", 0)),
     "recv_tensor_dict": (lambda g: g.recv_tensor_dict(1), lambda g: g.send_tensor_dict({"x": torch.ones(3)}, 0)),
     "recv_tensor_dict with a spec": (
@@ -330,7 +325,6 @@ PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _interrupted_past_python(what: str, handle: Callable[[ps.GroupCoordinator], object]) -> tuple[list[Any], str]:
-    """Runs `handle` during rank 0's third receive. Returns its result, and the outcomes of this and the next."""
     (group,) = _groups("shared memory", 1)
     receive, send = PAST_PYTHON[what]
     told: list[Any] = []
@@ -386,7 +380,6 @@ def test_a_signal_handler_in_a_receive_past_python(pools: Pools, what: str) -> N
 
 @pytest.mark.parametrize("what", PAST_PYTHON)
 def test_ctrl_c_in_a_receive_past_python(pools: Pools, what: str) -> None:
-    """The next receive takes the message. A broadcast fails the group, because it was already announced."""
     told, after = pools(2).run(_interrupted_past_python, what, _ctrl_c, tp=2, timeout_s=DEADLINE_S)[0]
     assert told == [True, "KeyboardInterrupt"]
     if "broadcast" in what:
@@ -418,7 +411,7 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
             group.barrier()  # an empty ring has room for the beginning of the next message
             stop_writing(group, 2.0)
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
-            time.sleep(1.0)  # the peer's calls must find this rank in the group
+            time.sleep(1.0)
             return told, ""
         receive()
         group.barrier()
@@ -471,7 +464,7 @@ def _in_a_handler_of_a_broadcast() -> list[str]:
         if group.rank_in_group:
             with pytest.MonkeyPatch.context() as patch:
                 encode_slowly(patch, 1.0)
-                group.broadcast_object({1, 2}, 1)  # C++ leaves it to Python
+                group.broadcast_object({1, 2}, 1)
         else:
             before = signal.signal(
                 signal.SIGALRM, lambda *_: told.append(attempt(group.all_reduce, torch.ones(1)).kind)

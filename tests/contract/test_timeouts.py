@@ -37,7 +37,6 @@ def _call(group: ps.GroupCoordinator, name: str) -> object:
 
 
 def _end_early(way: str, name: str, route: str, folder: str) -> tuple[str, float, float]:
-    """Returns the error's kind, its timeout, and the time."""
     with environment(**ROUTES[route]):
         ps.init_distributed_environment(timeout=LONG_S)
         try:
@@ -148,7 +147,6 @@ def test_an_extended_deadline_holds_for_groups_of_torch(pools: Pools) -> None:
 
 
 def _torch_ephemeral() -> tuple[float, float]:
-    """Rank 1 is late for the first call, and never makes the second one."""
     from torch.distributed.distributed_c10d import _add_ephemeral_timeout_for_all_pgs
 
     group = dist.new_group(backend="parallel_state", timeout=timedelta(seconds=SHORT_S * 2))

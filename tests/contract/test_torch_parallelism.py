@@ -22,7 +22,6 @@ TOLERANCE = 1e-12
 """For float64 values near 1: ranks add some hundred terms in another order."""
 HIDDEN, HEADS, VOCABULARY, TOKENS, BATCH = 16, 4, 12, 5, 8
 STEPS = 2
-"""The second step starts from the first one's gradients."""
 
 
 class Block(nn.Module):
@@ -103,9 +102,6 @@ SHARDED: dict[str, tuple[dict[str, int], tuple[str, ...], str, int]] = {
     "hybrid, cp": ({"tp": 2, "dp_replicate": 2, "cp": 2}, ("dp_replicate", "fsdp"), "dp_cp", 2),
     "one dim": ({"tp": 2, "dp_replicate": 2, "dp_shard": 2}, ("dp",), "dp", 1),
 }
-"""Sizes, FSDP's dims, the group with different data, number of weight copies."""
-
-
 PARTS = ("hybrid", "hybrid, one copy", "one dim")
 
 
@@ -157,7 +153,6 @@ def _piped(pp: int, schedule_name: str, microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [4, 2])
 def test_pipelining(pools: Pools, pp: int, schedule: str) -> None:
-    """With 2 stages and 2 data-parallel ranks, adjacent stages are not adjacent ranks."""
     microbatches = 4
     reference, (tokens, target) = _transformer(blocks=4), _batch(0)
     _loss(reference(tokens), target).backward()

@@ -59,7 +59,6 @@ def test_what_passes_over_gloo_beside_rpc(tmp_path: Path) -> None:
 
 @needs_reconfigure
 def test_groups_whose_members_change(tmp_path: Path) -> None:
-    """pytorch's test_c10d_fault_tolerance.py."""
     _check_fault_tolerance(tmp_path / "log")
 
 

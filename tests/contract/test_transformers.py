@@ -82,7 +82,6 @@ def _version() -> tuple[int, ...]:
 @pytest.mark.skipif(_version() < (5, 23), reason="transformers 5.23 or later, whose mesh this is, is not installed")
 @pytest.mark.parametrize(("order", "apart"), [("tp-dp-pp", 1), ("dp-tp-pp", 2)])
 def test_llama_with_the_plan_of_transformers(pools: Pools, tmp_path: Path, order: str, apart: int) -> None:
-    """Two copies of the model, each on two ranks, adjacent or not."""
     (expected,) = pools(1).run(_saved, str(tmp_path), timeout_s=DEADLINE_S)
     for rank, facts in enumerate(pools(4).run(_logits, str(tmp_path), order, timeout_s=DEADLINE_S)):
         assert facts["tp"][1] - facts["tp"][0] == apart

@@ -24,7 +24,6 @@ def _calls(member: Member) -> int:
 
 
 def _loss(member: Member, op: Op) -> Callable[[Tensor], Tensor]:
-    # In a simulated group all ranks equal this one.
     weights = member.of_ranks(lambda rank: rank + 1)
     return lambda x: op.call(member.group, x).square().sum() * weights[member.rank]
 
@@ -58,7 +57,7 @@ def _grad_body(member: Member) -> None:
             check_close(func.grad(loss)(x), firsts[member.rank].detach(), rtol=EPSILON)
             with torch.no_grad():
                 check_close(func.grad(loss)(x), firsts[member.rank].detach(), rtol=EPSILON)
-            if member.simulated:  # its ranks lack the parts that the next call needs
+            if member.simulated:
                 continue
             check_close(func.grad(lambda x, loss=loss: func.grad(loss)(x).square().sum())(x), second, rtol=1e-12)
             leaf = x.clone().requires_grad_()
@@ -73,9 +72,7 @@ def test_grad_and_the_gradient_of_a_gradient(group_carrier: Carrier) -> None:
 def _vmap_body(member: Member) -> None:
     for op in OPS:
         with member.case(op.name):
-            batches = member.of_ranks(
-                lambda rank, op=op: _positive((SAMPLES, *op.shape(member.size)), rank)
-            )  # the samples are first
+            batches = member.of_ranks(lambda rank, op=op: _positive((SAMPLES, *op.shape(member.size)), rank))
             samples = [[batch[i] for batch in batches] for i in range(SAMPLES)]
             expected = torch.stack([op.reference(xs, member.rank) for xs in samples])
             mine = batches[member.rank]
@@ -209,7 +206,7 @@ def _refused_body(member: Member) -> None:
                 assert found.kind == "InvalidArgumentError", found
                 assert f"{name} on group {member.group.unique_name!r}" in found.text, found.text
                 assert x.tolist() == [1.0] * 4
-                if transform != "hessian":  # its forward may already have run
+                if transform != "hessian":
                     assert _calls(member) == before, "a refused call was counted as an operation"
     assert member.group.all_reduce(torch.ones(1)).item() == member.size
 

@@ -210,7 +210,7 @@ def _wrong_tensors() -> list[Wrong]:
     }
     eye = torch.eye(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls both beta
+        warnings.simplefilter("ignore")
         csr, nested = eye.to_sparse_csr(), torch.nested.nested_tensor([eye[0], eye[1, :1]])
         quantized = torch.quantize_per_tensor(eye, 0.5, 0, torch.qint8)
     values = [
@@ -272,7 +272,7 @@ def _body(member: Member) -> None:
     group = member.group
     for wrong in WRONG:
         if member.simulated and wrong.name.endswith("a meta tensor"):
-            continue  # simulated groups support shapes without values
+            continue
         with member.case(wrong.name):
             before = group.route.sequence
             with pytest.raises(wrong.error) as caught:
@@ -291,7 +291,7 @@ def test_a_wrong_call_raises_and_the_group_goes_on(group_carrier: Carrier) -> No
 def _alone_body(member: Member) -> None:
     for wrong in (*_wrong_ranks(), *_wrong_dims(), *_wrong_ops(), *_wrong_tensors()):
         if wrong.name.endswith(("send_tensor_dict with itself", "recv_tensor_dict with itself")):
-            continue  # as vLLM for one rank: returns the dict, and None
+            continue
         if member.simulated and wrong.name.endswith("a meta tensor"):
             continue
         with member.case(wrong.name):
@@ -313,7 +313,6 @@ def test_a_global_rank_is_explained() -> None:
 
 
 def _global_rank_body(member: Member) -> None:
-    """The error of the group of global ranks 2 and 3 names the intended rank."""
     with member.case("a global rank"):
         first = member.group.first_global_rank
         with pytest.raises(InvalidArgumentError) as caught:

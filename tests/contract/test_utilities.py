@@ -42,7 +42,7 @@ def read_on_rank_zero_only(path: str, size: int) -> None:
             data = content.read()
             assert len(data) == size
             assert data == bytes(range(256)) * (size // 256)
-            content.getbuffer()[:1] = b"x" if size else b""  # a caller's own change
+            content.getbuffer()[:1] = b"x" if size else b""
     assert ps.read_file_dist(path).read(2) == bytes([0, 1])[: min(size, 2)]
     check_usable(world)
 
@@ -138,7 +138,7 @@ def rank_zero_goes_first(first: FirstContext, name: str) -> None:
             log.reached("done", 0)
         else:
             assert log.has("done", 0)
-            if rank == others[-1]:  # all leave together, even if one is slow
+            if rank == others[-1]:
                 log.never("left", [0, *others])
             log.reached("done", rank)
     log.reached("left", rank)
@@ -154,7 +154,6 @@ def test_master_first(pools: Pools, first: FirstContext, world_size: int) -> Non
 
 
 def each_host_by_itself(name: str) -> None:
-    """Hosts [0, 3], [1], [2]: the others finish before rank 0 begins."""
     world, log = ps.get_world_group(), Log(name)
     rank = world.rank_in_group
     with hosts([[0, 3], [1], [2]]):
@@ -341,8 +340,6 @@ def test_set_random_seed_without_init() -> None:
 
 
 class Holder(nn.Module):
-    """Has a `module` attribute, but is no wrapper."""
-
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Linear(2, 2)
@@ -359,7 +356,7 @@ def wrap_and_unwrap() -> None:
     assert ps.unwrap_dist(DistributedDataParallel(wrapped, process_group=group)) is model
     assert ps.unwrap_dist(model) is model
     wrapped(torch.full((1, 2), float(ps.get_world_group().rank))).sum().backward()
-    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 0.5))  # DDP: the mean of 0 and 1
+    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 0.5))
 
 
 def test_unwrap_dist(pools: Pools) -> None:
@@ -407,7 +404,6 @@ def test_ranks_of_one_host(pools: Pools, tp: int, pp: int) -> None:
 
 
 def look_over_two_hosts(elsewhere: str) -> None:
-    """Ranks 1 and 3 have another /dev/shm."""
     world = ps.get_world_group()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank in (1, 3):
@@ -428,7 +424,6 @@ def test_ranks_of_several_hosts(pools: Pools, tmp_path: Path) -> None:
 
 
 def source_has_no_memory() -> None:
-    """No segment can be made, so no rank finds the source or waits for it."""
     world = ps.get_world_group()
     source = 2
     real_open = os.open

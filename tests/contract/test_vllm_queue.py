@@ -73,7 +73,7 @@ def test_objects_arrive_at_all_readers(readers: int) -> None:
     for result in results:
         assert equal(result, OBJECTS * 3)
     for result in results:
-        result[4] += 1  # received arrays are writable
+        result[4] += 1
 
 
 def test_a_timeout_sends_and_takes_nothing(pair: tuple[MessageQueue, MessageQueue]) -> None:
@@ -85,7 +85,7 @@ def test_a_timeout_sends_and_takes_nothing(pair: tuple[MessageQueue, MessageQueu
         while True:
             writer.enqueue(sent, timeout=0.1)
             sent += 1
-    assert sent >= 9  # max_chunks, minus chunks that the handshake uses
+    assert sent >= 9
     assert [reader.dequeue(timeout=1) for _ in range(sent)] == list(range(sent))
     writer.enqueue("after", timeout=1)
     assert reader.dequeue(timeout=1) == "after"

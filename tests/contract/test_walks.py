@@ -99,7 +99,7 @@ def _death() -> list[str]:
     group, x = ps.get_tp_group(), torch.ones(2048)
     group.all_reduce(x)
     if group.rank_in_group == 1:
-        time.sleep(0.2)  # the peer waits in its call
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         group.all_reduce(x)
@@ -109,7 +109,6 @@ def _death() -> list[str]:
 
 
 def _python_stops(title: str) -> list[str]:
-    """Omits the getter, which has returned before the call."""
     return [file for file, _ in _walks()[title] if file.endswith(".py") and file != "parallel_state/state.py"]
 
 
@@ -126,7 +125,7 @@ def test_a_walk_has_few_stops_and_names_what_exists() -> None:
 
 def _check_all_reduce(title: str, way: list[str]) -> None:
     assert way == [*_python_stops(title), "ps_direct_all_reduce"]
-    assert _walks()[title][len(way)][1] == way[-1]  # the getter is the first stop
+    assert _walks()[title][len(way)][1] == way[-1]
 
 
 def test_an_all_reduce_passes_these_files(pools: Pools) -> None:

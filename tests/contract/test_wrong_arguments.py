@@ -38,12 +38,10 @@ ONLY_AT_THE_SOURCE = {
     "scatter": ("x",), "broadcast_tensor_dict": ("out",), "broadcast_object_list": ("obj_list",),
     "broadcast_tensor_dict, spec": ("tensor_dict",),
 }  # fmt: skip
-"""Only one rank can detect these; the other waits until its deadline."""
 TOLD_TO_THE_RECEIVER = {
     "send_object": ("obj",), "isend_object": ("obj",),
     "send_tensor_dict": ("tensor_dict",), "isend_tensor_dict": ("tensor_dict",),
 }  # fmt: skip
-"""They can't be sent, so the receiver raises RemoteError."""
 
 
 class Call(NamedTuple):
@@ -170,7 +168,6 @@ def _calls(group: ps.GroupCoordinator) -> dict[str, Call]:
 
 
 def _legal(name: str, parameter: str, value: str) -> bool:
-    """True for values that are valid, but don't fit the peer's call."""
     if parameter in ONLY_AT_THE_SOURCE.get(name, ()):
         return True
     return (name, parameter, value) in {
