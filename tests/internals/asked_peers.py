@@ -13,7 +13,6 @@ class Peers:
     def __init__(self) -> None:
         self.watchers: dict[int, Watcher] = {}
         self.holding: set[int] = set()
-        """Their control plane replies, but their Python doesn't."""
         self.stopped: set[int] = set()
         self.hosts: dict[int, int] = {}
 

@@ -27,7 +27,6 @@ def c10d_module() -> Path:
 
 
 def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Callable[[Path], object]) -> Path:
-    """Only one process makes the file for these facts and sources; others wait."""
     content = hashlib.sha256(repr([str(fact) for fact in facts]).encode())
     for path in sorted(sources):
         content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

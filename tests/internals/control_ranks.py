@@ -24,7 +24,6 @@ THREAD = "ps-control"
 
 class Seen(NamedTuple):
     at_s: float
-    """Wall clock, which all hosts of a test share."""
     change: Change
 
 
@@ -34,8 +33,6 @@ class _Rank:
 
 
 class Party:
-    """Ranks with different `hosts` entries can't watch each other."""
-
     def __init__(self, pool: WorkerPool, hosts: Sequence[object], addresses: Sequence[str] | None = None) -> None:
         self.pool, self.hosts = pool, hosts
         self.addresses = addresses or ["127.0.0.1"] * len(hosts)
@@ -50,7 +47,6 @@ class Party:
         port_range: str = "",
         only: Sequence[int] | None = None,
     ) -> None:
-        """All ranks, or `only` these, join the new world."""
         if not self.pool._processes:
             self.pool._start()
         for rank, address in enumerate(self.addresses):
@@ -97,7 +93,6 @@ class Party:
         return sent_s
 
     def latest(self, ranks: Iterable[int], kind: str, about: Iterable[int], since_s: float, timeout_s: float) -> float:
-        """Seconds until the last of `ranks` saw this change for every rank in `about`."""
         found = self.each(ranks, wait_for, [(kind, each) for each in about], timeout_s)
         return max(seen.at_s for each in found.values() for seen in each) - since_s
 

@@ -24,12 +24,10 @@ DEADLINE_S = 300
 
 
 class KernelTrappedError(Exception):
-    """On a GPU a trap ends the CUDA context."""
+    pass
 
 
 class CpuKernels:
-    """All ranks need equal values."""
-
     def __init__(self, max_blocks: int = 2, max_threads: int = 4, library: Path | None = None) -> None:
         self.max_blocks, self.max_threads = max_blocks, max_threads
         self._library = ctypes.CDLL(str(library or build()))
@@ -62,7 +60,6 @@ class CpuKernels:
 
 @functools.cache
 def build(*flags: str, sources: Path = CUDA_SOURCES) -> Path:
-    """Skips the test without a compiler."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

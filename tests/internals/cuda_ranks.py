@@ -1,5 +1,3 @@
-"""Ranks as threads of this process that run the kernels of peer/csrc on the CPU."""
-
 from __future__ import annotations
 
 import ctypes

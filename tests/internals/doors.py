@@ -19,7 +19,6 @@ from parallel_state.messages.messenger import Messenger
 OP_NAMES = tuple(ops.OP_NAMES)
 CALLS_OF_MESSAGES = frozenset(name for name in vars(MessageCalls) if not name.startswith("_"))
 CALLS = CALLS_OF_MESSAGES | {name for name in vars(TensorCalls) if not name.startswith("_")}
-"""Methods that all ranks of a group call together."""
 
 
 def token_of(group: GroupCoordinator) -> Tensor:
@@ -31,7 +30,6 @@ def op_arguments(group: GroupCoordinator) -> tuple[Tensor, str]:
 
 
 def call_op(group: GroupCoordinator, name: str, x: Tensor | Sequence[Tensor] | None, *arguments: Any) -> Any:
-    """`x` is None if the op takes no tensor."""
     first = () if x is None else (x,)
     return getattr(torch.ops.parallel_state, name)(*first, group._token, *arguments, group._key)
 
@@ -47,8 +45,6 @@ def forget_tokens(monkeypatch: Any) -> None:
 
 
 class _Answering(SimulatedCommunicator):
-    """Simulated, but every receive gets a tensor filled with the sender's rank."""
-
     def irecv_(self, out: Tensor, src: int, tag: int) -> Any:
         out.fill_(src)
         return self.isend(out, src, tag)

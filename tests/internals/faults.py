@@ -35,7 +35,6 @@ STARTS: dict[str, Place] = {
     "before the proof": (state, "verify_group"),
     "at the end": (world, "closing_barrier"),
 }
-"""In the order of their calls."""
 STAGES: dict[str, Place] = {
     "meeting": (_Meeting, "_judge"),
     "reachability": (reachability, "prove"),
@@ -44,7 +43,6 @@ STAGES: dict[str, Place] = {
     "first call": (state, "verify_group"),
     "exchange of the backend": (c10d_world, "meet"),
 }
-"""The function whose call kills the rank, by stage of a start."""
 WORLD_GROUP: Place = (state, "init_world_group")
 ENDS: dict[str, Place] = {
     f"{owner.__name__}.{name}": (owner, name)

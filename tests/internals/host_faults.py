@@ -57,7 +57,6 @@ def is_meshed(group: GroupCoordinator) -> bool:
 
 @contextmanager
 def as_without_descriptors(is_victim: bool) -> Iterator[None]:
-    """Groups with two ranks per host connect all ranks; a victim has no descriptors left."""
     shortage, unasked = limits.descriptor_shortage, host_memory.MESHED_UNASKED
     if is_victim:
         limits.descriptor_shortage = lambda needed: "none left"
@@ -79,8 +78,6 @@ def as_too_many_to_mesh() -> Iterator[None]:
 
 
 def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], object]) -> None:
-    """Calls `then` on a thread once this rank's connections have moved `size_bytes`."""
-
     def wait() -> None:
         while moved_bytes(group) < size_bytes:
             time.sleep(0)

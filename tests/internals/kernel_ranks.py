@@ -21,8 +21,6 @@ MEET_S = 30.0
 
 
 class KernelRank:
-    """`at` returns a tensor in its arena, `call` a collective's status."""
-
     def __init__(self, folder: str, timeout_s: float, spin_us: int = 5, yields: int = 100) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.timeout_s = timeout_s
@@ -80,7 +78,6 @@ class KernelRank:
         return [told[0], told[7], told[7 + 67]]
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Small whole numbers, whose sums are exact."""
         return [
             torch.randint(0, 8, (count,), generator=torch.Generator().manual_seed(seed * 64 + rank)).to(dtype)
             for rank in range(self.size)

@@ -35,7 +35,6 @@ class Recording:
 
 
 def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` replace answers: `link_is_active={"3 0": False}`."""
     told: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     for question, answers in copy.deepcopy(changes).items():
         told.setdefault(question, {}).update(answers)

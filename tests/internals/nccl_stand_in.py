@@ -23,7 +23,6 @@ from tests.internals import compiled
 SOURCE = Path(__file__).parents[1] / "native" / "stand_in_nccl.c"
 LIBRARY, FOLDER = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR"
 CURRENT = 7
-"""Side streams count from 100."""
 
 
 def compiler() -> str | None:
@@ -42,8 +41,6 @@ def build(folder: Path, *flags: str) -> Path:
 
 
 class Streams:
-    """All work completes at once."""
-
     def __init__(self) -> None:
         self.sides = 0
         self.capturing = False
@@ -53,7 +50,6 @@ class Streams:
         self.on_release: Callable[[], object] = lambda: None
         self.number = CURRENT
         self.stuck = False
-        """The device makes no further progress."""
 
     def current(self) -> int:
         return self.number

@@ -23,8 +23,6 @@ FOLDER, LIBRARY, ARCH = "STAND_IN_PEERS_DIR", "STAND_IN_PEERS_KERNELS", "STAND_I
 
 
 class FileWay:
-    """`fails` names a step that fails on this rank."""
-
     def __init__(self, name: str = "files", fails: str | None = None) -> None:
         self.name = name
         self.fails = fails
@@ -64,12 +62,10 @@ class _Files:
     def close(self) -> None:
         self._way.closed += 1
         self._path.unlink(missing_ok=True)
-        self._maps.clear()  # unmapped with the last view
+        self._maps.clear()
 
 
 class Streams(nccl_stand_in.Streams):
-    """`waits` records (stream, awaited stream)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stream = nccl_stand_in.CURRENT
@@ -108,12 +104,9 @@ class Device(PeerDevice):
         self.ways = (FileWay(),)
         self.problem: str | None = None
         self.deaf = False
-        """Kernels read zeros instead of their input."""
         self.max_blocks = 2
-        """Most blocks that run at the same time."""
         self.fails_at: str | None = None
         self.shared: tuple[tuple[int, ...], ...] = ()
-        """Tuples of ranks that share a GPU."""
         self.without_words = False
         self.torch = "2.11.0"
         self.connected = Vote(True, "says the stand-in")

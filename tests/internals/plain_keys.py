@@ -13,7 +13,7 @@ def has_plain_keys(data: bytes) -> bool:
     Malformed data is left to msgspec."""
     try:
         _key_check(memoryview(data), 0, MAX_DEPTH + 1)
-    except (IndexError, struct.error):  # malformed: msgspec rejects it, too
+    except (IndexError, struct.error):
         return True
     except _KeyFoundError:
         return False
@@ -36,7 +36,6 @@ _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")
 
 
 def _key_check(data: memoryview, at: int, extensions: int) -> tuple[int, int]:
-    """Returns where the value at `at` ends, and its kind."""
     head = data[at]
     at += 1
     if head <= 0x7F or head >= 0xE0 or head in (0xC0, 0xC2, 0xC3):

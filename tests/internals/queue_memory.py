@@ -59,7 +59,6 @@ def members_of(rank: int, size: int, timeout_s: float = 30.0) -> Members:
 def channels(
     path: Path, rank: int, size: int, timeout_s: float = 30.0, spin_ns: int = 20_000, meet: bool = True
 ) -> Iterator[Channels]:
-    """With `meet`, waits for all ranks first."""
     memory = FileMemory(path, size)
     if meet:
         memory.meet(rank)

@@ -24,19 +24,15 @@ class Variant:
     sleeper_orders: bool = True
     """Otherwise the sleeper may read the value before its announcement is visible."""
     publisher_orders: bool = True
-    """A publisher stores its value before it reads the sleepers."""
     rechecks: bool = True
     """A sleeper reads the value again after its announcement, and the kernel compares it."""
     wakes_all: bool = True
     awaits_all: bool = True
     slots: int = 2
     believed_slots: int = 2
-    """Number of slots that the writer assumes."""
 
 
 class Process(NamedTuple):
-    """This process waits for the counter of `peer`."""
-
     at: str
     chunk: int
     peer: int
@@ -62,8 +58,6 @@ class Violation(Exception):
 
 
 class Model:
-    """The writer is process 0."""
-
     def __init__(self, variant: Variant, readers: int, chunks: int) -> None:
         self.variant = variant
         self.readers = readers
@@ -95,7 +89,6 @@ class Model:
         return State((writer, *readers), (((0, zero),),) * self.atomics, zero, zero)
 
     def explore(self) -> int:
-        """Returns the number of states."""
         start = self._normal(self.first())
         known, waiting = {start}, deque([start])
         while waiting:
@@ -113,7 +106,6 @@ class Model:
         return len(known)
 
     def _normal(self, state: State) -> State:
-        """Drops stores that no process can load any more, and parts of views that no process uses."""
         processes = tuple(
             process._replace(view=_masked(process.view, of_use))
             for process, of_use in zip(state.processes, self.of_use, strict=True)

@@ -14,7 +14,6 @@ RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 
 
 def carried_calls(group: GroupCoordinator, name: str) -> int:
-    """Calls of this name that C++ carried without Python."""
     found: dict[str, Any] = group.context.host_memory.collectives.traffic(group._key)
     return int(found.get(name, (0, 0))[0])
 
@@ -45,8 +44,6 @@ def only_sender(group: GroupCoordinator) -> Any:
 
 
 class _StoppedLibrary:
-    """A started message is never continued."""
-
     def __init__(self, library: Any, seconds: float) -> None:
         self._library, self._seconds = library, seconds
 
@@ -55,11 +52,10 @@ class _StoppedLibrary:
 
     def ps_queue_resume(self, *_: object) -> int:
         time.sleep(self._seconds)
-        return 1  # timed out
+        return 1
 
 
 def stop_writing(group: GroupCoordinator, seconds: float) -> None:
-    """This rank stops after the beginning of its next message."""
     sender = only_sender(group)
     sender._library = _StoppedLibrary(sender._library, seconds)
 

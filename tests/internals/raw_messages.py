@@ -70,14 +70,12 @@ def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
 
 
 def lists_that_claim(size: int, depth: int) -> Outgoing:
-    """Each list claims about as many items as the message has bytes."""
     lists = b"".join(struct.pack(">BI", 0xDD, size - 5 * depth) for _ in range(depth))
     body = struct.pack("<BI", codec.FORMAT_VERSION, 0) + lists + bytes(size - len(lists))
     return Outgoing(wire.head_of(wire.Header(0, 0, 0, len(body), 0), body), [])
 
 
 def false_reference() -> Outgoing:
-    """The head of a message with one tensor refers to the eighth."""
     outgoing = encode(torch.ones(3))
     head = bytearray(outgoing.head)
     head[-5] = 7  # it ends with the tensor's index (four bytes) and its cut flag
@@ -101,7 +99,6 @@ def without_list_calls(monkeypatch: Any) -> None:
 
 
 def sends_past_python(group: GroupCoordinator, spec: TensorDictSpec) -> Callable[[dict[str, Any]], bool] | None:
-    """The call returns whether C++ sent the dict. None for unknown forms."""
     known, past_python = tensor_dicts._known_form(spec), group._messenger.past_python
     if known is None or past_python is None:
         return None

@@ -113,7 +113,6 @@ def test_a_rank_that_can_not_make_a_group_tells_its_members(world: World) -> Non
 
 
 def test_records_of_any_size_come_whole(world: World) -> None:
-    """Records below, at and above the size of one agreement."""
     sizes, order = (0, 4092, 4093, 20_000), (2, 0, 3, 1)
     records = [bytes([rank]) * size for rank, size in enumerate(sizes)]
     for _ in range(2):
@@ -159,8 +158,6 @@ class Silent:
 
 
 class Told:
-    """Answers nothing."""
-
     def __init__(self, error: Exception) -> None:
         self.unreachable: list[int] = []
         self.error = error

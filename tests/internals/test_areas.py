@@ -26,10 +26,7 @@ DEADLINE_S = 120.0
 NEVER = 1 << 62
 OPS = range(5)
 COUNTS = (1, 31, 1000, 4097, 65_537, 300_001)
-"""Fewer elements than ranks, one chunk, and several times as many chunks as slots."""
 PLACEMENTS = [(4, 2), (4, 1), *([(6, 2), (8, 4), (8, 2), (16, 8)] if LONG else [])]
-"""(ranks, ranks per area)"""
-
 try:
     LIBRARY = native.load()
 except native.NativeUnavailableError as error:
@@ -52,7 +49,6 @@ def _reduced(rank: KernelRank, area_ranks: int, from_bytes: int, x: Tensor, op: 
 
 
 def _with_and_without(folder: str, area_ranks: int, seed: int) -> int:
-    """Returns how many all-reduces were compared, chained against flat."""
     with kernel_rank(folder) as rank:
         draw, compared = random.Random(seed), 0
         for dtype in DTYPES:
@@ -79,7 +75,6 @@ def test_the_bits_are_those_of_the_flat_way(pools: Pools, folder: str, ranks: in
 
 
 def _crossed(folder: str, area_ranks: int, dtype: torch.dtype, count: int) -> tuple[list[int], list[float]]:
-    """Returns the bytes read from other areas, chained and flat, and the slots mapped by the chained call."""
     with kernel_rank(folder) as rank:
         x = torch.ones(count, dtype=dtype)
         found: list[int] = []

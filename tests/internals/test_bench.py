@@ -33,8 +33,6 @@ PLAN = Plan(rounds=5, round_s=0.001)
 
 
 class FakeTeam:
-    """Two ranks that take 1 and 2 us a call."""
-
     def __init__(self, names: list[str], problems: dict[str, list[str | None]] | None = None, fails: str = "") -> None:
         self.name, self.pids = "fake", []
         self.names, self.problems, self.fails = names, problems or {}, fails

@@ -71,7 +71,6 @@ def test_what_every_installation_has(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith(VLLM_TORCH), reason="a peer for another torch isn't started")
 def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
-    """The peer's processes die of SIGILL."""
     package = tmp_path / "peers" / "vllm" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
@@ -132,7 +131,7 @@ def test_an_interrupted_bench_keeps_what_was_measured(tmp_path: Path, number: si
     code = "import os\nos.setsid()\n" + module("parallel_state", ["bench", *words, "--json", str(file)])
     process = Program(code, environment())
     deadline = time.monotonic() + 120
-    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:  # empty: the test of its path
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, number)
     out, err = process.communicate(60)

@@ -23,7 +23,6 @@ DEADLINE_S = 400
 
 
 def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, Any]:
-    """`before` is code that runs first."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
     environment["PYTHONPATH"] = str(ROOT)

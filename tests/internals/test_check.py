@@ -282,7 +282,7 @@ def test_a_missing_rank_is_named_with_its_host() -> None:
             assert f"host {host} (according to SLURM" in text
         else:
             (text,) = findings([two_hosts[0], *two_hosts[2:]])["rank-missing"]
-            assert "ranks 1, 4 of 5" in text  # cyclic distribution: ranks 1 and 4 are on the second host
+            assert "ranks 1, 4 of 5" in text
             assert f"host {host} (according to SLURM" in text
 
 

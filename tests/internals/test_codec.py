@@ -258,7 +258,7 @@ def test_scalar_comes_back_as_its_type(scalar):
 
 def test_numpy_that_is_not_installed(monkeypatch):
     data = codec.encode(np.ones(2)).metadata
-    monkeypatch.setitem(sys.modules, "numpy", None)  # makes `import numpy` fail
+    monkeypatch.setitem(sys.modules, "numpy", None)
     assert round_trip([1, (2,)]) == [1, (2,)]
     with pytest.raises(MessageDecodeError, match="numpy is not installed"):
         codec.read(data)

@@ -53,7 +53,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         written[1],
     )
     code = f"import os\nos.chdir({str(tmp_path)!r})\n" + module("torch.distributed.run", [*map(str, words)])
-    program = Program(code, environment())  # its workers are forks of it
+    program = Program(code, environment())
     out, err = program.communicate(DEADLINE_S)
     assert program.returncode == 0, out + err
     content, picture = json.loads(written[0].read_text()), written[1].read_text()
@@ -76,7 +76,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
-    """A replay is a plain call here."""
     path = tmp_path / "graphs.py"
     path.write_text(
         "import sys, collectives\n"

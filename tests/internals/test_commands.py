@@ -57,7 +57,6 @@ def test_commands_that_need_no_torch_do_not_import_it(program: str) -> None:
 
 
 def test_live_debug_asks_without_torch() -> None:
-    """It loads the library without torch that wheels contain."""
     code = (
         "import sys; sys.argv[:] = ['parallel-state']\n"
         "from parallel_state.tools import debug, live\n"
@@ -113,11 +112,10 @@ def test_text_of_a_plan_has_the_width_of_the_terminal(
 def test_help_has_the_width_of_the_terminal(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Examples, tables and names of options can't be cut."""
     monkeypatch.setenv("COLUMNS", "60")
     with pytest.raises(SystemExit):
         main([*command, "--help"])
-    _, *lines = capsys.readouterr().out.splitlines()  # the first is the usage
+    _, *lines = capsys.readouterr().out.splitlines()
     assert not [line for line in lines if len(line) > 60 and not line.startswith(" ")]
     assert not [line for line in lines if len(line) > 60 and line.startswith(" " * 8)]
 
@@ -170,7 +168,7 @@ def test_a_tested_path_stays_as_it_was(tmp_path: Path) -> None:
 def test_check_prints_its_report_where_the_file_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "require_writable", lambda *_: None)  # as if the disk became full later
+    monkeypatch.setattr(check, "require_writable", lambda *_: None)
     with pytest.raises(SystemExit) as stop:
         main(["check", "--ranks", "1", "--quick", "--json", "/nowhere/file"])
     assert stop.value.code == 2

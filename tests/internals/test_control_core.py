@@ -24,7 +24,6 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 
 
 def _program(name: str, patch: tuple[str, str, str] | None = None) -> Path:
-    """`patch`: (file of the core, text, replacement)."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -61,7 +60,6 @@ def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     else [(5, 30_000), (16, 10_000), (96, 1000), (1000, 10_000)],
 )
 def test_any_fault_at_any_moment(ranks: int, seeds: int) -> None:
-    """A program's results are cached, failures are not."""
     program, half = _program("simulator"), seeds // 2
 
     def simulate(made: Path) -> None:
@@ -92,7 +90,6 @@ def test_mutated_bytes_and_any_events_under_sanitizers() -> None:
 
 @pytest.mark.parametrize(("ranks", "hosts", "seed"), [(1024, 128, 1), (1024, 128, 4), (64, 8, 81), (64, 16, 332)])
 def test_a_job_ends_with_one_farewell_a_connection(ranks: int, hosts: int, seed: int) -> None:
-    """In all seeds but the first, a lead and the last other rank of its host leave in the same millisecond."""
     drawn = () if ranks == 64 else ("--hosts", hosts)
     done = _run(_program("simulator"), "--ranks", ranks, *drawn, "--fault", "storm", "--seed", seed)
     assert done.returncode == 0, done.stdout
@@ -142,7 +139,6 @@ def test_the_events_of_a_core_replay(tmp_path: Path) -> None:
     ],
 )
 def test_all_orders(hosts: str, crashes: int, drops: int, first: int) -> None:
-    """`first` is the lowest member of the agreement; a lower rank is the lead, but no member."""
     done = _run(_program("explorer"), "--hosts", hosts, "--crashes", crashes, "--drops", drops, "--first", first)
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.split(" states")[0]) > 1000, "the exploration ended early"
@@ -235,7 +231,6 @@ FAULTS = [
         id="a lead that leaves before its domain connects to nobody",
     ),
 ]  # fmt: skip
-"""(file of the core, text, replacement, runs that must fail, words of their output)"""
 
 
 @pytest.mark.slow

@@ -60,7 +60,6 @@ def kept_pool() -> Iterator[Ranks]:
 
 @pytest.fixture
 def pool(kept_pool: Ranks, request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A failed test may leave ranks stopped or in a call, so they are replaced."""
     failed = request.session.testsfailed
     yield kept_pool
     if request.session.testsfailed > failed:
@@ -390,7 +389,6 @@ def test_waits_that_cannot_be_ended_are_an_error(alone: World) -> None:
 
 
 def _has_met(world: World) -> bool:
-    """Reads `has_met` of BoardHead."""
     return int.from_bytes(os.pread(world.endpoint.board, 8, 32), "little") == 1
 
 
@@ -440,7 +438,7 @@ def test_an_address_of_nobody(alone: World) -> None:
 def test_without_descriptors_the_limit_is_named() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(_descriptors())
-    for spare in range(6):  # each step of opening runs out in turn
+    for spare in range(6):
         lowest = os.dup(0)
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
@@ -684,7 +682,6 @@ def _note_descriptors() -> None:
 
 
 def _fork_while_joining(count: int, members: list[Member]) -> None:
-    """A child forked during the join must hold none of its descriptors."""
     ranks_of.meet(members)
     for attempt in range(count):
         child = os.fork()
@@ -755,7 +752,7 @@ def test_strangers(pool: Ranks) -> None:
             generator.choice([b"GET / HTTP/1.1\r\n\r\n", generator.randbytes(3000), b"\0PSCTRL1" + b"\0" * 40])
         )
         strangers.append(stranger)
-    for _ in range(1000):  # more than it keeps
+    for _ in range(1000):
         stranger = socket.socket()
         stranger.setblocking(False)
         stranger.connect_ex(address)
@@ -771,7 +768,6 @@ def test_strangers(pool: Ranks) -> None:
 
 
 def _without_descriptors(address: tuple[str, int]) -> None:
-    """Takes all descriptors for 1 s, in which strangers connect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     taken = []

@@ -33,7 +33,7 @@ def test_a_rank_stays_in_its_node_where_ranks_dont_divide_the_cores() -> None:
 
 
 def test_nodes_have_ranks_by_their_cores() -> None:
-    uneven = [Core(number, number, 0, 0 if number < 6 else 1) for number in range(8)]  # a cpuset removed some
+    uneven = [Core(number, number, 0, 0 if number < 6 else 1) for number in range(8)]
     assert cores.shares(uneven, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert cores.shares(uneven, 8) == [[number] for number in range(8)]
 
@@ -84,7 +84,7 @@ def _describe(folder: Path, everywhere: list[Core]) -> None:
 def test_the_kernels_files(tmp_path: Path) -> None:
     everywhere = machine(2, 2, 2, 2)
     _describe(tmp_path, everywhere)
-    (tmp_path / "node/node2").mkdir()  # has memory only
+    (tmp_path / "node/node2").mkdir()
     (tmp_path / "node/node2/cpulist").write_text("\n")
     assert cores.read_cores([9, 0, 5], tmp_path) == [each for each in everywhere if each.number in (0, 5, 9)]
     assert cores.area_of(frozenset({0, 1, 8, 9}), tmp_path) == Area(0, 0)

@@ -25,7 +25,6 @@ def _run(command: Sequence[str | Path], **variables: str) -> subprocess.Complete
 
 
 def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None = None) -> dict[str, Path]:
-    """Skips the test if the compiler lacks a sanitizer. `weakened`: (text of `wait.cpp`, replacement)."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -80,7 +79,6 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
 
 
 def test_a_weaker_order_is_noticed(tmp_path: Path) -> None:
-    """A counter is stored without release."""
     order = "value.store(next, std::memory_order_{})"
     programs = _built(tmp_path / "build", THREAD, weakened=(order.format("release"), order.format("relaxed")))
     done = _run([programs["cpu_ranks"], "threads"], TSAN_OPTIONS="exitcode=66")

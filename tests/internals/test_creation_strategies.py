@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(dist, "new_group", made.globally)
     monkeypatch.setattr(torch_internals, "new_group_of_members", made.of_members)
     monkeypatch.setattr(torch_internals, "name_ranks", lambda group: setattr(made, "named", group))
-    monkeypatch.setattr(torch_internals, "set_timeout", lambda group, timeout_s: None)  # the groups here have none
+    monkeypatch.setattr(torch_internals, "set_timeout", lambda group, timeout_s: None)
     try:
         yield made
     finally:
@@ -60,7 +60,6 @@ def pool(calls: Calls) -> ProcessGroupPool:
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulates an NCCL default group bound to a device."""
     monkeypatch.setattr(torch_internals, "bound_device", lambda: torch.device("cuda", 0))
 
 
@@ -73,7 +72,6 @@ def test_members_make_a_group_where_no_device_is_bound(pool: ProcessGroupPool, c
 
 @pytest.mark.usefixtures("bound")
 def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool, calls: Calls) -> None:
-    """Only missing lists are split."""
     first = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     second = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     assert calls == [("split", PAIRS)] and calls.named is dist.group.WORLD

@@ -44,7 +44,6 @@ needs_nvrtc = pytest.mark.skipif(reason() is not None, reason=f"needs NVRTC: {re
 
 
 def kept(name: str, make: Callable[[], str]) -> str:
-    """Cached by sources, options and this test."""
     files = [*peer_kernels.source_files(), Path(peer_kernels.__file__), Path(__file__)]
     version = peer_kernels.nvrtc_version() if reason() is None else None
     return compiled.kept(name, [version], files, lambda path: path.write_text(make())).read_text()
@@ -122,10 +121,10 @@ def test_other_compilers_take_the_kernels(files: tuple[Reference, ...]) -> None:
     kept(f"nvrtc-{files[0].version}.log", made)
 
 
-OWN = {  # weak accesses to a rank's own tensors and epochs
+OWN = {
     "ld.global.v2.b32", "st.global.v2.b32", "ld.global.v4.b32", "st.global.v4.b32", "ld.global.u32", "st.global.u32",
 }  # fmt: skip
-OWN_OF_NORMS = {"ld.global.f32", "st.global.f32", "st.u8", "st.u16", "st.u32"}  # scales, and float8 results
+OWN_OF_NORMS = {"ld.global.f32", "st.global.f32", "st.u8", "st.u16", "st.u32"}
 PACKETS = {"st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64"}
 STAGES = {"st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32"}
 FLAGS = {"st.release.sys.global.u32", "ld.acquire.sys.global.u32"}
@@ -147,7 +146,6 @@ def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(a
         own = OWN | OWN_OF_NORMS if norm else OWN
         assert set(accesses) - own == (PACKETS if pushes else STAGES | FLAGS) | HOST, name
         variants = accesses.count("st.global.u32")
-        # A norm's block also reads its team's epochs.
         reads = 2 * variants if norm else variants
         assert accesses.count("ld.global.u32") == reads, f"{name}: one epoch read, one written, for each body"
         assert variants == (4 if name.startswith("all_reduce") else 1), "for 2, 4, 8 and any number of ranks"
@@ -234,7 +232,6 @@ def test_another_source_or_version_is_another_cubin(
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Fakes compilations, which take seconds each."""
     calls: list[str] = []
 
     def compile_kernels(arch: str) -> bytes:

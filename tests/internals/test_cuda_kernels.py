@@ -43,7 +43,6 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def made(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Several magnitudes, so that another order gives other bits."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 4, (numel,), generator=generator)
     for i, special in enumerate((-0.0, float("inf"), 1e-7, 65504.0)):
@@ -172,7 +171,7 @@ def steps_of(seed: int, count: int) -> list[tuple[str, int, int]]:
     dice = random.Random(seed)
     kernels = [f"all_reduce_{how}_float32" for how in HOWS]
     kernels += [f"{what}_{how}" for what in ("all_gather", "reduce_scatter") for how in ("push", "pull")]
-    large = BLOCKS * PART_PACKETS * 2 + 9  # two epochs of a push
+    large = BLOCKS * PART_PACKETS * 2 + 9
     sizes = (1, 2, 5, 16, 60, large)
     return [
         (dice.choice(kernels), dice.choices(sizes, (3, 3, 3, 3, 2, 1))[0], dice.randint(1, BLOCKS))
@@ -181,7 +180,6 @@ def steps_of(seed: int, count: int) -> list[tuple[str, int, int]]:
 
 
 def run_steps(ranks: CpuRanks, steps: list[tuple[str, int, int]], seed: int) -> None:
-    """No synchronization, so that ranks get ahead of each other."""
     size = ranks.size
     rows = [[torch.randint(-99, 99, (size * numel,)).float() + rank for rank in range(size)] for _, numel, _ in steps]
     outputs = [[torch.full((size * numel,), 77.0) for _ in range(size)] for _, numel, _ in steps]
@@ -223,7 +221,7 @@ def test_a_thousand_replays(how: str) -> None:
 @pytest.mark.parametrize("first", [2**30 - 3, 2**32 - 4, 2**32 - 5])
 def test_what_is_left_from_long_ago_is_not_taken_for_new(first: int) -> None:
     """Flags and packets in both slots hold the next epochs, as after 2^32 epochs: slots must be cleared."""
-    steps = [("all_reduce_push_float32", 1, 1)] * 8  # uses one packet and no flag
+    steps = [("all_reduce_push_float32", 1, 1)] * 8
     steps += [("all_reduce_push_float32", 40, 1)] * 2 + [("all_reduce_pull_float32", 5, 1)] * 2
     ranks = CpuRanks(3)
     ranks.set_epochs(first)

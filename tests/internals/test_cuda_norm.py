@@ -38,7 +38,7 @@ class Ranks:
         self.size, self.kernels, self.deadline_s = size, kernels, deadline_s
         self._memory = [torch.zeros(REGION_BYTES + REGION_ALIGNMENT, dtype=torch.uint8) for _ in range(size)]
         self.regions = [-(-each.data_ptr() // REGION_ALIGNMENT) * REGION_ALIGNMENT for each in self._memory]
-        self.words = torch.zeros(size, 2, dtype=torch.int64)  # report and abort
+        self.words = torch.zeros(size, 2, dtype=torch.int64)
 
     def control(self, rank: int, first: int, count: int) -> Any:
         return np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(self.regions[rank] + 4 * first))
@@ -128,7 +128,6 @@ def _check(
 
 
 SHAPES = ((1, 64), (5, 7), (3, 1), (2, 1037), (3, 2500), (9, 300))
-"""One and several blocks a row, aligned and unaligned."""
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -169,7 +168,6 @@ def test_calls_that_share_blocks_in_other_ways(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("start", [2**30 - 3, 2**32 - 4])
 def test_epochs_that_come_round(kernels: CpuKernels, start: int) -> None:
-    """Slots are cleared at one start and epochs wrap around at the other."""
     ranks = Ranks(2, kernels)
     for rank in range(2):
         ranks.control(rank, 0, 3)[:] = [start, start - 1, start + 1]
@@ -199,7 +197,7 @@ def test_float8_of_every_number(kernels: CpuKernels) -> None:
     ranks = Ranks(2, kernels)
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     every = torch.cat([every[every.isfinite() | every.isnan()], torch.zeros(2, dtype=torch.bfloat16)])
-    hidden = 2048  # y is 1 everywhere, so the norm is the weight, except for eps
+    hidden = 2048
     ones, zeros = torch.ones(1, hidden, dtype=torch.bfloat16), torch.zeros(1, hidden, dtype=torch.bfloat16)
     for start in range(0, len(every) - hidden, 8 * hidden):
         weight = every[start : start + hidden].clone()
@@ -236,7 +234,6 @@ def test_awkward_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
 
 
 def test_a_rank_that_does_not_come(kernels: CpuKernels) -> None:
-    """Blocks that wait for blocks of this rank end, too."""
     ranks = Ranks(2, kernels, deadline_s=0.3)
     (xs, residual, weight) = _tensors(2, 2, 1500, torch.float32)
     with pytest.raises(KernelTrappedError):
@@ -249,7 +246,6 @@ def test_a_rank_that_does_not_come(kernels: CpuKernels) -> None:
 
 
 def test_an_abort_ends_it_before_anything_is_made_of_garbage(kernels: CpuKernels) -> None:
-    """It doesn't trap, and its epoch doesn't advance."""
     ranks = Ranks(2, kernels)
     ranks.words[0, 1] = 1
     (xs, residual, weight) = _tensors(2, 2, 40, torch.float32)

@@ -20,12 +20,9 @@ RENAMED = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "alltoall_base": "all_to_all_single",
 }
-"""Names of these methods before torch 2.13."""
 
 
 class Recording:
-    """As with NCCL, a synchronous call returns no work."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []
         for name in ("allreduce", "broadcast", "gather", "scatter"):
@@ -43,7 +40,7 @@ class Recording:
     def _noting(self, name: str) -> Callable[..., Any]:
         def noted(*arguments: Any) -> Any:
             options = arguments[-1] if hasattr(arguments[-1], "asyncOp") else None
-            is_async = True if options is None else options.asyncOp  # torch's default
+            is_async = True if options is None else options.asyncOp
             self.calls.append((name, is_async))
             return DONE if is_async else None
 

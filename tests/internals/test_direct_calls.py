@@ -283,11 +283,11 @@ def _others() -> None:
     leaf = torch.ones(4, requires_grad=True)
     saved = leaf * base
     if group.rank_in_group == 0:
-        group.send(base, 1)  # which only reads it
+        group.send(base, 1)
     else:
         group.recv((4,), torch.float32, 0)
     saved.sum().backward(retain_graph=True)
-    group.all_reduce_(base[1:3])  # a view of what autograd saved
+    group.all_reduce_(base[1:3])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
     with torch.no_grad():
@@ -304,8 +304,6 @@ def test_tensors_of_which_torch_keeps_more_than_memory(pools: Pools) -> None:
 
 
 class _Counts(Group):
-    """Must not be called by the group's other methods."""
-
     def all_gather(self, x: Tensor, times: int = 1) -> Tensor:  # type: ignore[override]
         return super().all_gather(x, 0).repeat(times)
 
@@ -332,7 +330,7 @@ def _groups() -> None:
         ):
             with pytest.raises(InvalidArgumentError, match=say):
                 group.all_gather(_x(group), **arguments)
-        for op in ("most", "\ud800"):  # not valid UTF-8
+        for op in ("most", "\ud800"):
             with pytest.raises(InvalidArgumentError, match=rf"op of all_reduce .*but is {re.escape(repr(op))}"):
                 group.all_reduce(_x(group), op)
         with pytest.raises(InvalidArgumentError, match=r"broadcast .*must be a rank in the group, 0 … 1, but is 2"):

@@ -1,5 +1,3 @@
-"""More ranks on a host than one segment holds."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

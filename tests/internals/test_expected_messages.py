@@ -83,7 +83,6 @@ def test_whatever_comes_arrives(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("value", [step(0), [1, {"t": (torch.ones(3), 2)}]], ids=["library", "codec"])
 def test_bytes_that_a_head_does_not_tell_of(tmp_path: Path, value: Any) -> None:
-    """Detected before any byte is written."""
     with messengers(tmp_path / "queue") as (sender, receiver):
         outgoing = sender.encode(value)
         told = outgoing.cpu_bytes
@@ -167,7 +166,6 @@ class Collectives:
 
 
 def test_a_reader_waits_for_a_broadcast_as_for_a_message(tmp_path: Path) -> None:
-    """It takes its place among the calls first, and waits for a slow sender there."""
     with messengers(tmp_path / "queue") as made:
         for messenger in made:
             messenger.route.context.host_memory.collectives = found = Collectives()

@@ -49,7 +49,6 @@ def _ended(rank: int, seen: float, exit_code: int) -> Rank:
     ],
 )
 def test_the_first_failure(ranks: list[Rank], first: int) -> None:
-    """A rank that died without a report precedes those that raised because of it."""
     with pytest.raises(LaunchError) as caught:
         _raise_failure(ranks, [], 9.0, LaunchConfig(nproc=3, world_size=3))  # type: ignore[arg-type]
     assert caught.value.rank == first

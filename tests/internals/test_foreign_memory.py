@@ -49,7 +49,6 @@ def test_the_owner_lives_as_long_as_the_last_view() -> None:
 
 @pytest.mark.slow
 def test_tensors_may_outlive_the_interpreter() -> None:
-    """One tensor is in a module, one only torch references."""
     program = """
 import ctypes, torch, builtins
 from device_communicators.cuda.foreign_memory import tensor_over

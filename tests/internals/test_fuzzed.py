@@ -73,7 +73,7 @@ def frames(seed: int, count: int, whole: list[bytes]) -> Iterator[bytes]:
             data[at:at] = rng.choice(pickles)
         elif kind == 5:
             data = bytearray(rng.randbytes(rng.randrange(200)))
-        elif kind == 6 and number % 50 == 0:  # rarely: they are long
+        elif kind == 6 and number % 50 == 0:
             at = rng.randrange(len(data))
             data[at:] = rng.choice(deep)
         else:
@@ -97,7 +97,6 @@ def bounded_memory(most_bytes: int = MOST_BYTES) -> Iterator[None]:
 
 
 def outcomes_of(read: Callable[[bytes], object], data: Iterator[bytes]) -> collections.Counter[str]:
-    """Any other error fails the test."""
     outcomes: collections.Counter[str] = collections.Counter()
     for each in data:
         try:
@@ -144,8 +143,6 @@ def test_row_36_frames_of_a_group() -> None:
 
 
 class Ring:
-    """Both ends are in this process; each message gets new ends."""
-
     def __init__(self) -> None:
         self._library = native.load()
         self._control_bytes = self._library.ps_queue_control_bytes(1)
@@ -181,7 +178,7 @@ class Ring:
 
 def test_row_36_headers_in_a_message_queue() -> None:
     rng = random.Random(5)
-    fields = struct.Struct("<6Q")  # magic, chunk, message, total bytes, head bytes, fingerprint
+    fields = struct.Struct("<6Q")
     outcomes: collections.Counter[str] = collections.Counter()
     ring = Ring()
 
@@ -207,7 +204,7 @@ def test_row_36_headers_in_a_message_queue() -> None:
                 outcomes["read"] += 1
             except MessageDecodeError:
                 outcomes["refused"] += 1
-            except CollectiveTimeoutError:  # it claims more bytes than the writer ever writes
+            except CollectiveTimeoutError:
                 outcomes["late"] += 1
     ring.close()
     assert outcomes["refused"] > QUEUE_HEADERS // 4 and outcomes["read"] > QUEUE_HEADERS // 20, outcomes

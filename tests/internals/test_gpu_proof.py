@@ -73,7 +73,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], 
 open("CHILD", "w").write(str(child.pid))
 time.sleep(60)
 """
-"""Its child has its own session, as a daemon has."""
 
 
 def test_after_a_failure_and_a_deadline_it_goes_on_and_all_evidence_is_there(
@@ -208,7 +207,6 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
-    """pytest would then run no test at all."""
     names = ("test_x.py::test_gone[2]", "test_x.py::test_one[2]", "test_y.py::test_one", "test_x.py::test_one[3]",
              "test_x.py::test_two")  # fmt: skip
     assert call(tree, Step("tests", 60, tests=names)) == ["failed"]
@@ -339,7 +337,6 @@ def test_a_question_that_fails_leaves_the_others_answers(
 
 
 def test_a_dry_run_fails_where_the_kernels_cant_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without NVRTC."""
     from device_communicators.peer import kernels
 
     def refuse(*_: Any) -> Any:

@@ -76,7 +76,6 @@ def test_a_part_of_the_tests_adds_to_the_days_report(tmp_path: Path) -> None:
 
 
 def test_another_commits_run_adds_to_the_days_report(tmp_path: Path) -> None:
-    """The last run's result of a check counts, with its commit."""
     first = Recorder(Report(MACHINE, tmp_path))
     told(first, "test_a.py::test_one", *FAILED)
     told(first, "test_a.py::test_third", *PASSED)

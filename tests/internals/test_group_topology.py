@@ -78,7 +78,6 @@ def test_pcie() -> None:
 
 
 def test_one_rank_that_sees_otherwise_is_enough() -> None:
-    """Links that are down, or a driver that forbids P2P, on one rank's view only."""
     good = machine("dgx-h100")
     bad = machine("dgx-h100", p2p_status={"1 0 1": 4, "1 0 2": 4})
     found = one([(good, good.gpus[0].uuid), (bad, bad.gpus[1].uuid)])

@@ -10,7 +10,6 @@ from tests.workers import WorkerPool
 
 
 def agree(broken: int | None, absent: int | None) -> tuple[Any, ...]:
-    """Rank `broken` can't read rank 0's memory. Rank `absent` has no driver."""
     context = get_tp_group().context
     node = machine("dgx-h100", p2p_status={f"{broken} 0 0": 4} if context.rank == broken else {})
     me = None if context.rank == absent else node.gpus[context.rank].uuid

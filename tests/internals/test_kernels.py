@@ -33,7 +33,6 @@ def folder() -> Iterator[str]:
 
 WAYS = ("in place", "symmetric", "private", "private input", "private input, in place")
 COUNTS = (1, 7, 100, 2048, 4097, 16384, 65537, 200_003)
-"""Both below and above the limit of the slots, odd and even."""
 
 
 def _place(draw: random.Random) -> int:
@@ -95,7 +94,6 @@ def _broadcast(rank: KernelRank, seed: int, count: int, dtype: torch.dtype, own:
 
 
 def _mixed(folder: str, seed: int, calls: int) -> None:
-    """Inputs are overwritten after each call."""
     with kernel_rank(folder) as rank:
         draw, own = random.Random(seed), random.Random(seed * 64 + rank.rank)
         for number in range(calls):
@@ -175,7 +173,6 @@ def _norm(folder: str, rows: int, hidden: int, dtype: torch.dtype, way: str) -> 
 def test_all_reduce_add_rms_norm(
     pools: Pools, folder: str, ranks: int, rows: int, hidden: int, dtype: torch.dtype, way: str
 ) -> None:
-    """All ranks get the bits of the composed ops."""
     assert len(set(pools(ranks).run(_norm, folder, rows, hidden, dtype, way, timeout_s=DEADLINE_S))) == 1
 
 
@@ -206,7 +203,7 @@ def _pairs(folder: str, calls: int) -> int:
                 pass
             started = time.monotonic()
             assert rank.call("barrier") == 0
-            slow += time.monotonic() - started > 0.015  # sleepers poll every 20 ms
+            slow += time.monotonic() - started > 0.015
         return slow
 
 
@@ -235,7 +232,6 @@ SPECIAL = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("sources", [2, 3, 4])
 def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, sources: int) -> None:
-    """Includes NaNs, subnormal numbers and overflows."""
     library = native.load()
     count = 65536 + 13
     bits = [torch.arange(count).roll(each * 7919).to(torch.int64) for each in range(sources)]

@@ -1,5 +1,3 @@
-"""Explores all orders of posts, arrivals and cancels, and finds injected faults."""
-
 from __future__ import annotations
 
 import subprocess

@@ -65,7 +65,6 @@ def test_a_row_that_is_cited_or_unproven_never_counts(lacking: dict[str, Any]) -
 
 
 def test_a_row_of_shared_gpus_is_evidence_and_never_used_by_auto(user: Path) -> None:
-    """Not even for ranks that share a GPU."""
     shared = dataclasses.replace(ROW, one_gpu_each=False, link="none")
     assert covering([shared], dataclasses.replace(HERE, one_gpu_each=False, link="none")) is None
     peer_thresholds.dump([shared], user, "a test")

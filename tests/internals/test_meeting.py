@@ -69,7 +69,6 @@ def job() -> Iterator[Job]:
 
 
 def _entered(monkeypatch: pytest.MonkeyPatch) -> dict[int, BoundedStore]:
-    """The dict gets the store of each rank that enters."""
     entered: dict[int, BoundedStore] = {}
     enter = _Meeting._enter
 
@@ -98,7 +97,6 @@ def test_all_ranks_get_the_places_of_all(job: Job) -> None:
 
 
 def test_a_rank_that_ends_is_named_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 3 is missing, so rank 2 was never read when it ended."""
     entered = _entered(monkeypatch)
     futures = {rank: job.start(job.meeting(rank, 4)) for rank in (0, 2, 3)}
     _until(lambda: len(entered) == 2)
@@ -126,7 +124,6 @@ def test_rank_0_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
-    """Rank 2 is missing. Rank 1 gives up before rank 0's timeout."""
     opened = job.start(job.meeting(0, 3))
     with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
         job.meeting(1, 3, 1.0).enter_world()
@@ -173,7 +170,6 @@ def test_a_rank_leaves_the_world_of_an_earlier_round_while_its_rank_0_lives(job:
 
 
 def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks get an error soon, with both hosts and ports."""
     first, second, far = (job.meeting(rank, 3) for rank in range(3))
     for meeting, host in ((first, "a"), (second, "a"), (far, "b")):
         address = {"a": "10.0.0.1", "b": "10.0.0.2"}[host]
@@ -208,7 +204,6 @@ def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: py
 
 
 def test_a_rank_stays_in_the_world_that_was_decided(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's start failed, and it is back before the other rank reads the verdict."""
     entered = _entered(monkeypatch)
     first, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3))
     _until(lambda: 1 in entered)
@@ -237,7 +232,6 @@ def test_a_rank_that_can_not_listen_ends_the_start_of_all(job: Job) -> None:
 def _enter_and_lose(
     job: Job, monkeypatch: pytest.MonkeyPatch, cause: Callable[[], Exception], lost_s: float, timeout_s: float = AMPLE_S
 ) -> tuple[Future[BoundedStore], Future[BoundedStore]]:
-    """Once rank 1 has entered, its requests fail for `lost_s`."""
     entered = _entered(monkeypatch)
     opened, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3, timeout_s))
     _until(lambda: 1 in entered)
@@ -279,7 +273,6 @@ def test_rank_0_that_does_not_answer_is_suspected(job: Job, monkeypatch: pytest.
 
 
 def test_a_late_rank_reads_the_verdict_at_the_launcher_s_store(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has served the verdict for 1 s and exited."""
     entered = _entered(monkeypatch)
     first = job.meeting(0, 3)
     job.start(first), (other := job.start(job.meeting(1, 3)))

@@ -99,7 +99,7 @@ def test_objects_past_the_group(carry: Callable[[Any], Any]) -> None:
         source = random.Random(seed)
         for only_empty in (False, True):
             tensors = [random_objects.tensor(source, only_empty=only_empty) for _ in range(4)]
-            sent = [x.detach() if isinstance(x, Tensor) else x for x in tensors]  # a pickle keeps the gradient
+            sent = [x.detach() if isinstance(x, Tensor) else x for x in tensors]
             check_arrived(carry(sent), sent, f"seed {seed}")
 
 

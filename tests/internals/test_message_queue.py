@@ -28,7 +28,7 @@ from tests.workers import WorkerPool, WorkersFailedError
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
 SOON_S = 2.0
-LARGE_BYTES = 5 << 20  # several rings full
+LARGE_BYTES = 5 << 20
 
 try:
     native.load()
@@ -46,7 +46,6 @@ def _message(seed: int, number: int, limit: int) -> tuple[bytes, list[Tensor]]:
 
 
 def _split(head: bytes, tensors: list[Tensor], number: int) -> Message:
-    """Splits every other head in two."""
     at = len(head) // 3 if number % 2 else len(head)
     return Message(head[:at], tensors, number, head[at:])
 
@@ -107,7 +106,6 @@ def test_messages_of_any_size_arrive_whole_and_in_order(pools: Pools, tmp_path: 
 
 
 def _pairs(path: str, rank: int, size: int) -> None:
-    """Receives are started first and waited for in reverse."""
     with channels(Path(path), rank, size) as ends:
         others = [other for other in range(size) if other != rank]
         for n in (1, 70_000, LARGE_BYTES):
@@ -217,7 +215,6 @@ def _report(path: str, call: Callable[[], object]) -> None:
 
 
 def _dies(path: str, rank: int, size: int, outcomes: str, who: str) -> None:
-    """The writer is killed between chunks, or a reader while the ring is full."""
     with channels(Path(path), rank, size) as ends:
         killed = 0 if who == "writer" else size - 1
         large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
@@ -241,7 +238,7 @@ def _read_in_part(ends: Channels, large: Tensor, tell: bool) -> None:
     with receiver.lock:
         receiver.next()
         receiver.read(*pieces_of([large[: 1 << 20]]))
-        if tell:  # The writer is at most a ring ahead.
+        if tell:
             ends.transfers.send(torch.zeros(1), 0)
             with pytest.raises(PeerDiedError):
                 ends.transfers.irecv_(torch.empty(1), 0).wait()
@@ -292,7 +289,6 @@ def test_who_does_not_come_is_named_at_the_deadline(pools: Pools, tmp_path: Path
 
 
 def _leaves(path: str, rank: int, size: int) -> str:
-    """Messages sent before the sender left arrive. Then the reader gets an error at once."""
     with channels(Path(path), rank, size) as ends:
         if rank == 0:
             ends.transfers.send(torch.ones(5), 1)

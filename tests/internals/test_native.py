@@ -36,7 +36,6 @@ COMPILE_S = 300
 SOURCES = Path(native.__file__).parent / "csrc"
 VERSION = f"version {native._VERSION} "
 MADE = [".lock", ".lock", ".o", ".so"]
-"""The object of all that needs no torch, and the library."""
 
 
 def _start(cache: Path, umask: int | None = None, **variables: str) -> Program:
@@ -78,7 +77,6 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
 def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, one for another torch or Python."""
     (tmp_path / "module.so").write_text("no library")
     monkeypatch.setattr(native, "find_or_compile", lambda recipe: (tmp_path / "module.so", ""))
     monkeypatch.setattr(extension, "recipe", lambda: None)
@@ -134,7 +132,7 @@ def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Pat
     assert all(VERSION in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
     units = len(native_build.objects_recipe().units)
-    assert counter.read_text().count("call") == units + 2  # and the links of the object and of the library
+    assert counter.read_text().count("call") == units + 2
     again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
     assert VERSION in again
     assert "compiling" not in again
@@ -142,7 +140,6 @@ def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Pat
 
 
 def test_a_compile_says_what_it_makes_and_for_how_long(quick: dict[str, str], tmp_path: Path) -> None:
-    """At once, on stderr, in a program that has not configured logging."""
     how = _compiler(tmp_path, f'sleep 0.5\nexec {quick["CXX"]} "$@"')
     code = "import time; from device_communicators.cpu import native; native.load(); print(time.time())"
     done = subprocess.run(
@@ -157,7 +154,6 @@ def test_a_compile_says_what_it_makes_and_for_how_long(quick: dict[str, str], tm
 
 
 def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[str, str], tmp_path: Path) -> None:
-    """Another torch's own files are compiled, and nothing else again."""
     assert VERSION in _run(tmp_path, **quick)
     words = tmp_path / "words"
     script = f'echo "$@" >> {words}\nexec {quick["CXX"]} "$@"'
@@ -170,7 +166,6 @@ def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[st
 
 
 def test_the_command_compiles_all_parts_at_once(linked: Path, tmp_path: Path) -> None:
-    """As an image of a container is built; both parts are in the making at the same time."""
     full, module = native.load(), extension.try_load()[0]
     assert full.has_ops, full.note
     script = f"""
@@ -290,7 +285,6 @@ def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, st
 
 
 def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
-    """Space for the reason is reserved first."""
     full = tmp_path / "full"
     full.mkdir()
     script = 'while [ "$1" ]; do [ "$1" = -o ] && made=$2; shift; done\nhead -c 99999 /dev/zero > "$made" || exit 1'

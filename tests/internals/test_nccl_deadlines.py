@@ -16,8 +16,6 @@ CONTEXT = GroupContext("tp:0", (0, 1), 0, torch.device("cpu"), Timeout(1.0))
 
 
 class Device:
-    """Its markers are reached up to record number `done`."""
-
     def __init__(self) -> None:
         self.records = 0
         self.done = 0
@@ -82,7 +80,7 @@ def test_a_device_that_gets_on_has_no_deadline_however_far_behind_it_is(watch: W
     started = time.monotonic()
     while time.monotonic() < started + 2.5:
         _call(watch)
-        device.done = max(0, device.records - 20)  # 0.2 s behind
+        device.done = max(0, device.records - 20)
         time.sleep(0.01)
     assert watch.failure is None
     assert not watch.device_is_done()

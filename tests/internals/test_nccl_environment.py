@@ -102,7 +102,6 @@ def test_a_system_that_tells_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_the_system_tells_is_understood() -> None:
-    """Every machine has loopback."""
     assert interfaces.ipv4_of("lo") == "127.0.0.1"
     assert interfaces.ipv4_of("nowhere") is None
     assert not interfaces._is_up("nowhere")

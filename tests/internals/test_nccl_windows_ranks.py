@@ -214,7 +214,6 @@ def test_a_rank_without_memory_is_asked_again(pools: Pools, stand_in: str) -> No
 
 
 def _full_body(library: str) -> bool:
-    """Rank 1 lacks memory that torch's cache holds."""
     with _group(library) as (group, nccl):
         if group.rank_in_group == 1:
             nccl.library.tell("refuse_memory", UNHANDLED_CUDA_ERROR)
@@ -257,7 +256,6 @@ def test_a_rank_that_never_comes_ends_the_wait(stand_in: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_the_registration_ends_the_others_wait(stand_in: str) -> None:
-    """It waits for the others, which are in NCCL until their watch aborts it."""
     pool = WorkerPool(2)
     try:
         answers = pool.run(_late_body, stand_in, "register", tp=2)
@@ -345,14 +343,12 @@ def test_a_rank_that_turned_it_off_turns_it_off_for_all(pools: Pools, stand_in: 
 
 
 def _error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """A communicator's own call, without the route's time."""
     with pytest.raises(ps.CommunicationError) as raised:
         call()
     return type(raised.value).__name__, str(raised.value)
 
 
 def _debug_body(library: str) -> list[tuple[str, str]]:
-    """Each rank passes another part, which NCCL would add up wrong."""
     with _group(library) as (group, nccl):
         memory = nccl.context.host_memory
         memory.debug = True

@@ -19,7 +19,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def every(dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """All numbers of a 16-bit dtype. Of others: bfloat16's, and those next to each float8 and tie, × scale."""
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     if dtype.itemsize == 2:
         return patterns.view(dtype)

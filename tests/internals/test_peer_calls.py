@@ -68,7 +68,6 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
 
 
 def _group(env: Env, change: Callable[[Device], None] | None = None, **changes: Any) -> tuple[GroupCoordinator, Device]:
-    """`change` applies to the device, `changes` to the context."""
     os.environ.update(env)
     device = Device()
     if change is not None:
@@ -309,7 +308,6 @@ def test_many_calls_with_delays_and_another_communicator_between(pools: Pools, e
 
 
 def _blocks_body(env: Env) -> float:
-    """Rank 1's device holds fewer blocks, but block b of each rank must meet block b of the others."""
     rank = ps.get_tp_group().rank_in_group
     group, _ = _group(env, lambda device: setattr(device, "max_blocks", 1 if rank == 1 else 4), timeout=Timeout(5.0))
     found = float(group.all_reduce(torch.ones(50_000))[-1])
@@ -337,7 +335,6 @@ def test_ranks_on_one_gpu_divide_its_blocks(pools: Pools, env: Env) -> None:
 
 
 def _threads_body(env: Env) -> int:
-    """Each of a rank's two threads may meet either thread of the other rank."""
     group, _ = _group(env)
     communicator = group.route.communicators[0]
     wrong: list[bool] = []
@@ -444,7 +441,6 @@ def test_what_speaks_against_it_on_one_rank_has_all_do_without(
 
 
 def _start_body(env: Env) -> str | None:
-    """CUDA fails to start on one rank, which the others can't see."""
     os.environ.update(env)
     group = ps.get_tp_group()
 
@@ -551,7 +547,6 @@ def test_a_late_rank_is_named_at_the_deadline(env: Env) -> None:
 
 
 def _unseen_body(env: Env) -> tuple[str, str]:
-    """A replay times out, which no call sees."""
     group, _ = _group(env, timeout=Timeout(2.0))
     said: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -593,7 +588,6 @@ def _dying_body(env: Env) -> tuple[str, tuple[int, ...], float]:
 
 
 def test_a_rank_that_ends_frees_those_that_wait_for_it(env: Env) -> None:
-    """The deadline is a minute."""
     pool = WorkerPool(4)
     try:
         answers = pool.survivors(_dying_body, env, timeout_s=90)
@@ -645,7 +639,6 @@ def test_a_closed_one_is_of_no_use(pools: Pools, env: Env) -> None:
 
 
 def _auto_body(env: Env, table: str, changes: dict[str, Any]) -> tuple[bool, str]:
-    """`changes` apply to the last rank."""
     os.environ.update(env, **{TABLE: table, "PARALLEL_STATE_PEER_MEMORY": "auto"})
     try:
 

@@ -29,8 +29,6 @@ NOT_CARRIED = (
     "test_gradients_of_uneven_shapes", "test_gradient_of_broadcast",
     "test_an_average_of_integers_wraps_and_is_divided_toward_zero",
 )  # fmt: skip
-"""Tests of which the kernels carry no call."""
-
 for _module in (test_all_gather, test_all_reduce, test_gradients, test_inference, test_reduce_scatter):
     for _name, _test in list(vars(_module).items()):
         if (

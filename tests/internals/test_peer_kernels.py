@@ -115,7 +115,6 @@ def test_torchs_multicast_is_off_before_cuda_is_asked(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_its_check_alone(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For sanitizers: no kernel waits for another one."""
     assert peer_kernels.main(["--emulate", "--check", "--ranks", "2", "8", "--dtype", dtype, "--hidden", "768"]) == 0
     assert capsys.readouterr().out.count(": right (") == 6
 
@@ -215,7 +214,6 @@ def test_targets() -> None:
 
 
 def test_bytes_that_must_be_moved() -> None:
-    """Computed by hand for 1,000 bytes and 4 ranks."""
     moved = {
         "push, graph": 1000 + 3 * 2000 + 3 * 2000 + 1000,
         "pull, eager": 1000 + 1000 + 4 * 1000 + 1000,
@@ -229,7 +227,6 @@ def test_bytes_that_must_be_moved() -> None:
 
 
 def test_others_in_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo replaces NCCL; symm_mem has no CPU."""
     start = dist.init_process_group
 
     def over_gloo(backend: str, store: Any, rank: int, world_size: int, device_id: Any) -> None:

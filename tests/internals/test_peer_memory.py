@@ -1,5 +1,3 @@
-"""Both methods of sharing GPU memory; torch's part is faked."""
-
 from __future__ import annotations
 
 import json
@@ -25,8 +23,6 @@ def context(rank: int, timeout_s: float = 10.0) -> GroupContext:
 
 
 class FakeStorage:
-    """Counts its receivers, as torch's does."""
-
     def __init__(self, rank: int) -> None:
         self.rank, self.shared = rank, 0
 

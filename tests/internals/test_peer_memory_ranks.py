@@ -25,7 +25,6 @@ def _share_body(folder: str) -> tuple[str, list[int], int]:
     os.environ[FOLDER] = folder
     context, way = _context(), FileWay()
     memory = share(context, 1 << 16, [way])
-    # Each rank writes its number into every region.
     for address in memory.addresses:
         ctypes.c_uint64.from_address(address + 8 * context.rank).value = 100 + context.rank
     run_on_all_ranks(context, "test", lambda: None)

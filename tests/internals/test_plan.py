@@ -144,8 +144,8 @@ def test_abbreviate(ranks: Any, text: str) -> None:
 
 REMARKS = [
     (plan_of(8, tp=8), set()),
-    (plan_of(4, tp=4), set()),  # a part of one node is normal
-    (plan_of(64, tp=8, pp=2), set()),  # so are pipelines and data parallelism over nodes
+    (plan_of(4, tp=4), set()),
+    (plan_of(64, tp=8, pp=2), set()),
     (plan_of(28, tp=4), {("warning", "partial-node"), ("note", "dp-cut-unevenly")}),
     (plan_of(64, tp=16, pp=2), {("warning", "tp-across-nodes")}),
     (plan_of(24, tp=3), {("warning", "tp-across-nodes"), ("note", "dp-cut-unevenly")}),
@@ -172,7 +172,7 @@ def test_warnings_come_first_and_say_how_many_groups() -> None:
     remarks = remarks_on(plan_of(1024, tp=8, pp=8, cp=2, ep=8))
     assert [remark.level for remark in remarks] == ["warning", "note"]
     assert "128 of 128 ep groups cross nodes (up to 8)" in remarks[0].text
-    assert "--etp 1" in remarks[0].text  # the suggestion works:
+    assert "--etp 1" in remarks[0].text
     assert plan_of(1024, tp=8, pp=8, cp=2, ep=8, etp=1).made("ep").nodes == 1  # type: ignore[union-attr]
 
 
@@ -269,7 +269,7 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("axis", [axis for axis in AXES if axis.size_parameter], ids=lambda axis: axis.name)
 def test_each_axis_has_both_options(axis: Any, capsys: pytest.CaptureFixture[str]) -> None:
     order = "-".join(["tp", "ep", *_DENSE[1:]])
-    extra = ["--tp", "2"] if axis.name == "dcp" else []  # dcp divides tp
+    extra = ["--tp", "2"] if axis.name == "dcp" else []
     found = []
     for option in (axis.name, axis.size_parameter):
         words = ["--world-size", "2", f"--{option.replace('_', '-')}", "2", "--order", order, "--json", *extra]
@@ -344,7 +344,7 @@ def test_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert main(["plan", *THE_EXAMPLE, "--rank", "37", "--json", str(path)]) == 0
-    assert "rank 37" in capsys.readouterr().out  # also the text
+    assert "rank 37" in capsys.readouterr().out
     found = json.loads(path.read_text(encoding="utf-8"))
     assert set(found) == {
         "format", "world_size", "gpus_per_node", "nodes", "order", "layout", "sizes", "groups", "missing", "warnings",
@@ -459,7 +459,6 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ch
 
 @pytest.mark.slow
 def test_as_a_process(tmp_path: Path) -> None:
-    """A closed pipe ends a command without a traceback. A full disk is one line."""
     plan = ["plan", "--world-size", "64", "--json"]
     commands = [("pipe", ["topology"]), ("pipe", plan), ("pipe", ["--help"]), ("/dev/full", plan[:3])]
     commands += [("/dev/full", plan), ("/dev/full", ["topology", "--json"])]

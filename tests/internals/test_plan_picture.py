@@ -92,7 +92,7 @@ def test_numbers_are_legible_in_light_and_dark() -> None:
     for colors in (light, dark):
         text = colors.pop("cell")
         assert len(set(colors.values())) == len(colors) == 12
-        assert min(contrast(color, text) for color in colors.values()) >= 4.5  # WCAG AA
+        assert min(contrast(color, text) for color in colors.values()) >= 4.5
 
 
 def test_default_kind() -> None:

@@ -27,7 +27,6 @@ except native.NativeUnavailableError as error:
 
 @pytest.mark.slow
 def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
-    """Median of five."""
     readers: list[float] = []
     writers: list[float] = []
     x = torch.zeros(8 << 20, dtype=torch.uint8)

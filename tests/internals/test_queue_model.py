@@ -25,7 +25,7 @@ def test_it_holds(variant: Variant, readers: int, chunks: int) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "match"),
-    [  # the smallest case that fails
+    [
         (Variant(writer_releases=False), "reads chunk 1 while it is written"),
         (Variant(reader_acquires=False), "reads chunk 1 while it is written"),
         (Variant(reader_releases=False), "chunk 3 is written while reader . reads"),

@@ -66,7 +66,6 @@ def test_nobody_answers() -> None:
 
 
 def test_the_kernel_s_reason_is_told() -> None:
-    """By a socket that may not broadcast."""
     assert "Network is unreachable" in _found(Endpoint(3, "255.255.255.255", 9, "", 0))[1]
 
 

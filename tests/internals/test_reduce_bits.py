@@ -26,7 +26,7 @@ DTYPES = (
 )  # fmt: skip
 REDUCTIONS = 5
 """Numbered as in reduce.h."""
-COUNT = 1031  # whole vectors, and a rest
+COUNT = 1031
 
 
 def _fingerprints(compiler: Sequence[str], *runner: str) -> dict[str, set[str]]:
@@ -54,7 +54,6 @@ def _own_compiler() -> Sequence[str]:
 
 
 def _drawn(dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """Numbers that round at each step, zeros, denormals, and integers of all bits."""
     if not dtype.is_floating_point:
         return torch.randint(0, 256, (COUNT * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
     numbers = torch.randn(COUNT, dtype=torch.float64, generator=draw)

@@ -48,7 +48,6 @@ def test_one_that_was_late_is_told_so() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
-    """A rank was stopped in it and resumes after the others gave up."""
     there, ahead = "3 gather barrier", "4 barrier gather"
     found = _conclude(rank, r0=ahead, r1=ahead, r2=there, r3=there)
     assert type(found) is CommunicationError
@@ -56,7 +55,6 @@ def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
 
 
 def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
-    """Ranks 0 and 1 have completed the third call."""
     peers = Peers()
     watchers = [peers.join(rank) for rank in range(4)]
 

@@ -231,7 +231,6 @@ def test_the_first_failure_stays(route: Route, told: list[int]) -> None:
 def test_a_death_anywhere_in_the_failure_domain_ends_the_group(
     route: Route, watcher: Watcher, failing: Failing, told: list[int]
 ) -> None:
-    """Nothing is sent, and rank 0, outside the group, is named."""
     _call(route)
     watcher.report(0, "has ended")
     assert route.has_failed
@@ -251,7 +250,6 @@ def test_a_death_outside_of_the_failure_domain_is_nothing_to_the_group(route: Ro
 
 
 def test_all_that_died_together_are_named(route: Route, watcher: Watcher, failing: Failing) -> None:
-    """One of them was the neighbor whose connection broke."""
     failing.error = PeerDiedError("gone", **_facts())
     original = Failing.all_reduce
 
@@ -281,8 +279,6 @@ def test_a_destroyed_group_keeps_nothing(route: Route, failing: Failing, told: l
 
 
 class Graph:
-    """In a reference cycle, as in an exception's frames."""
-
     def __init__(self) -> None:
         self.own = self
 

@@ -32,7 +32,7 @@ def _backed(segment: Segment, start: int, end: int) -> int:
     while at < end:
         try:
             at = os.lseek(segment.descriptor, at, os.SEEK_DATA)
-        except OSError:  # a hole up to the end of the file
+        except OSError:
             break
         hole = os.lseek(segment.descriptor, at, os.SEEK_HOLE)
         found += max(0, min(hole, end) - at)
@@ -46,7 +46,6 @@ def _slots_of(rank: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("order", [range(SIZE), reversed(range(SIZE))], ids=["first to last", "last to first"])
 def test_each_rank_backs_its_own_slots(segment: Segment, order: Iterator[int]) -> None:
-    """The first rank's part may still be empty when another one allocates."""
     size_bytes = mapped_bytes(LIBRARY, SIZE)
     address = LIBRARY.ps_map(segment.descriptor, size_bytes, 0)
     done: set[int] = set()
@@ -58,7 +57,7 @@ def test_each_rank_backs_its_own_slots(segment: Segment, order: Iterator[int]) -
                 start, end = _slots_of(each)
                 assert _backed(segment, start, end) == (end - start if each in done else 0), (rank, each)
             own = sum(end - start for start, end in map(_slots_of, done))
-            shared = size_bytes - (_slots_of(SIZE - 1)[1] - _slots_of(0)[0])  # lines, archives and members
+            shared = size_bytes - (_slots_of(SIZE - 1)[1] - _slots_of(0)[0])
             assert os.fstat(segment.descriptor).st_blocks * 512 == own + (shared if 0 in done else 0)
     finally:
         LIBRARY.ps_unmap(address, size_bytes)

@@ -54,7 +54,6 @@ HEAD = struct.Struct("<4sIi4xQQQ")
 """`Frame` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body, of these the head's."""
 AT_ONCE, ANNOUNCED, ASKED_FOR, ANSWER = b"PSM\1", b"PSMA", b"PSMB", b"PSMC"
 KEPT_BYTES = 256
-"""Overhead of a kept message."""
 BYTE = DTYPE_NUMBERS[torch.uint8]
 MESSAGE = 1 << 20
 """`kMessageDtype` of csrc/transfer_call.h."""
@@ -101,13 +100,11 @@ class Rank:
     def receive_message(
         self, src: int, take: Callable[[bytes, int, int], bytes], most: int = MOST_HEAD_BYTES
     ) -> object:
-        """`take` gets the head and the sizes of head and tensors, and returns where the tensors go."""
         past, report = use_library().past_python, native.QueueReport()
         wanted = (most, 0, None, None, False, None, 0)
         return self.transfers.receive_message(past, src, MESSAGES, 0, report, *wanted, take)
 
     def receive_pieces(self, src: int, sizes: Sequence[int] = ()) -> tuple[bytes, list[torch.Tensor]]:
-        """Without sizes, all bytes are one piece."""
         heads, tensors = list[bytes](), list[torch.Tensor]()
 
         def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
@@ -120,7 +117,6 @@ class Rank:
         return heads[0], tensors
 
     def facts(self, peer: int) -> tuple[int, int, int, int]:
-        """Bytes stored for later receives, sent at once, received of these, and taken by this rank."""
         words = (ctypes.c_uint64 * 4)()
         native.load().ps_streams_facts(self.transfers.address, peer, words)
         return tuple(words)
@@ -141,7 +137,6 @@ def _two(count: int = 1, **options: Any) -> tuple[Rank, Rank]:
 
 @pytest.fixture(params=[1, 3], ids=["one connection", "three connections"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, Rank]]:
-    """With several connections most bodies are striped."""
     pair = _two(request.param, striped_bytes=STRIPED_BYTES)
     yield pair
     for end in pair:
@@ -265,7 +260,6 @@ def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Rank, Rank]
 
 @pytest.mark.parametrize("striped", [299, 300, 301])
 def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
-    """One of four connections carries nothing of three bytes."""
     near, far = _two(4, striped_bytes=min(striped, 300))
     for size in (striped, 1000, 3):
         body, out = _bytes(random.Random(size).randbytes(size)), _room(size)
@@ -326,7 +320,6 @@ def test_hostile_heads_break_the_connection(ends: tuple[Rank, Rank], hostile: st
 
 
 def test_many_small_messages_that_nobody_receives_are_bounded() -> None:
-    """Heads alone take memory, too."""
     granted = 32 << 10
     ends = _two(early_bytes=granted)
     _socket(ends[0], 1).sendall(_head(AT_ONCE, 0, 7) * (granted // 256 + 1))
@@ -347,7 +340,6 @@ def test_a_message_of_another_size_is_refused(ends: tuple[Rank, Rank], kind: byt
 
 
 def test_strangers_hold_nobody_up() -> None:
-    """The expected peer sends byte by byte."""
     meeting = SimpleNamespace(has_lost_a_rank=lambda: False)
     token, made, began = bytes(range(16)), dict[tuple[int, int], socket.socket](), time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -402,7 +394,6 @@ def test_who_has_sent_all_may_go(three: tuple[Rank, dict[int, Rank]]) -> None:
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 def test_a_receive_from_any_rank_takes_the_next_message(three: tuple[Rank, dict[int, Rank]], count: int) -> None:
-    """The wait fails only when all ranks have left."""
     here, theirs = three
     out = torch.zeros(count)
     received = here.irecv(out, Transfers.ANY_SOURCE)
@@ -551,7 +542,6 @@ class _Model:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
-    """Receives are posted before and after the messages arrive."""
     draw = random.Random(seed)
     model, (near, far) = _Model(draw), socket.socketpair()
     here = Rank(0, {1: [near]})
@@ -575,7 +565,7 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 cut = draw.choice((1, 31, 32, 33, 1000, 65_536, 200_000))
                 sent += far.send(model.stream[sent : sent + cut])
-            with contextlib.suppress(BlockingIOError):  # the protocol's answers to large messages
+            with contextlib.suppress(BlockingIOError):
                 far.recv(1 << 20)
             if sent == len(model.stream):
                 receive_some(len(to_receive))
@@ -648,7 +638,6 @@ def test_threads_wait_at_once(ranks: tuple[Rank, Rank]) -> None:
 
 @pytest.mark.parametrize("count", [SMALL, LARGE // 4])
 def test_only_so_much_is_kept_before_it_is_received(ranks: tuple[Rank, Rank], count: int, early_bytes: int) -> None:
-    """A hundred other tensors arrive first."""
     xs = [torch.full((count,), float(number)) for number in range(100)]
     kept: list[int] = []
 
@@ -736,7 +725,7 @@ def test_messages_of_unknown_size_come_whole_and_in_order(count: int, early: int
         for head, tensors in _messages(own, 12):
             began.append(end.isend_message(peer, head, *map(_bytes, tensors)))
             began.append(end.isend(plain, peer, 3))
-        time.sleep(0.05 * own)  # some arrive before their receives
+        time.sleep(0.05 * own)
         for number, (head, tensors) in enumerate(_messages(peer, 12)):
             sizes = [len(data) for data in tensors]
             found, received = end.receive_pieces(peer, sizes if number % 3 else [sum(sizes)])
@@ -754,7 +743,6 @@ def test_messages_of_unknown_size_come_whole_and_in_order(count: int, early: int
 
 
 def test_a_started_message_is_kept_until_it_is_sent() -> None:
-    """No thread of Python sends it, and nobody waits."""
     near, far = _two()
     tensor = torch.arange(1 << 20)
     kept, expected = weakref.ref(tensor), _data(tensor)
@@ -765,7 +753,7 @@ def test_a_started_message_is_kept_until_it_is_sent() -> None:
     assert head == b"head" and _data(received) == expected
     until = time.monotonic() + LIMIT_S
     while kept() is not None and time.monotonic() < until:
-        near.transfers.isend(_room(0), 1, 4)  # the next call lets go of it
+        near.transfers.isend(_room(0), 1, 4)
     assert kept() is None
     near.close()
     far.close()

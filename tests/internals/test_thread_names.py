@@ -120,7 +120,6 @@ def _told(before: dict[int, str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _check(told: list[tuple[list[str], dict[str, str]]], expected: set[str], others: tuple[str, ...] = ()) -> None:
-    """`others` are name prefixes of torch's threads."""
     for new, named in told:
         assert named
         assert named == {name: f"ps-{name.removeprefix(exits.THREADS)}"[:15] for name in named}

@@ -59,12 +59,11 @@ def test_links_that_are_down_do_not_count() -> None:
     down = machine("dgx-h100", link_is_active={"3 0": False, "3 1": False})
     assert [path.nvlinks for (one, _), path in down.paths.items() if one == 3] == [16] * 7
     assert down.paths[0, 1].nvlinks == 18
-    one_way = machine("h200-nvl-2x4", link_is_active={"1 0": False, "1 5": False})  # to GPU 0, in this GPU's numbering
+    one_way = machine("h200-nvl-2x4", link_is_active={"1 0": False, "1 5": False})
     assert one_way.paths[0, 1].nvlinks == one_way.paths[1, 0].nvlinks == 4
 
 
 def test_links_that_are_up_but_of_no_use() -> None:
-    """As without the fabric manager."""
     found = machine("dgx-h100", p2p_status={f"{a} {b} 2": 5 for a, b in permutations(range(8), 2)})
     assert found.paths[0, 1].nvlinks == 18
     assert found.paths[0, 1].nvlink_problem == "P2P nvlink is not supported"
@@ -86,7 +85,7 @@ def test_one_gpu_behind_hidden_switches() -> None:
 def test_a_gpu_is_found_by_its_uuid_and_its_slices_are_not_listed() -> None:
     found = machine("a100-mig")
     (gpu,) = found.gpus
-    assert gpu.mig and found.find(gpu.uuid) is found.find(gpu.uuid.removeprefix("GPU-")) is gpu  # as torch writes it
+    assert gpu.mig and found.find(gpu.uuid) is found.find(gpu.uuid.removeprefix("GPU-")) is gpu
     assert found.find("GPU-") is None
     assert "MIG mode" in text_of(found) and "CUDA shows one slice" in text_of(found)
 
@@ -109,7 +108,6 @@ def test_a_driver_that_says_nothing_but_uuids(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_refused_question_matters_beyond_itself(name: str) -> None:
-    """Whichever answer is missing, alone or with all later ones, there is a topology and a text."""
     whole = record(name)
     for question in whole:
         found = read_topology(Recording({**whole, question: {"*": REFUSAL}}))
@@ -177,7 +175,6 @@ def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_through_pynvml(nvml_folder: Path) -> None:
-    """On a library that follows NVML's headers."""
     told = json.loads(run_command(nvml_folder, ["topology", "--json"], CUDA_VISIBLE_DEVICES="1,0"))
     one, two = told["gpus"]
     assert (told["driver_version"], told["cuda_version"]) == ("580.65.06", "13.0")

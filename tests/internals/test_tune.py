@@ -1,5 +1,3 @@
-"""Tuning over the kernels on a CPU."""
-
 from __future__ import annotations
 
 import os
@@ -34,9 +32,8 @@ Spoil = Callable[[StandInPeerMemory, Event], None]
 
 
 def _tuned(env: dict[str, str], spoil: Spoil) -> tuple[Thresholds | str, list[Any]]:
-    """Returns the row or the error, and the times. `spoil` gets an event that is set when the proof starts."""
     os.environ.update(env)
-    tuning_module.CALLS_IN_A_GRAPH = 2  # kernels on a CPU are slow
+    tuning_module.CALLS_IN_A_GRAPH = 2
     group = ps.get_tp_group()
     peers = StandInPeerMemory(group.context, thresholds=UNBOUNDED)
     assert peers.admit() is None
@@ -83,7 +80,6 @@ def test_every_candidate_is_measured_and_the_choice_is_proven(pools: Pools, env:
 
 def _spoiled_body(env: dict[str, str]) -> Any:
     def spoil(peers: StandInPeerMemory, proving: Event) -> None:
-        """Only during the proof, on the last rank."""
         right, calls = peers.group.all_reduce, [0]
 
         def wrong(out: torch.Tensor, x: torch.Tensor, how: str) -> None:

@@ -14,13 +14,12 @@ SHAPES = [
     ((), "[]"), ((0,), "0"), ((7,), "7"), ((3, 4), "[3, 4]"), ((1 << 29, 2), f"[{1 << 29}, 2]"),
     ((2, 0, 3), "[2, 0, 3]"), ((1,) * 6, "[1, 1, 1, 1, 1, 1]"), ((1 << 31, 2), str(1 << 32)), ((1,) * 15, "1"),
 ]  # fmt: skip
-"""Shapes that don't fit show their element count."""
 
 
 @pytest.mark.parametrize(("shape", "shown"), SHAPES)
 def test_the_words_of_a_shape(shape: tuple[int, ...], shown: str) -> None:
     call = UserCall("all_gather", torch.float32, shape, dim=1)
-    word, packed = (value - (1 << 64) if value >> 63 else value for value in (call.word, call.packed_shape))  # int64
+    word, packed = (value - (1 << 64) if value >> 63 else value for value in (call.word, call.packed_shape))
     assert in_words(word, packed) == f"all_gather(dim 1) of {shown} × float32"
     if math.prod(shape) < 1 << 32 and len(shape) < 15:
         assert str(call) == in_words(word, packed)
@@ -33,7 +32,7 @@ def test_the_words_of_rows_and_of_messages() -> None:
     assert str(exchanged) == "all_to_all(rows of [2, 3]) of float32"
     gathered = call_of_arguments("all_gatherv", x, (x, 1, [2, 2]), None, "", -1)
     assert str(gathered) == "all_gatherv(dim 1, rows of [4, 3], sizes [2, 2]) of float32"
-    for method in ("broadcast_object", "scatter"):  # a step of it
+    for method in ("broadcast_object", "scatter"):
         frame = torch.ones(4096, dtype=torch.uint8)
         assert str(call_of_arguments("broadcast_", frame, (frame, 1), None, method, -1)) == f"{method}(rank 1)"
 

@@ -26,7 +26,7 @@ def indices(text: str | None, gpus: list[Gpu] = GPUS) -> list[int]:
         ("2,1", [2, 1]),
         ("0,2,-1,1", [0, 2]),  # both from CUDA's programming guide
         ("-1", []),
-        ("3", [3]),  # one GPU per process
+        ("3", [3]),
         (" 1 , 0 ", [1, 0]),
         ("0,9,1", [0]),
         ("0,x,1", [0]),
@@ -37,7 +37,7 @@ def indices(text: str | None, gpus: list[Gpu] = GPUS) -> list[int]:
         (f"{UUIDS[2]},{UUIDS[0]}", [2, 0]),
         ("GPU-8932f937", [0]),  # also from the guide: enough digits to be unique
         ("GPU-1,GPU-b", [2, 3]),
-        ("GPU-b,GPU-8932", [3]),  # matches two
+        ("GPU-b,GPU-8932", [3]),
         ("GPU-b,GPU-ffff,GPU-1", [3]),
         ("GPU-b,0", [3]),
         ("0,GPU-b", [0]),

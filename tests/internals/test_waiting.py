@@ -54,7 +54,6 @@ def _seconds(call: Callable[[], object], error: type[Exception]) -> float:
 
 @pytest.mark.parametrize("kind", [Watched, WatchedByThread])
 def test_what_a_dead_rank_had_sent_completes_the_call(kind: type[Watched]) -> None:
-    """The bytes arrive within `NOTICE_S` after the death."""
     watcher = Watcher()
     watcher.report(3, "has ended")
     kind(Collective(0.13), _context(watcher), "all_reduce").wait()
@@ -126,7 +125,6 @@ def test_a_death_in_another_domain_ends_no_wait() -> None:
 
 @pytest.mark.slow
 def test_a_wait_ends_at_the_deadline() -> None:
-    """At most one poll of 50 ms late, as the median of three."""
     waits = [
         _seconds(Watched(Collective(None), _context(Watcher(), 0.2), "all_reduce").wait, RuntimeError) for _ in range(3)
     ]

@@ -89,7 +89,7 @@ def test_as_much_is_mapped_as_was_asked_for() -> None:
         before = address_space()
         file.at(0, 100)
         assert address_space() - before <= FIRST
-        file.at(3000 * MIB, MIB)  # leaves a gap that wasn't requested
+        file.at(3000 * MIB, MIB)
         assert address_space() - before <= 3 * FIRST
 
 
@@ -104,7 +104,7 @@ def test_without_address_space_less_is_mapped_or_nothing() -> None:
     with mapped() as file:
         first = file.at(0, 64 * MIB)
         with address_space_left(72 * MIB):
-            second = file.at(64 * MIB, 60 * MIB)  # twice the first doesn't fit, the needed size does
+            second = file.at(64 * MIB, 60 * MIB)
             assert second is not None
             assert file.at(200 * MIB, 60 * MIB) is None
             assert [file.at(0, 64 * MIB), file.at(64 * MIB, 60 * MIB)] == [first, second]

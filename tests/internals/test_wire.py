@@ -25,7 +25,7 @@ from parallel_state.messages.codec.values import to_msgpack
 from parallel_state.messages.wire import FRAME_BYTES, Header
 
 CONTEXT = GroupContext("wire:0", (4, 7, 9), 1, torch.device("cpu"), timeout=Timeout(5.0))
-SRC = 2  # global rank 9
+SRC = 2
 HEADER = struct.Struct("<4sBBHIIQQ")
 INLINE_BYTES = FRAME_BYTES - HEADER.size
 VALUE, ERROR = 0, 1
@@ -64,7 +64,6 @@ def read(frame: Tensor, rest: Tensor | None = None, allow_pickle: bool = False) 
 
 
 def check_refused(frame: Tensor, match: str) -> None:
-    """Before its tensors are received, or once they have arrived."""
     with pytest.raises(MessageDecodeError, match=match) as raised:
         message, _ = read(frame)
         assert sum(metadata.nbytes for metadata in message.tensors) <= BYTES
@@ -114,7 +113,7 @@ def test_a_long_head_is_not_copied_by_who_looks_at_it() -> None:
     assert wire.bytes_of(outgoing.frame) + wire.bytes_of(one) == outgoing.head
     data = wire._view_of(bytes(range(100)), 10)
     gc.collect()
-    assert data.tolist() == list(range(10, 100))  # the tensor keeps the bytes
+    assert data.tolist() == list(range(10, 100))
 
 
 def test_the_form_of_a_frame() -> None:
@@ -128,7 +127,6 @@ def test_the_form_of_a_frame() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_slices(rank: int) -> None:
-    """Indivisible, excepted and empty tensors are sent whole."""
     value = {
         "cut": torch.arange(12.0).view(4, 3),
         "strided": torch.arange(12.0).view(4, 3).t(),
@@ -352,7 +350,7 @@ def test_the_limit_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(frame, f"has {limit} bytes, more than {limit - 1}")
     refused = wire.encode(two_tensors(), allow_pickle=False)
     assert isinstance(refused.error, MessageEncodeError)
-    with pytest.raises(RemoteError, match=f"at most {limit - 1} bytes"):  # a text may exceed the limit
+    with pytest.raises(RemoteError, match=f"at most {limit - 1} bytes"):
         read(refused.frame)
 
 
@@ -406,7 +404,7 @@ def test_mutated_messages() -> None:
             try:
                 header = wire.parse_frame(frame, CONTEXT, SRC)
                 if header.rest_bytes > 1 << 20:
-                    continue  # allowed, but too slow for 3,000 messages
+                    continue
                 message, _ = read(frame, outgoing.rest if header.rest_bytes == 100 else None)
                 if sum(metadata.nbytes for metadata in message.tensors) < 1 << 20:
                     tensors = [torch.zeros(metadata.shape, dtype=metadata.dtype) for metadata in message.tensors]

@@ -58,7 +58,6 @@ def make_store(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
 
 @pytest.mark.parametrize("prefixed", [False, True])
 def test_the_same_answers(make_store: Callable[[], Any], prefixed: bool) -> None:
-    """Also through torch's prefixes, which call it from C++."""
     inner = make_store()
     store = dist.PrefixStore("a", dist.PrefixStore("b", inner)) if prefixed else inner
     store.set("text", "é")
@@ -200,7 +199,6 @@ def test_a_name_server_that_is_silent_ends_no_deadline(world: World, monkeypatch
 
 
 def test_torch_s_store_says_where_it_is(world: World) -> None:
-    """Even if only torch references it."""
     prefix = dist.PrefixStore("a", for_torch(store_of(world)))
     gc.collect()
     address = "127.0.0.1", world.endpoint.port
@@ -316,7 +314,6 @@ def test_a_world_that_leaves(world: World) -> None:
 
 
 def test_a_world_that_starts_again_at_its_port(world: World) -> None:
-    """The kept connection is to the old world."""
     store = store_of(world)
     store.set("a", "old")
     world.leave()
@@ -470,6 +467,6 @@ def test_stores_of_one_server_share_connections(world: World) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for store in stores:
         store.add("n", 1)
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # both ends of one connection
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
     stores[0].close()
     assert stores[1].get("n") == b"20"
