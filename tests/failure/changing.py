@@ -47,7 +47,6 @@ class Member:
     def __init__(self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0) -> None:
         self.folder, self.name = folder, int(os.environ["RANK"])
         self._is_gloo = backend == "gloo"
-        """gloo's ranks need a store in common, and a handle changes with each reconfigure."""
         dist.init_process_group(
             backend,
             store=dist.FileStore(str(folder / "store")) if self._is_gloo else dist.HashStore(),
@@ -66,7 +65,6 @@ class Member:
         return [hear(self.folder, f"{key}-{name}") for name in names]
 
     def become(self, uuid: int, names: Sequence[int], timeout_s: float = 30.0) -> float:
-        """These processes, in this order, are the new group. Returns the seconds it took."""
         key = f"handle-{uuid}" if self._is_gloo else "handle"
         if self._is_gloo:
             tell(self.folder, f"{key}-{self.name}", c10d._get_reconfigure_handle())
@@ -163,7 +161,6 @@ def _part(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
 
 
 def _go_on(member: Member, rest: Sequence[int], round_: int) -> tuple[float, float]:
-    """Returns how long the reconfigure took, and when the first collective after it was right."""
     reconfigure_s = member.become(2 * round_ + 1, rest)
     add_up(round_)
     return reconfigure_s, time.monotonic()
@@ -175,7 +172,6 @@ def _kill_me(folder: Path, round_: int) -> None:
 
 
 def rounds_in(folder: Path, rounds: int) -> list[list[Round]]:
-    """Includes survivors that were killed later."""
     found = []
     for round_ in range(rounds):
         texts = [each.read_text() for each in sorted(folder.glob(f"round-{round_}-*"))]
@@ -184,7 +180,6 @@ def rounds_in(folder: Path, rounds: int) -> list[list[Round]]:
 
 
 def latest_by_round(found: Sequence[Sequence[Round]], of: str) -> list[float]:
-    """The slowest survivor's time of each round; `of` names a field of Round."""
     return [max(getattr(one, of) for one in each) for each in found]
 
 

@@ -37,7 +37,6 @@ LAYOUTS = tuple(
 _START_S = 60.0
 _STEPS = 100_000
 _BEFORE_S = 0.3
-"""Latest time of the kill after all ranks have begun."""
 
 
 class Told(NamedTuple):
@@ -56,10 +55,8 @@ class Trial:
     victims: tuple[int, ...] = ()
     store_on_rank_0: bool = False
     late_s: dict[int, float] = field(default_factory=dict)
-    """Seconds from the kill to each survivor's first failed call."""
     latest_s: list[float] = field(default_factory=list)
     began: bool = True
-    """False if the ranks didn't begin in time: such a trial proves nothing."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -107,8 +104,6 @@ def _ranks(transport: str, size: int, store_on_rank_0: bool) -> Iterator[WorkerP
 
 
 class _PoolWithStore(WorkerPool):
-    """Rank 0 serves the store, on a port that was free a moment ago."""
-
     def _serve_store(self) -> None:
         with socket.socket() as holder:
             holder.bind(("127.0.0.1", 0))
@@ -121,7 +116,6 @@ class _PoolWithStore(WorkerPool):
 def _kill(
     pool: WorkerPool, size: int, victims: Sequence[int], delay_s: float, gap_s: float, folder: Path, killed: list[float]
 ) -> None:
-    """Kills once all ranks have begun; the trial ends once all survivors have reported."""
     if not _until(lambda: len(list(folder.glob("begun-*"))) == size, _START_S):
         return
     time.sleep(delay_s)
@@ -177,7 +171,7 @@ def _work(seed: int, folder: Path, groups: dict[str, Any], calls: Sequence[str])
         if outcome.kind != "ok":
             told.append(Told(name, outcome, time.monotonic(), slept))
             break
-    if own.random() < 0.3:  # it calls its other groups later, like a rank that serves requests
+    if own.random() < 0.3:
         time.sleep(own.uniform(0.0, 1.5))
     for name, group in groups.items():
         told.append(Told(name, attempt(_call, name, group, "all_reduce"), time.monotonic(), True))
@@ -301,7 +295,6 @@ def run_to_the_bound(transport: str, seed: int, folder: Path, most_ranks: int = 
 
 
 def run_trials(transport: str, seeds: Sequence[int], folder: Path) -> None:
-    """Skips trials that other processes with the same `folder` have run or are running."""
     for seed in seeds:
 
         def run(seed: int = seed) -> dict[str, Any] | None:

@@ -25,13 +25,12 @@ STEPS_AFTER = 30
 
 
 def compute(folder: str, own_init: bool) -> int:
-    """Returns the number of correct steps."""
     if own_init:
         ps.init_distributed_environment(timeout=DEADLINE_S)
         ps.initialize_model_parallel(4)
     group, store, steps, more = ps.get_tp_group(), default_store(), 0, STEPS_AFTER
     while more:
-        if group.rank == 0 and steps == 1:  # the job is running now
+        if group.rank == 0 and steps == 1:
             Path(folder, "port.new").write_text(os.environ["MASTER_PORT"], encoding="utf-8")
             Path(folder, "port.new").rename(Path(folder, "port"))
         flag = float(group.rank == 0 and Path(folder, "stop").exists())
@@ -58,7 +57,6 @@ def compute(folder: str, own_init: bool) -> int:
 
 @contextmanager
 def running_job(folder: Path, start: Callable[[], list[int]]) -> Iterator[int]:
-    """Afterwards all ranks must have made the same correct steps."""
     results: list[Any] = []
 
     def run() -> None:

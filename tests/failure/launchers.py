@@ -22,8 +22,6 @@ _STEP_S = 0.01
 
 
 class Program:
-    """`printed` and `said` are stdout and stderr, also of its ranks."""
-
     def __init__(self, function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> None:
         context = fork_context()
         self._output: list[tuple[bytearray, threading.Thread]] = []
@@ -98,7 +96,7 @@ def _run(
     util.spawnv_passfds = _started_by(util.spawnv_passfds)  # type: ignore[attr-defined]
     try:
         function(*args)
-    except KeyboardInterrupt:  # exit like an ordinary interpreter
+    except KeyboardInterrupt:
         traceback.print_exc()
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

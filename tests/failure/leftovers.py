@@ -18,7 +18,6 @@ _STEP_S = 0.05
 
 @contextmanager
 def nothing_left_after(limit_s: float) -> Iterator[None]:
-    """Something new may be there for `limit_s` after the block."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     processes, names, sockets = descendants(), segments(), listening()
@@ -73,7 +72,6 @@ def names_of_others() -> set[str]:
 
 
 def listening() -> set[str]:
-    """Those of other processes end with them."""
     rows = [
         line.split()
         for table in ("tcp", "tcp6")

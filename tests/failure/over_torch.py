@@ -1,5 +1,3 @@
-"""A torch.distributed group with a GroupCoordinator's calls."""
-
 from __future__ import annotations
 
 import itertools
@@ -19,7 +17,6 @@ import parallel_state  # noqa: F401 - registers the backend
 T = TypeVar("T")
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 OVER_TORCH = "torch.distributed"
-"""The route of `worlds.world_over` for such a group over our backend."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORLDS = itertools.count()
 
@@ -39,7 +36,7 @@ def torch_world(
     try:
         yield OverTorch()
     finally:
-        if dist.is_initialized():  # else the body has left by itself
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -58,8 +55,6 @@ def groups_of(layout: tuple[int, int, int]) -> dict[str, OverTorch]:
 
 
 class OverTorch:
-    """`first_failure` is the first error of this group's calls, as for a route."""
-
     def __init__(self, group: Any = None) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)
@@ -85,7 +80,6 @@ class OverTorch:
             self._call_timeout = None
 
     def make_sub_group(self, ranks: Iterable[int]) -> OverTorch:
-        """All ranks of this group must be in it."""
         return OverTorch(dist.new_group([self.ranks[rank] for rank in ranks]))
 
     def _run(self, call: Callable[[], T]) -> T:

@@ -14,7 +14,6 @@ from tests.failure.worlds import DEADLINE_S
 
 STAY_S = 15.0
 LATEST_S = 0.25
-"""After all ranks have begun: some hundred calls."""
 
 
 class End(NamedTuple):
@@ -51,7 +50,6 @@ def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
 
 
 def check_ends(ranks: Ranks, results: dict[int, tuple[End, float]], victim: int, killed_s: float) -> float:
-    """The others must be right until their error. Returns the longest time to it or to leave."""
     assert ranks.exit_code(victim) == KILLED
     assert sorted(results) == [rank for rank in range(4) if rank != victim]
     for rank, (end, _) in results.items():

@@ -13,7 +13,6 @@ from tests.workers import WorkerPool, WorkersFailedError
 
 class Ranks(WorkerPool):
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[int, Any]:
-        """Results by rank. Raises if a survivor raises or is late."""
         self.begin(function, *args)
         return self.finish(timeout_s)
 

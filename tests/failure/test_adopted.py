@@ -23,15 +23,12 @@ LONG_S = DEADLINE_S / 2
 class Found(NamedTuple):
     told: Outcome
     own_sum: float
-    """After the start that failed."""
     again: Outcome
     planes: int
     last_sum: float
-    """After the world was destroyed."""
 
 
 def _start_twice() -> Found:
-    """The first start fails on rank 1."""
     with torch_world() as own, pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
 

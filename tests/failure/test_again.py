@@ -25,7 +25,7 @@ WORLDS, SETTLED = (100, 15) if LONG else (14, 8)
 DEADLINE_S = 120.0
 TIMEOUT_S = 3.0
 SLACK_S = 2.0
-AGAIN_S = 10.0  # 0.3 s on an idle machine
+AGAIN_S = 10.0
 MOST_KIB = 8192
 """Half of it is one step, when torch prints its first backtrace. torch also leaks 5 KiB a world."""
 
@@ -129,7 +129,6 @@ def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[s
 
 @pytest.mark.parametrize("place", STARTS)
 def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
-    """The others get an error by their deadline, keep nothing, and make a smaller world."""
     with held_port() as port:
         results = ranks.survivors(_half_way, place, "killed", port, timeout_s=DEADLINE_S)
     assert ranks.exit_code(3) == KILLED
@@ -194,7 +193,6 @@ def _ended_badly(port: int) -> list[tuple[Outcome, Outcome, bool, dict[str, Any]
 
 
 def test_what_raises_at_the_end_leaves_nothing_open(ranks: Ranks) -> None:
-    """The rest is closed, the error is raised, a second call succeeds, and worlds can follow."""
     with held_port() as port:
         for found in ranks.run(_ended_badly, port, timeout_s=DEADLINE_S):
             (good, *_, settled), *bad = found

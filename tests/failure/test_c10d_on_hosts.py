@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no hosts can be mad
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -53,7 +52,6 @@ def _average_and_repeat(rank: int, size: int) -> None:
 
 
 def _without_descriptors() -> bool:
-    """Rank 2 has no descriptors left, so only each host's first rank is connected."""
     with as_without_descriptors(os.environ["RANK"] == "2"), torch_world() as world:
         rank, size = world.rank, world.world_size
         outs = [torch.empty(3) for _ in range(size)]
@@ -176,7 +174,6 @@ LIMIT_S = 1.5
 
 
 def _with_its_own_timeout() -> tuple[str, float] | None:
-    """Rank 3 comes after one call's own timeout, long before the group's."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         world.barrier()
         if world.rank == 3:

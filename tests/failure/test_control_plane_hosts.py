@@ -29,7 +29,7 @@ class HostParty(Party):
 
     def signal(self, number: int, *ranks: int) -> float:
         for rank in ranks:
-            for pid in _children(self.pool._processes[rank].pid):  # the outer process only waits for it
+            for pid in _children(self.pool._processes[rank].pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
         return time.time()
@@ -90,7 +90,6 @@ def test_a_cut_network_is_told_on_both_sides() -> None:
 def test_a_dead_direction_is_unreachable_and_not_stopped(deaf: int) -> None:
     """The other direction still carries acknowledgments of bytes received before the cut."""
     with _party(TWO) as party:
-        # The smallest bucket accepts no packet.
         party.made.run_on(1 - deaf, f"tc qdisc add dev {INTERFACE} root tbf rate 8bit burst 1 latency 1ms")
         since_s = time.time()
         sides = [[0, 1, 2], [3, 4, 5]]

@@ -70,7 +70,7 @@ def _two_ranks(**variables: str) -> Iterator[list[subprocess.Popen[str]]]:
         yield ranks
     finally:
         for process in ranks:
-            os.killpg(process.pid, signal.SIGKILL)  # also the server's process
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
 
@@ -128,7 +128,7 @@ def test_the_debug_server_shows_who_is_late(tmp_path: Path) -> None:
         try:
             with urllib.request.urlopen(f"http://localhost:{port}/parallel_state", timeout=10) as answer:
                 page = unescape(answer.read().decode())
-        except OSError as error:  # the server is starting
+        except OSError as error:
             return str(error)
         (tmp_path / "page.html").write_text(page, encoding="utf-8")
         return page

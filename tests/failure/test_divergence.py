@@ -44,7 +44,6 @@ class Report(NamedTuple):
 
 
 def compile_model(wait: Callable[[float], None]) -> None:
-    """Adds a frame of torch's compiler to the stack."""
     names: dict[str, Any] = {}
     exec(compile("def load(wait, seconds):\n    wait(seconds)\n", "torch/_inductor/codecache.py", "exec"), names)
     names["load"](wait, AWAY_S)
@@ -181,7 +180,6 @@ def _world(route: str) -> Iterator[Group]:
 
 
 def play(route: str, folder: str, names: list[str]) -> dict[str, Outcome | None]:
-    """All ranks stay until all have reported."""
     found = {}
     for at, name in enumerate(names):
         with _world(route) as world:
@@ -199,7 +197,6 @@ def _read_until(path: Path) -> None:
 
 
 def _names_of(route: str) -> list[str]:
-    """Half of the reports, all with FAILURE_TESTS=long."""
     return [name for at, name in enumerate(REPORTS) if LONG or ROUTES[at % 2] == route]
 
 

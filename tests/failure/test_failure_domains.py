@@ -59,7 +59,7 @@ def _live_in(route: str, tp: int, pp: int, folder: str, victims: tuple[int, ...]
 
 def _after_deaths(groups: dict[str, ps.GroupCoordinator], folder: str, victims: tuple[int, ...]) -> Any:
     world = ps.get_world_group()
-    time.sleep(0.5)  # all control connections are made
+    time.sleep(0.5)
     world.barrier()
     if world.rank in victims:
         kill_me()
@@ -88,7 +88,7 @@ def test_other_replicas_go_on(route: str, tmp_path: Path) -> None:
             _live_in, route, 2, 2, str(tmp_path), (6,), {"failure_domain": "replica"}, timeout_s=2 * DEADLINE_S
         )
     assert sorted(told) == [0, 1, 2, 3, 4, 5, 7]
-    broken = {2, 3, 6, 7}  # tp-dp-pp: ranks 2 and 3 are the first stage of the replica of 6 and 7
+    broken = {2, 3, 6, 7}
     for rank, calls in told.items():
         for name, outcomes in calls.items():
             kinds = [outcome.kind for outcome in outcomes]
@@ -162,12 +162,10 @@ def _pool(size: int) -> Iterator[WorkerPool]:
 
 
 def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Outcome, float, list[int]]:
-    """All of `dying` are killed, with their link down if `silently`. Returns the outcome, its time, and the
-    ranks taken for dead."""
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(4)
     group = ps.get_tp_group()
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     group.barrier()
     started = time.monotonic()
     if group.rank in dying:
@@ -176,7 +174,7 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
         while group.rank == dying[0] and len(pids := list(Path(folder).glob("pid-*"))) < len(dying):
             time.sleep(0.001)
         while group.rank != dying[0]:
-            time.sleep(1.0)  # the first one kills all at once
+            time.sleep(1.0)
         if silently:
             subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
         for pid in sorted((int(path.read_text()) for path in pids), key=lambda pid: pid == os.getpid()):
@@ -197,7 +195,6 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
     ("dying", "silently"), [((2, 3), False), ((0, 1), False), ((3,), False), ((0,), False), ((0, 1), True)], ids=str
 )
 def test_row_50_a_host_or_a_rank_of_it_dies(tmp_path: Path, dying: tuple[int, ...], silently: bool) -> None:
-    """2 hosts of 2 ranks; rank 0 serves the store."""
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}

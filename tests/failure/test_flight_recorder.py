@@ -29,7 +29,6 @@ ALL = {0, 1, 2, 3}
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -81,7 +80,7 @@ def _all_kinds_of_calls() -> bool:
 
 def test_completed_calls_are_recorded_as_completed(ranks: Ranks) -> None:
     assert ranks.run(_all_kinds_of_calls) == [True] * 4
-    ranks.kill()  # a recorder is the process's
+    ranks.kill()
 
 
 def _failing(how: str, folder: str) -> tuple[str, float]:
@@ -109,7 +108,6 @@ def _failing(how: str, folder: str) -> tuple[str, float]:
 
 
 def _await_dumps(folder: Path, ranks: set[int]) -> None:
-    """A rank that catches its error goes on while its thread writes the file."""
     until = time.monotonic() + 60.0
     while not all((folder / f"trace_{rank}").exists() for rank in ranks):
         assert time.monotonic() < until, f"there are only {[each.name for each in folder.iterdir()]}"

@@ -17,7 +17,6 @@ from tests.failure.ranks import Ranks
 DEADLINE_S = 60.0
 AT_ONCE_S = 0.01
 LARGE = 100_000
-"""Elements of a sum in memory that all ranks map."""
 
 
 def _in_child(function: Callable[[], Any]) -> Any:
@@ -85,7 +84,6 @@ def _use_in_child() -> dict[str, Any]:
 
 
 def _alone() -> float:
-    """A process forked after all groups are gone can have its own."""
     os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     ps.init_distributed_environment()
     ps.initialize_model_parallel()

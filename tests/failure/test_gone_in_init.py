@@ -34,7 +34,6 @@ OF_THE_BACKEND = "exchange of the backend"
 
 
 def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
-    """Rank 0 kills the victims, itself last."""
     rank = int(os.environ["RANK"])
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank != 0:
@@ -55,9 +54,9 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
         later(MEETING_S, kill)  # ranks that come later can't learn who served the store
 
     def and_kill(*args: Any, **kwargs: Any) -> Any:
-        if stage == "meeting":  # continues meanwhile, because one rank is missing
+        if stage == "meeting":
             later(0.0, kill_once_others_meet)
-        elif stage == OF_THE_BACKEND and len(victims) > 1:  # ranks can't know of a rank that had not entered
+        elif stage == OF_THE_BACKEND and len(victims) > 1:
             kill_once_others_meet()
             time.sleep(DEADLINE_S)
         else:
@@ -68,7 +67,6 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
 
 
 def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) -> tuple[Outcome, float] | None:
-    """Returns a survivor's error and its time after the kill. None for the absent rank."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if stage == "meeting" and rank == 3:
         return None
@@ -80,7 +78,7 @@ def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) 
             method = "env://" if port is None else f"tcp://127.0.0.1:{port}"
             told = attempt(ps.init_distributed_environment, size, rank, method, timeout=START_S)
         told_s = time.time()
-        while told.kind == "ok" and time.time() < told_s + DEADLINE_S / 2:  # it had started: row 1
+        while told.kind == "ok" and time.time() < told_s + DEADLINE_S / 2:
             told = attempt(dist.barrier if stage == OF_THE_BACKEND else ps.get_world_group().barrier)
         told_s = time.time()
         ps.destroy_distributed_environment()
@@ -106,7 +104,7 @@ def _trial(make: Callable[[], WorkerPool], stage: str, victims: tuple[int, ...],
                 results = ranks.survivors(_start, stage, victims, port, str(folder), timeout_s=DEADLINE_S)
     finally:
         ranks.kill()
-    if len(victims) > 1 and not isinstance(ranks, HostRanks):  # the second one may be killed anywhere
+    if len(victims) > 1 and not isinstance(ranks, HostRanks):
         start_again()
     return _check(results, victims)
 

@@ -43,12 +43,11 @@ def _world() -> ps.GroupCoordinator:
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     group = ps.get_world_group()
     group.barrier()
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     return group
 
 
 def _hold_the_interpreter(who: tuple[int, ...]) -> Outcome:
-    """As a C extension does."""
     group = _world()
     if group.rank in who:
         ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
@@ -72,7 +71,6 @@ def test_row_51_one_rank_of_a_host_holds_the_interpreter_lock() -> None:
 
 
 def _stop_and_go_on(who: tuple[int, ...], pause_s: float) -> tuple[Outcome, list[int]]:
-    """Returns a call's outcome during the stop, and the ranks taken for dead."""
     group = _world()
     if group.rank in who:
         with subprocess.Popen(["sh", "-c", f"sleep {pause_s}; kill -CONT {os.getpid()}"]):
@@ -110,14 +108,14 @@ def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcom
     group.barrier()
     if group.rank == 1:
         pids = {victim: int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")) for victim in (*victims, 2, 3)}
-        time.sleep(0.3)  # the others have left the barrier
+        time.sleep(0.3)
         if how == "lead stopped":
             os.kill(pids[2], signal.SIGSTOP)
             time.sleep(0.3)
         Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
         for victim in victims:
             os.kill(pids[victim], signal.SIGKILL)
-            if how == "one after the other":  # while the lead reports the other
+            if how == "one after the other":
                 time.sleep(BEAT_S / 4)
     told = attempt(group.all_reduce, torch.ones(3))
     until = time.monotonic() + DEADLINE_S / 2

@@ -23,8 +23,6 @@ T_S, BEGIN_S, HELD_S = 2.0, 0.3, 4.0
 
 
 def _hold_the_lock_soon() -> None:
-    """As a C extension does, during the next call."""
-
     def hold() -> None:
         time.sleep(BEGIN_S)
         ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
@@ -40,7 +38,6 @@ def _waited_s(group: ps.GroupCoordinator) -> float:
 
 
 def _until_the_deadline() -> tuple[Outcome, float]:
-    """Rank 3 comes after rank 0's deadline, while rank 0's lock is still held."""
     with world_over("shared memory", timeout_s=T_S) as group:
         group.barrier()
         if group.rank == 0:
@@ -52,7 +49,7 @@ def _until_the_deadline() -> tuple[Outcome, float]:
         told = attempt(group.all_reduce, torch.ones(3))
         waited_s = _waited_s(group)
         if group.rank == 3:
-            time.sleep(HELD_S)  # keeps rank 0's group alive
+            time.sleep(HELD_S)
         return told, waited_s
 
 
@@ -90,8 +87,6 @@ def _until_a_death(folder: str, how: str) -> tuple[Outcome, float] | None:
 
 @pytest.mark.parametrize("how", ["lock held", "told by neighbours"])
 def test_a_wait_ends_at_a_death(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    """Also if the waiting rank's own control thread never reports."""
-
     def trial(folder: Path) -> float:
         found = ranks.survivors(_until_a_death, str(folder), how, timeout_s=DEADLINE_S)
         told, late_s = found[0]

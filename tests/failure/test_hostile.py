@@ -122,8 +122,6 @@ def test_row_37_a_stranger_that_shows_the_servers_own_proof(port: int) -> None:
 
 
 class Tap:
-    """Records what a client sends, and can send more."""
-
     def __init__(self, port: int, stack: ExitStack) -> None:
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.port: int = self._listener.getsockname()[1]
@@ -163,7 +161,6 @@ class Tap:
 
 
 def test_row_37_a_replay(port: int, secret: bytes) -> None:
-    """Of a whole connection, and of one frame in its connection."""
     with ExitStack() as stack:
         tap = Tap(port, stack)
         client = store_of(tap.port, secret)
@@ -174,7 +171,7 @@ def test_row_37_a_replay(port: int, secret: bytes) -> None:
             with connected(port) as stranger:
                 send_all(stranger, recorded[:end])
                 assert len(until_closed(stranger, SLACK_S)) <= GREETING_BYTES + IDENTITY_BYTES
-        tap.server.sendall(recorded[ANSWER_BYTES:])  # the frame a second time
+        tap.server.sendall(recorded[ANSWER_BYTES:])
         assert tap.closed.wait(SLACK_S)
     other = store_of(port, secret)
     assert other.get("replayed") == b"1"
@@ -204,7 +201,6 @@ def _drip(port: int) -> float:
 
 
 def test_row_37_a_silent_hold(port: int, secret: bytes) -> None:
-    """Senders of a few bytes are closed at the timeout, too. The job's clients still get in."""
     with ExitStack() as stack:
         dripping = stack.enter_context(ThreadPoolExecutor(1)).submit(_drip, port)
         began = time.monotonic()
@@ -225,7 +221,6 @@ def test_row_37_a_silent_hold(port: int, secret: bytes) -> None:
 
 
 def test_row_37_many_at_once(port: int, secret: bytes) -> None:
-    """The store closes its oldest connections early."""
     kept, more = 1024, 300
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 4 * (kept + more)
@@ -257,7 +252,6 @@ def _launch_and_log(folder: str, secret_file: str) -> None:
 
 
 def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
-    """A few lines for any number of strangers, and never the secret."""
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(secrets.token_hex(32).encode())
@@ -273,7 +267,7 @@ def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
                     send_all(stranger, bytes(ANSWER_BYTES))
                     until_closed(stranger, SLACK_S)
         said = launcher.printed + launcher.said
-    assert said.count("refused a connection") == said.count("(from 127.0.0.1:") == 2, said  # the first and the tenth
+    assert said.count("refused a connection") == said.count("(from 127.0.0.1:") == 2, said
     assert "the store of launch, which requires the job's secret" in said, "each rank says where it meets"
     assert path.read_text() not in said
 

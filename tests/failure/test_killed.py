@@ -37,13 +37,11 @@ from tests.failure.worlds import (
 POISONED_WITHIN_S = 0.010
 LOOPS_S = 0.05
 WAITED_S = 1.6
-"""Exceeds the tolerance of `attempt` for an error's `elapsed_s`."""
 
 
 def killed_in(
     operation: str, route: str, victims: list[int], folder: str, port: int | None = None
 ) -> tuple[Told, float]:
-    """Repeats the call until a victim dies. Also returns how long destruction takes."""
     with world_over(route, port, LONG_TIMEOUT_S) as group:
         call = calls_of_all(group)[operation]
         if group.rank in victims:  # the others may still be in their first call when it dies
@@ -130,10 +128,9 @@ def test_row_03_errors_count_from_the_begin_of_their_calls(ranks: Ranks, tmp_pat
 
 
 def check_elapsed_in(ranks: Ranks, operations: tuple[str, ...], route: str, folder: Path) -> None:
-    """`attempt` checks `elapsed_s`; this checks that ranks did wait."""
     results = ranks.survivors(wait_in_every_call, operations, route, str(folder), timeout_s=DEADLINE_S)
     assert sorted(results) == [0, 2, 3]
-    for name in set(operations) - {"scatter"}:  # its source, rank 0, waits for nobody
+    for name in set(operations) - {"scatter"}:
         outcomes = [found[name] for found in results.values()]
         assert {outcome.kind for outcome in outcomes} <= {"ok", "PeerDiedError"}, (name, outcomes)
         assert max(outcome.seconds for outcome in outcomes) > WAITED_S / 2, (name, outcomes)
@@ -151,7 +148,7 @@ SPEC = ps.TensorDictSpec.of(DICT)
 def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, float] | None:
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         rank = group.rank
-        if "spec" in waits:  # opens the queues, so that C++ carries the next calls
+        if "spec" in waits:
             group.broadcast_tensor_dict(DICT if rank == 1 else None, 1, spec=SPEC)
             if rank == 1:
                 group.send_tensor_dict(DICT, 0, spec=SPEC)

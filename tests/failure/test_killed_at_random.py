@@ -27,7 +27,6 @@ SEEDS = range(200 if LONG else 6)
 
 
 def _mixed_calls(route: str, seed: int, folder: str) -> tuple[End, float]:
-    """All ranks share the order of calls."""
     order = random.Random(seed).choices(OPERATIONS, k=1000)
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         calls = calls_of_all(group)

@@ -43,7 +43,6 @@ def _start(shared_memory: str) -> float:
 
 
 def _until_killed(folder: str, shared_memory: str) -> tuple[bool, Outcome, float, float]:
-    """Returns whether the survivor had started, its error and time, and the time to leave."""
     started = False
     variables = {"PARALLEL_STATE_SHARED_MEMORY": shared_memory, "PARALLEL_STATE_START_TIMEOUT_S": str(START_S)}
 
@@ -77,13 +76,13 @@ def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memo
     assert sorted(errors) == [victim], errors
     latest_s = 0.0
     for rank, (started, told, told_s, leaving_s) in results.items():
-        if started:  # row 1
+        if started:
             continue
         where = f"rank {rank}, rank {victim} killed after {delay_s:.3f} of {longest_s:.3f} s: {told}"
         assert set(told.suspect_ranks) == {victim}, where
         assert not any(word in told.text for word in ("gloo/transport", ".cc:", "🔺")), where
         assert leaving_s < SOON_S + SLACK_S, f"{leaving_s:.1f} s to leave; {where}"
-        if told.kind == "RendezvousError":  # its process wasn't published yet
+        if told.kind == "RendezvousError":
             assert "did not" in told.text or "refused" in told.text or "gave no verdict" in told.text, where
             assert told.seconds < START_S + SOON_S, where
         else:

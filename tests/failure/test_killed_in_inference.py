@@ -46,8 +46,6 @@ class Model:
 
 
 class Engine:
-    """A step goes from rank 0 through the stages, back from the last one, and to all ranks."""
-
     def __init__(self) -> None:
         self.model = Model()
         self.world, self.tp, self.pp = ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group()

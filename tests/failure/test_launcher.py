@@ -69,14 +69,12 @@ def _fail_amid(how: str, noted: Path) -> None:
 
 
 def _timed_launch(function: Callable[..., None], *args: Any) -> tuple[ps.LaunchError, float]:
-    """The failing rank writes its time to the last of `args`."""
     with pytest.raises(ps.LaunchError) as caught:
         ps.launch(function, 4, args=args, tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S)
     return caught.value, time.monotonic() - float(args[-1].read_text())
 
 
 def assert_median(run: Callable[[], float], first_s: float, within_s: float) -> None:
-    """A busy machine may delay single launches: the median of five counts."""
     took_s = median_of(run, first_s, within_s)
     assert statistics.median(took_s) < within_s, took_s
 
@@ -90,7 +88,6 @@ def assert_median(run: Callable[[], float], first_s: float, within_s: float) -> 
     ],
 )
 def test_row_26_a_worker_exits_or_segfaults(how: str, exit_code: int, words: str, tmp_path: Path) -> None:
-    """It is the rank that is reported, although the others raise first."""
     before = descendants()
     error, took_s = _timed_launch(_fail_amid, how, tmp_path / "at")
     assert_median(lambda: _timed_launch(_fail_amid, how, tmp_path / "at")[1], took_s, GONE_S)

@@ -30,7 +30,6 @@ T_S = 2.0
 
 
 def _one_leaves(route: str) -> list[str]:
-    """The others, which know that rank 3 left, continue without it."""
     found: list[str] = []
     with world_over(route) as group:
         group.barrier()
@@ -91,7 +90,6 @@ LATE_S = 2.0
 
 
 def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tuple[object, float]:
-    """Rank 0's signal handler destroys the world and exits, as SIGTERM handlers do."""
     wait, send = PAST_PYTHON[call] if past_python else (WAITING[call], lambda group: None)
 
     def end(*_: object) -> None:
@@ -100,7 +98,7 @@ def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tup
 
     told, started = object(), time.monotonic()
     with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
-        for _ in range(2 if past_python else 0):  # opens what calls in C++ need
+        for _ in range(2 if past_python else 0):
             if group.rank == 1:
                 send(group)
             elif group.rank == 0 or "broadcast" in call:
@@ -126,7 +124,7 @@ def test_a_handler_that_ends_the_world_and_exits(route: str, call: str, over_hos
     if over_hosts and problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     if route == OVER_TORCH:
-        creation.load()  # before any deadline starts
+        creation.load()
     with Hosts(2) if over_hosts else nullcontext() as hosts:
         ranks = Ranks(4) if hosts is None else hosts.ranks((0, 0, 1, 1))
         try:
@@ -156,8 +154,6 @@ def _late(operation: str) -> Outcome:
 
 @pytest.mark.parametrize("operation", ["barrier", "recv"])
 def test_the_other_one_of_two_is_named(tmp_path: Path, operation: str) -> None:
-    """The late rank's error says that the other one gave up, not that it exited."""
-
     def trial(_: Path) -> float:
         pair = Ranks(2)
         try:
@@ -218,7 +214,6 @@ def test_a_rank_that_is_alone_on_its_host_is_named(tmp_path: Path) -> None:
 
 
 def _leave_one_by_one() -> Outcome:
-    """Rank 2 leaves; rank 3 on its host continues beyond the heartbeat limit."""
     ps.init_distributed_environment(timeout=20.0)
     ps.initialize_model_parallel(4)
     world = ps.get_world_group()

@@ -33,7 +33,6 @@ CLONE_NEWNS = 0x20000
 
 
 def _limit_with(which: int, spare: int) -> int:
-    """The soft limit leaves `spare` descriptors, MiB, or bytes of a file."""
     if which == resource.RLIMIT_NOFILE:
         used = {int(name) for name in os.listdir("/proc/self/fd")}
         free = (descriptor for descriptor in range(1 << 16) if descriptor not in used)
@@ -69,7 +68,6 @@ def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outco
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("who", [EVERYONE, (0,), (3,)], ids=["all", "the first", "the last"])
 def test_descriptors_run_out_while_ranks_start(ranks: Ranks, tmp_path: Path, who: tuple[int, ...]) -> None:
-    """In the rendezvous, before the default group, and amid the groups."""
     for spare in (6, 25, 33):
 
         def trial(_: Path, spare: int = spare) -> float:
@@ -87,12 +85,11 @@ def test_descriptors_run_out_while_ranks_start(ranks: Ranks, tmp_path: Path, who
 
         folder = tmp_path / str(spare)
         folder.mkdir()
-        assert_in_time(trial, folder, 2 * START_S + 1.0)  # the start's, and the closing barrier's
+        assert_in_time(trial, folder, 2 * START_S + 1.0)
 
 
 @pytest.mark.side_by_side
 def test_files_may_not_grow(ranks: Ranks) -> None:
-    """Then gloo replaces shared memory."""
     with held_port() as port:
         told = ranks.run(_limited, resource.RLIMIT_FSIZE, 256, (3,), port, timeout_s=DEADLINE_S)
     assert {each.kind for each in told} == {"ok"}, told
@@ -242,7 +239,6 @@ def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> Non
 
 @needs_mounts
 def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
-    """The ranks use connections, and the first one logs the reason."""
     fill = "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 65536 /dev/zero > /dev/shm/full 2>/dev/null"
     tmp = "mkdir full; mount -t tmpfs -o size=16k tmpfs full; head -c 65536 /dev/zero > full/full 2>/dev/null; true"
     printed, said = _told_by(_launch_two_in_own_mounts, f"cd {tmp_path}; {fill}; {tmp}", TMPDIR=str(tmp_path / "full"))

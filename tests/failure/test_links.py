@@ -55,7 +55,7 @@ def _shell(command: str) -> None:
 def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
     ps.init_distributed_environment()
     group = ps.get_world_group()
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     window, far = group.window([1 << 20]), (group.rank + group.world_size // 2) % group.world_size
     outcomes = [attempt(group.all_reduce, torch.ones(10)) for _ in range(3)]
     if group.rank == who:
@@ -110,7 +110,7 @@ def test_row_18_the_link_goes_down(tmp_path: Path, placement: tuple[int, ...], k
         for rank, (outcomes, _) in results.items():
             bad = outcomes[3]
             assert issubclass(getattr(errors, bad.kind), ps.CollectiveTimeoutError), f"rank {rank}: {bad}"
-            if rank == placement.index(placement[rank]):  # a lead knows which host is silent
+            if rank == placement.index(placement[rank]):
                 assert f"parallel-state-host-{1 - placement[rank]}" in bad.text or "its host" in bad.text, bad
         return _check(results, placement)
 
@@ -175,8 +175,6 @@ def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...]
 
 
 def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool) -> tuple[Outcome, float]:
-    """One rank runs `command` after its group exchanged addresses. Returns the error and its time."""
-
     def vanish() -> None:
         if int(os.environ["RANK"]) == who:
             Path(folder, "vanished").write_text(str(time.time()), encoding="utf-8")
@@ -206,7 +204,6 @@ def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool
 def test_who_vanishes_while_a_group_is_connected(
     tmp_path: Path, who: int, command: str, of_world: bool, bound_s: float
 ) -> None:
-    """Row 41: ranks that connect to it, or wait for its connection, don't wait until the deadline."""
     is_kill = command.startswith("kill")
 
     def trial(folder: Path) -> float:
@@ -229,8 +226,6 @@ def test_who_vanishes_while_a_group_is_connected(
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_only_rank_of_a_host_is_killed_in_the_start(tmp_path: Path, who: int) -> None:
-    """Row 41: no process can watch it."""
-
     def trial(folder: Path) -> float:
         if problem() is not None:
             pytest.skip(f"no hosts can be made here: {problem()}")
@@ -252,7 +247,7 @@ def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:
     if group.rank == first_on_host_1:
         _shell(f"ip link set {INTERFACE} down; sleep {seconds}; ip link set {INTERFACE} up")
     found.append(group.all_reduce(torch.ones(10)).sum().item())
-    time.sleep(LIMIT_S + 2 * BEAT_S)  # a rank given up by mistake would be missing now
+    time.sleep(LIMIT_S + 2 * BEAT_S)
     found.append(group.all_reduce(torch.ones(10)).sum().item())
     ps.destroy_distributed_environment()
     return found
@@ -282,7 +277,7 @@ def _leave(folder: str, call: str, who: int, pause_s: float | None, ends: bool) 
     ps.init_distributed_environment()
     group = ps.get_world_group()
     group.barrier()
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     told, left_by = Outcome("ok", "", 0.0), time.monotonic() + DEADLINE_S / 2
     if group.rank != who:
         told = attempt(group.all_reduce, torch.ones(3)) if call == "all_reduce" else attempt(group.recv_object, who)
@@ -329,7 +324,7 @@ def test_a_rank_leaves_while_the_link_is_down(
             if rank == who:
                 continue
             if placement[rank] == placement[who] or pause_s != 0.0:
-                is_recv = call == "recv_object" and placement[rank] != placement[who]  # it may also have failed first
+                is_recv = call == "recv_object" and placement[rank] != placement[who]
                 assert told.kind == ("CommunicationError" if is_recv else "PeerDiedError"), where
                 assert told.suspect_ranks == (who,) and f"lobal rank {who} has left" in told.text, where
             else:
@@ -355,7 +350,6 @@ def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
 
 
 def _in_a_joined_group(folder: str, victim: int) -> tuple[Outcome, float]:
-    """The program makes the default group, and this library joins it."""
     dist.init_process_group("gloo")
     ps.init_distributed_environment(timeout=DEADLINE_S)
     group = ps.get_world_group()

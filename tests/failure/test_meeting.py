@@ -29,8 +29,7 @@ DEADLINE_S = 60.0
 
 
 def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
-    """As after Debian's installer."""
-    names = Path("/dev/shm/hosts")  # this host's alone, like the mount
+    names = Path("/dev/shm/hosts")
     if os.environ["LOCAL_RANK"] == "0" and not names.exists():
         names.write_text(f"127.0.0.1 localhost\n{entry}\n", encoding="utf-8")
         subprocess.run(["mount", "--bind", str(names), "/etc/hosts"], check=True, timeout=10)
@@ -46,7 +45,6 @@ def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1]])
 def test_row_22_the_hosts_name_resolves_to_loopback(tmp_path: Path, placement: list[int]) -> None:
-    """Other hosts can't use gloo's address. All ranks' errors name it, and the setting."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -141,7 +139,6 @@ def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
 
 @pytest.mark.side_by_side
 def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
-    """In each of five starts rank 0 says so, names the variable, and exits."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
@@ -206,7 +203,6 @@ def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
 
 @pytest.mark.side_by_side
 def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
-    """Rank 0 retries until the start's deadline. Then all ranks get the error."""
     with held_port(listen=True) as port:
 
         def trial(_: Path) -> float:
@@ -238,7 +234,6 @@ def _meet_with(started: str, ports: str | None, absent: int) -> Outcome | None:
 
 
 def test_a_rank_without_a_free_port_ends_the_start(ranks: Ranks, tmp_path: Path) -> None:
-    """Even rank 0. No start continues without control plane."""
     with free_ports(3) as ports:
         results = ranks.survivors(_meet_with, str(tmp_path), ports, -1, timeout_s=DEADLINE_S)
     (suspect,) = {told.suspect_ranks for told in results.values()}
@@ -254,7 +249,7 @@ def test_rank_0_is_stopped_while_others_are_awaited(ranks: Ranks, tmp_path: Path
     until = time.monotonic() + DEADLINE_S
     while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < until:
         time.sleep(0.01)
-    time.sleep(1.0)  # they enter
+    time.sleep(1.0)
     os.kill(ranks.pids[0], signal.SIGSTOP)
     try:
         time.sleep(START_S + 2.0)
@@ -275,7 +270,6 @@ def _start(interface: str | None) -> Outcome:
 
 
 def _own_name(address: str, host: int) -> str:
-    """The host's name resolves to its own bridge, which leads nowhere."""
     return (
         f"ip link add docker0 type bridge && ip addr add {address}/24 dev docker0 && ip link set docker0 up && "
         f"printf '127.0.0.1 localhost\\n{address} parallel-state-host-{host}\\n' > /dev/shm/hosts && "

@@ -23,8 +23,6 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, TIMEOUT_S, settings_of, wor
 
 OTHER = 2
 SMALL, LARGE = 10, 50_000
-"""One exchange over gloo, and two."""
-
 PARTS = "row 6: parts of an all_to_all"
 ONE_WAY = "row 10"
 """A broadcast's source doesn't wait. A rank that got its data continues; its next call fails."""
@@ -80,7 +78,6 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
         lambda g, x: g.scatter(x.repeat(4) if g.rank == 1 else None, 1, size=x.shape, dtype=x.dtype),
         ("scatter", "scatter")),
 }  # fmt: skip
-"""Size, the usual call, rank 2's call, and words of both."""
 
 
 @contextmanager
@@ -102,7 +99,6 @@ def _groups(route: str) -> Iterator[Callable[[], Any]]:
 
 
 def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
-    """Each call's outcome, the next one's, whether the tensor is unchanged, and whether it is rank 0's."""
     found = {}
     with _groups(route) as new_group:
         for name, (size, usual, other, _) in ROWS.items():
@@ -137,7 +133,7 @@ def check_rows_06_to_10(found: list[dict[str, tuple[Outcome, Outcome, bool, bool
             assert right, "who came through must have what rank 0 sent"
             continue
         assert told.kind == "CollectiveMismatchError", told
-        if name != PARTS:  # only the rank that gets another part knows both
+        if name != PARTS:
             assert all(word in told.text for word in ROWS[name][3]), told
         assert told.suspect_ranks, told
         assert told.seconds < TIMEOUT_S, told
@@ -156,7 +152,6 @@ PAIRS: dict[str, tuple[int, int, torch.dtype]] = {
     "a large buffer for little": (SMALL, LARGE, torch.float32),
     "a buffer for nothing": (SMALL, 0, torch.float32),
 }
-"""(elements sent, elements of the buffer, its dtype)"""
 
 
 def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:

@@ -18,12 +18,11 @@ from tests.failure.ranks import KILLED, Ranks
 from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, kill_me, later, settings_of, world_over
 
 WITHIN_S = 1.0
-TORCHS: Any = c10d  # its windows are in torch 2.15
+TORCHS: Any = c10d
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -42,7 +41,7 @@ def _waits(rank: int, wait: Callable[[], Any], call: Callable[[], Any], folder: 
 def _killed(folder: str, route: str) -> tuple[Outcome, float, Outcome]:
     with world_over(route, None, LONG_TIMEOUT_S) as group:
         window = group.window([4])
-        src = 3 if group.rank != 1 else 0  # rank 1 waits for a rank that lives
+        src = 3 if group.rank != 1 else 0
         return _waits(group.rank, lambda: window.wait_signal(src), lambda: window.put(torch.ones(1), 3), folder)
 
 
@@ -81,7 +80,6 @@ def test_a_wait_of_torchs_window_ends_at_a_death(ranks: Ranks, tmp_path: Path, r
 
 
 def _puts_into_the_dead() -> Outcome:
-    """Rank 1 dies in the middle of rank 0's puts, which are larger than what the kernel keeps."""
     with world_over("connections", None, LONG_TIMEOUT_S) as group:
         window = group.window([64 << 20], torch.uint8)
         x = torch.ones(64 << 20, dtype=torch.uint8)
@@ -104,7 +102,6 @@ def test_a_put_to_a_rank_that_dies_ends(ranks: Ranks) -> None:
 
 
 def _left(route: str) -> Outcome | None:
-    """Rank 0 destroys its group, which ends only waits for it."""
     with world_over(route, None, LONG_TIMEOUT_S) as group:
         window = group.window([4])
         window.signal(1)
@@ -121,7 +118,7 @@ def _left(route: str) -> Outcome | None:
 def test_a_wait_for_a_rank_that_left_ends(ranks: Ranks, route: str) -> None:
     found = ranks.run(_left, route)
     assert found[1].suspect_ranks == (0,) and found[0] is found[2] is found[3] is None, found
-    if route == "connections" and found[1].kind == "CommunicationError":  # the connection ended before the news came
+    if route == "connections" and found[1].kind == "CommunicationError":
         assert "Connection closed" in found[1].text, found
     else:
         assert found[1].kind == "PeerDiedError" and "left" in found[1].text, found

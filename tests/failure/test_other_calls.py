@@ -81,8 +81,6 @@ METHODS: dict[str, Call] = {
     "all_gather_object": lambda g: g.all_gather_object(1),
     "all_sum": lambda g: g.all_sum(1),
 }
-"""All tensors have one size, so that only the method differs."""
-
 ALIKE = (
     {"all_reduce", "all_reduce_", "all_reduce_async"},
     {"all_gather", "all_gather_to_list", "all_gather_async"},
@@ -208,7 +206,6 @@ def four() -> Iterator[Ranks]:
 
 
 def _told(group: ps.GroupCoordinator, call: Call) -> Outcome:
-    """The outcome of the call, or of the next one if it succeeded."""
     told = attempt(call, group)
     return attempt(group.all_reduce, torch.ones(3)) if told.kind == "ok" else told
 
@@ -251,7 +248,6 @@ def apart_by(steps: int) -> list[tuple[str, str]]:
 
 
 def _chosen(route: str) -> list[list[tuple[str, str]]]:
-    """All pairs, or two others per method, which differ by route."""
     pairs = PAIRS
     if not LONG:
         pairs = [pair for steps in ((7, 19), (11, 23))[ROUTES.index(route)] for pair in apart_by(steps)]
@@ -302,7 +298,6 @@ GIVERS: dict[str, Callable[[ps.GroupCoordinator, int], object]] = {
     "scatter": lambda g, me: _scatter(g, me),
     "gather": lambda g, me: g.gather(_x(4), (me + 1) % SIZE),
 }
-"""Every rank sends only: to itself, or in gather to the next rank."""
 
 
 def _each_its_own(route: str) -> dict[str, tuple[Outcome, Outcome]]:
@@ -320,7 +315,6 @@ def _each_its_own(route: str) -> dict[str, tuple[Outcome, Outcome]]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_10_each_rank_its_own_source(four: Ranks, route: str) -> None:
-    """On one host, all but the first rank raise in the call; between hosts, at latest in the next."""
     told: list[dict[str, Any]] = four.run(_each_its_own, route, timeout_s=DEADLINE_S)
     wrong = []
     for name in GIVERS:

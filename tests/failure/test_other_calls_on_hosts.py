@@ -20,11 +20,9 @@ TIMEOUT_S = 12.0
 AT_ONCE_S = 3.0
 ODD = ((2, 3), (2,), (3,))
 STEPS = (3, 13, 17)
-"""Distance of the methods in the pairs for each set of odd ranks, unless FAILURE_TESTS=long."""
 
 
 def _gathered(first: int, group: ps.GroupCoordinator) -> object:
-    """Only the ranks other than 0 disagree about its size."""
     usual = max(first, 4) if first < 5 else 90_000
     return group.all_gatherv(torch.ones(usual), 0, [first, usual, usual, usual])
 
@@ -95,7 +93,6 @@ def test_every_call_against_every_other(ranks: HostRanks, odd: tuple[int, ...], 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_arguments_that_differ(ranks: HostRanks, odd: tuple[int, ...]) -> None:
-    """With each set of odd ranks in turn, unless FAILURE_TESTS=long."""
     _check(ranks, list(ARGUMENTS)[0 if LONG else ODD.index(odd) :: 1 if LONG else len(ODD)], odd)
 
 

@@ -23,7 +23,7 @@ def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
     ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
     ps.initialize_model_parallel(2, 2)
     world = ps.get_world_group()
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     outcomes = [attempt(world.all_reduce, torch.ones(3))]
     if world.rank == victim:
         with subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"]):
@@ -41,7 +41,6 @@ def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_a_rank_that_was_stopped_goes_on(victim: int) -> None:
-    """On 2 hosts of 2 ranks: beside the store, the second host's lead, and another."""
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}

@@ -22,7 +22,7 @@ def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
     with world_over("shared memory") as group:
         group.barrier()
         if group.rank == 1:
-            time.sleep(0.3)  # the ring is full by then
+            time.sleep(0.3)
             Path(folder, "1").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         if group.rank != 0:
@@ -55,7 +55,6 @@ def test_row_33_the_reader_dies_with_the_ring_full(ranks: Ranks, tmp_path: Path,
 
 
 def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, int]:
-    """Rank 0 sends one message and dies amid the next, which exceeds the ring."""
     with world_over("shared memory") as group:
         group.barrier()
         whole, half = torch.arange(1000), torch.ones(8 * RING_BYTES)
@@ -71,7 +70,7 @@ def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, in
             time.sleep(1.0)
             return [], 0.0, 0
         first = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
-        time.sleep(0.8)  # the writer has died in the middle
+        time.sleep(0.8)
         second = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
         third = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
         return [first, second, third], time.monotonic(), first.text.count("tensor")
@@ -192,7 +191,7 @@ def _view_holder_dies(sender_dies: bool, folder: str) -> tuple[Outcome, float, b
         else:
             time.sleep(1.0)
         at_s = time.monotonic()
-    if held:  # they outlive the group
+    if held:
         held[0].add_(0)
     return outcome, at_s, all(torch.equal(each, x) for each in held)
 

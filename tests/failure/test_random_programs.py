@@ -26,7 +26,6 @@ from tests.hosts import Hosts, problem
 PLACEMENT = (0, 0, 1, 1, 2, 2)
 SIZE = len(PLACEMENT)
 COUNTS = (1, 7, 300, 2_048, 20_000, 90_000)
-"""Within one segment of TCP, and more than all buffers hold."""
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 EARLY_BYTES = ("0", "20000", "")
 SMALL_BUFFERS = "net.ipv4.tcp_wmem='4096 4096 4096' net.ipv4.tcp_rmem='4096 8192 8192'"
@@ -36,13 +35,10 @@ PROGRAM_S = 100.0
 
 
 def _of_rank(rank: int, number: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Small integers, whose sums are exact in each dtype."""
     return ((torch.arange(count) + 3 * rank + number) % 16).to(dtype)
 
 
 class Program:
-    """Each method makes one random call, and checks its result."""
-
     def __init__(self, group: ps.GroupCoordinator | OverTorch, seed: int) -> None:
         self.group: Any = group
         self.rank = group.rank_in_group
@@ -64,7 +60,6 @@ class Program:
         self.end_started()
 
     def drawn(self) -> tuple[list[Tensor], Tensor]:
-        """The tensors of all ranks, and this rank's."""
         count, dtype = self.draw.choice(COUNTS), self.draw.choice(DTYPES)
         each = [_of_rank(rank, self.number, count, dtype) for rank in range(SIZE)]
         return each, each[self.rank]
@@ -129,7 +124,6 @@ class Program:
         self.started.clear()
 
     def ring(self) -> None:
-        """A send to a rank some places on, and the receive from the rank as many places back."""
         each, mine = self.drawn()
         step = self.draw.randrange(1, SIZE)
         dst, src = (self.rank + step) % SIZE, (self.rank - step) % SIZE
@@ -167,7 +161,6 @@ class Program:
         assert found["n"] == root
 
     def pairs(self) -> None:
-        """Both directions between each two ranks at once, in one batch."""
         each, mine = self.drawn()
         partner = (SIZE - 1 - self.rank) % SIZE
         out = torch.empty_like(mine)
@@ -198,8 +191,6 @@ def _run_on(group: ps.GroupCoordinator | OverTorch, seed: int, folder: str) -> i
 
 
 class Disturbance(threading.Thread):
-    """Stops ranks and cuts links, each for a while."""
-
     def __init__(self, hosts: Hosts, seed: int, folder: Path) -> None:
         super().__init__(name="disturbance")
         self.is_over = threading.Event()
@@ -239,7 +230,7 @@ class Disturbance(threading.Thread):
 @pytest.mark.parametrize("door", ["coordinator", "torch.distributed"])
 @pytest.mark.parametrize("seed", range(40 if LONG else 1))
 def test_every_result_is_right_while_ranks_stop_and_links_fail(tmp_path: Path, seed: int, door: str) -> None:
-    creation.load()  # before any deadline starts
+    creation.load()
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     early_bytes = EARLY_BYTES[seed % 3]

@@ -40,7 +40,6 @@ ALL = [0, 1, 2, 3]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -75,7 +74,7 @@ def _wrong_calls(folder: str) -> bool:
     member.become(1, ALL)
     for call in (lambda: member.become(1, ALL), lambda: c10d._reconfigure(2, others)):
         assert isinstance(_error(call), (AlreadyInitializedError, InvalidArgumentError))
-        add_up()  # a wrong call leaves the group as it is
+        add_up()
     assert dist.get_process_group_ranks(dist.group.WORLD) == ALL
     dist.destroy_process_group()
     return True
@@ -144,7 +143,6 @@ def test_a_missing_rank_is_named_with_its_process(ranks: Ranks, tmp_path: Path) 
 
 
 def _abort(folder: str) -> tuple[float, str, str]:
-    """Process 1 aborts while all others are in a call that needs it."""
     member = Member(Path(folder))
     member.become(1, ALL)
     add_up()
@@ -154,7 +152,7 @@ def _abort(folder: str) -> tuple[float, str, str]:
         (Path(folder) / "aborted").write_text(repr(time.monotonic()))
         member.backend.abort()
         error, late_s = _error(add_up), 0.0
-        member.backend.abort()  # twice is fine
+        member.backend.abort()
     else:
         error = _error(add_up)
         late_s = time.monotonic() - float((Path(folder) / "aborted").read_text())
@@ -172,7 +170,6 @@ def test_abort_ends_the_calls_of_all_and_reconfigure_goes_on(ranks: Ranks, tmp_p
 
 
 def check_abort(found: Sequence[tuple[float, str, str]]) -> None:
-    """Process 1 raises at once; the others within a second, with the name of rank 1."""
     assert found[1][1] == "GroupFailedError" and "aborted on this rank" in found[1][2]
     for name in (0, 2, 3):
         late_s, _, text = found[name]
@@ -180,7 +177,6 @@ def check_abort(found: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _abort_own_call(folder: str) -> bool:
-    """A call is under way in another thread of the rank that aborts."""
     member = Member(Path(folder))
     member.become(1, ALL)
     if member.name == 0:
@@ -265,7 +261,6 @@ def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_killed_ranks_are_replaced_50_times(tmp_path: Path) -> None:
-    """8 -> 7 -> 8, with traffic going on."""
     pool = Ranks(58)
     try:
         check_kills(pool, tmp_path, 8, 50, 900.0, secrets.randbits(32))

@@ -17,7 +17,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 

@@ -28,7 +28,6 @@ from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill
 
 AGAIN_S = 3.0
 TIMEOUT_S = 600.0
-"""The default. No test here may wait so long."""
 
 
 def _start(port: int | None) -> None:
@@ -86,7 +85,6 @@ def _losing(victims: list[int], route: str, port: int | None, pending: bool) -> 
 
 
 def _leave_something_pending() -> None:
-    """Starts waits that never end, in gloo's threads and in this process's own."""
     world = ps.get_world_group()
     after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
     threading.Thread(target=attempt, args=(world.recv_object, before), daemon=True).start()
@@ -124,7 +122,6 @@ def test_the_others_go_on_under_a_store_of_their_own(ranks: Ranks, victim: int, 
 
 @contextmanager
 def neighbour_of_a_stranger() -> Iterator[int]:
-    """Yields a held port whose next port another program listens on."""
     with ExitStack() as tried:
         while True:
             port = tried.enter_context(held_port())
@@ -152,7 +149,6 @@ def _losing_a_host(victims: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 1, 0)], ids=str)
 def test_hosts_go_on_without_the_rank_that_served_the_store(placement: tuple[int, ...]) -> None:
-    """The next store is on the other host or the same, at a reachable address."""
     if (problem := hosts.problem()) is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
     with hosts.Hosts(2) as made, made.ranks(placement) as ranks:

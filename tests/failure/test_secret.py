@@ -36,7 +36,6 @@ def _look(pids: list[int]) -> dict[str, str]:
 
 @needs_root
 def test_row_38_another_user_looks_for_the_secret(tmp_path: Path, secret: bytes) -> None:
-    """No file of the launcher or a rank opens, and public ones don't contain the secret."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
     file = str(tmp_path / "secret")
     with running_job(

@@ -66,7 +66,6 @@ def _settings_of_one_rank(joins: bool) -> dict[str, Outcome]:
 
 
 def test_row_13_a_setting_that_must_be_equal(ranks: Ranks) -> None:
-    """Every rank gets the error at start, before it waits for a group."""
     assert set(OF_ONE_RANK) == {each.name for each in settings.ALL if each.equal}
     for joins in (False, True):
         for outcomes in ranks.run(_settings_of_one_rank, joins, timeout_s=DEADLINE_S):
@@ -95,7 +94,6 @@ def _different_order() -> dict[str, Outcome]:
 
 
 def test_row_14_different_group_order(ranks: Ranks) -> None:
-    """Of axes, of successive groups, and of the lists that divide the world."""
     both = {
         "axes": ("tp=2 × dp=2 × pp=1 on rank 0", "dp=2 × tp=2 × pp=1 on rank 3"),
         "sub-groups": ("[0, 1] on rank 0", "[0, 1, 2] on rank 3"),

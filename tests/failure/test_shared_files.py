@@ -29,7 +29,7 @@ from tests.failure.ranks import KILLED, Ranks
 
 DEADLINE_S = 60.0
 ROUNDS = 50 if LONG else 6
-START_S = 0.7  # about the time of a start on an idle machine
+START_S = 0.7
 NOBODY = 65_534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -40,7 +40,6 @@ def _start(tp: int, pp: int) -> float:
 
 
 def test_row_28_starts_that_are_killed_leave_no_names(ranks: Ranks) -> None:
-    """The next successful start removes their names."""
     before, left = segments(), set()
     for number in range(ROUNDS):
         ranks.begin(_start, 2, 2)
@@ -55,7 +54,6 @@ def test_row_28_starts_that_are_killed_leave_no_names(ranks: Ranks) -> None:
 
 
 def _die_while_named(at: int) -> None:
-    """Dies when the segment with this number has its name."""
     given: list[Segment] = []
     make = Segment.make
 
@@ -246,7 +244,6 @@ def small_host() -> Iterator[hosts.Hosts]:
 
 
 def test_row_29_more_is_wanted_than_there_is(small_host: hosts.Hosts) -> None:
-    """Then tensors are ordinary ones. The collectives' own memory exists."""
     with small_host.ranks([0, 0, 0, 0]) as ranks:
         for facts in ranks.run(_want_much, WANTED_BYTES, timeout_s=DEADLINE_S):
             assert facts["right"]
@@ -255,7 +252,6 @@ def test_row_29_more_is_wanted_than_there_is(small_host: hosts.Hosts) -> None:
 
 
 def test_row_29_no_room_for_anything() -> None:
-    """The group uses connections, and `explain` has the reason."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"a host with a /dev/shm of its own can't be made: {problem}")
@@ -267,7 +263,6 @@ def test_row_29_no_room_for_anything() -> None:
 
 
 def test_row_29_memory_ends_in_the_middle(small_host: hosts.Hosts) -> None:
-    """Collectives continue. A message queue without memory yet raises, and the group has failed."""
     with small_host.ranks([0, 0, 0, 0]) as ranks:
         for sent, after, right in ranks.run(_queue_without_memory, timeout_s=DEADLINE_S):
             assert right == f"True {1 << 18}"
@@ -312,7 +307,6 @@ def test_row_38_another_user_opens_the_segment() -> None:
 
 @needs_root
 def test_row_38_a_segment_of_another_user() -> None:
-    """Root could open it, but the library refuses."""
     made = Segment.make()
     try:
         for change in (lambda: os.fchown(made.descriptor, NOBODY, NOBODY), lambda: os.fchmod(made.descriptor, 0o666)):
@@ -327,7 +321,6 @@ def test_row_38_a_segment_of_another_user() -> None:
 
 
 def test_row_38_a_name_that_is_there_already(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An existing file or symlink, even a dangling one, is neither used nor changed."""
     monkeypatch.setattr(segment, "DIRECTORY", str(tmp_path))
     bait = tmp_path / "bait"
     bait.write_text("unchanged")

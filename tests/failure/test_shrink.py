@@ -35,7 +35,6 @@ ALL = [0, 1, 2, 3]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 
@@ -48,17 +47,15 @@ def _error(call: Callable[[], Any]) -> Any:
 
 
 def _check_groups(size: int) -> None:
-    """The default group of `size` ranks, and groups that are made from it."""
     add_up()
     dist.all_reduce(x := torch.ones(3), group=dist.new_group(list(range(size))))
     assert x.tolist() == [float(size)] * 3
     sparse = torch.sparse_coo_tensor([[dist.get_rank()]], [1.0], (size,))
-    dist.all_reduce(sparse)  # over gloo, which meets only now
+    dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0] * size
 
 
 def _lose_two(victims: tuple[int, int], port: int | None = None) -> list[str]:
-    """Returns the names of the groups. `port`: rank 0 serves the store."""
     with torch_world(port):
         name, names, rest = dist.get_rank(), [], list(ALL)
         other = dist.new_group([0, 3])
@@ -81,7 +78,6 @@ def _lose_two(victims: tuple[int, int], port: int | None = None) -> list[str]:
 
 @pytest.mark.parametrize("victims", [(2, 1), (0, 3)])
 def test_the_default_group_shrinks_after_deaths(ranks: Ranks, victims: tuple[int, int]) -> None:
-    """The rank that serves torch's store is among the dead, too."""
     with held_port() as port:
         found = ranks.survivors(_lose_two, victims, port if 0 in victims else None, timeout_s=120.0)
     assert found == {rank: ["default:shrunken"] * 2 for rank in set(ALL) - set(victims)}
@@ -111,7 +107,7 @@ def _without_a_death(folder: str) -> bool:
                 hear(Path(folder), f"shrunk-{each}")
             error = _error(lambda: dist.all_reduce(torch.ones(3), group=part))
             assert isinstance(error, PeerDiedError) and "left" in str(error), error
-        add_up(1)  # the default group isn't changed by it
+        add_up(1)
     return True
 
 
@@ -120,7 +116,6 @@ def test_a_group_shrinks_by_a_living_rank(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _abort_own_call(folder: str) -> str:
-    """Rank 0 has a call under way, which waits for the excluded rank 3."""
     with torch_world():
         text = ""
         if dist.get_rank() == 3:
@@ -147,7 +142,6 @@ def test_shrink_abort_ends_a_call_under_way(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def _without_one(folder: str) -> str:
-    """Rank 2 doesn't take part in the first attempt, and dies in the second."""
     with torch_world(timeout_s=2.0):
         rank = dist.get_rank()
         if rank == 3:
@@ -186,7 +180,7 @@ def _wrong_arguments() -> bool:
         assert "SHRINK_ABORT" in str(_error(lambda: backend.shrink([(rank + 1) % 4], 2)))
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         assert "gloo" in str(_error(lambda: dist.shrink_group([(rank + 1) % 4], pg_options=options)))
-        add_up()  # a wrong call leaves the group as it is
+        add_up()
         backend.abort()
         assert type(_error(lambda: backend.shrink([(rank + 1) % 4]))) is not AttributeError
     return True
@@ -197,7 +191,6 @@ def test_wrong_calls_of_shrink_are_refused(ranks: Ranks) -> None:
 
 
 def _merged() -> list[tuple[int, int, str]]:
-    """Two groups become one, also after one of them lost a rank."""
     rank, found = int(os.environ["RANK"]), []
     server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     half = dist.PrefixStore(f"half/{rank // 2}", server)
@@ -226,7 +219,6 @@ def test_a_mesh_is_aborted(ranks: Ranks) -> None:
 
 
 def _abort_mesh() -> bool:
-    """Rank 3 dies; the others abort the mesh, shrink, and make another."""
     with torch_world():
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for name in ("dp", "tp"):

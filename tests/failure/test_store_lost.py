@@ -29,7 +29,7 @@ BEAT_S, LIMIT_S = 0.2, 2.0
 
 
 def _divide() -> None:
-    ps.destroy_model_parallel()  # waits for no other rank
+    ps.destroy_model_parallel()
     ps.initialize_model_parallel(2, 2)
 
 
@@ -105,7 +105,6 @@ def test_row_55_the_store_s_process_is_stopped(ranks: Ranks, tmp_path: Path, wha
 
 
 def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, float]:
-    """A host's link goes down meanwhile."""
     over_torch = MAKING[what][0] == OVER_TORCH
     if over_torch:
         world = torch_world(None, T_S)
@@ -118,7 +117,7 @@ def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, f
         "initialize_model_parallel": _divide,
         "new_group": lambda: dist.new_group(timeout=timedelta(seconds=T_S)),
     }[what]
-    time.sleep(3 * BEAT_S)  # all hosts have sent beats
+    time.sleep(3 * BEAT_S)
     told = attempt(make)
     if rank == (0 if host_of_store else 2):
         subprocess.run(f"ip link set {INTERFACE} down", shell=True, check=True, timeout=10)

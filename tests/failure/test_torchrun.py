@@ -16,7 +16,6 @@ from tests.programs import Program, module
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 WITHIN_S = 10.0
-"""From the last rank's restart, after its imports, to the end."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_SOCKET_IFNAME")
 
 SCRIPT = """
@@ -56,7 +55,6 @@ def _environ() -> dict[str, str]:
 
 
 def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None = None) -> Program:
-    """An agent in the namespaces of process `host`. Its workers are forks."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     code = module("torch.distributed.run", [*options, "--max-restarts", "1", str(script), str(folder), how])
@@ -115,5 +113,5 @@ def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: st
         told = _ended_well(agents, tmp_path, "hierarchical")
     if counts is not None and rendezvous == "static":
         assert told == counts
-    elif counts is not None:  # the agents choose the order of hosts
+    elif counts is not None:
         assert sorted(told) == counts

@@ -26,7 +26,6 @@ TIMEOUT_S = 3.0
 LONG_TIMEOUT_S = 15.0
 DEADLINE_S = 280.0
 LARGE = 4 << 20
-"""Elements that fit into no ring and no socket."""
 Call = Callable[[ps.GroupCoordinator], object]
 
 
@@ -46,8 +45,6 @@ TRANSFERS: dict[str, Call] = {
     "send_object": lambda g: g.send_object(_x(LARGE), 1),
     "send_tensor_dict": lambda g: g.send_tensor_dict({"x": _x(LARGE)}, 1),
 }
-"""Calls of rank 0 that wait for rank 1."""
-
 ROUTES_AND_HOSTS = (*ROUTES, "two hosts")
 
 
@@ -62,7 +59,7 @@ def _differ(route: str, cases: list[tuple[str, str]]) -> list[Outcome]:
     over = "connections" if route == "connections" else "shared memory"
     with world_over(over, timeout_s=TIMEOUT_S) as world:
         found = [in_a_group(over, world, TRANSFERS[one] if world.rank == 0 else METHODS[other]) for one, other in cases]
-        time.sleep(2.0)  # others may still use the store of rank 0 or its host
+        time.sleep(2.0)
         return found
 
 
@@ -133,14 +130,12 @@ def _legitimate(route: str) -> list[Outcome]:
     with world_over("connections" if route == "connections" else "shared memory", timeout_s=LONG_TIMEOUT_S) as world:
         rank, x, found = world.rank, torch.ones(4), []
         pair = world.make_sub_group([1, 2])
-        # Another thread sends to rank 0 while all others are in the collective.
         thread = _later(lambda: world.send(x, 0)) if rank == 1 else None
         if rank == 0:
             found.append(attempt(world.recv, (4,), torch.float32, 1))
         found.append(attempt(world.all_reduce, x))
         if thread is not None:
             thread.join()
-        # Rank 0 waits for rank 1, which waits in another group for the busy rank 2.
         if rank == 0:
             found.append(attempt(world.recv_object, 1))
         if rank == 2:
@@ -149,13 +144,11 @@ def _legitimate(route: str) -> list[Outcome]:
             found.append(attempt(pair.all_reduce, x))
         if rank == 1:
             found.append(attempt(world.send_object, 1, 0))
-        # Started transfers progress, or complete in their wait, however long the sender is elsewhere.
         sent = world.isend(torch.ones(LARGE), 0) if rank == 1 else None
         if rank == 0:
             got = world.irecv((LARGE,), torch.float32, 1)
             time.sleep(LONG_WAIT_S)
             found.append(attempt(lambda: got.wait().sum()))
-        # Over shared memory, rank 2 receives a broadcast after rank 1's next message.
         if route == "shared memory":
             if rank == 0:
                 time.sleep(LONG_WAIT_S)

@@ -57,7 +57,7 @@ def test_the_log_and_live_debug_name_the_missing_ranks(capsys: pytest.CaptureFix
             line,
         )
         for rank in (0, 2):
-            for _ in range(20):  # rank 2 asks every 0.5 s
+            for _ in range(20):
                 assert main(["debug", "--live", str(ranks[rank].pid)]) == 0
                 out = capsys.readouterr().out
                 if "waiting for other ranks" not in out:

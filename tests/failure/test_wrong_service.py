@@ -116,7 +116,6 @@ def _programs_of_a_rank() -> dict[str, tuple[int, str]]:
 
 @pytest.mark.slow
 def test_programs_that_a_rank_of_launch_starts() -> None:
-    """They inherit the rank's variables, but not its place in the job."""
     started = time.monotonic()
     found, _ = ps.launch(_programs_of_a_rank, nproc=2, tensor_model_parallel_size=2, timeout=2 * DEADLINE_S)
     code, output = found["of its own"]

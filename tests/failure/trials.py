@@ -30,7 +30,6 @@ def assert_in_time(
     within_s: float = WITHIN_S,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """A late trial is repeated, each time in an empty folder after `before`, and the median counts."""
     numbers = itertools.count()
 
     def run() -> float:
@@ -45,7 +44,6 @@ def assert_in_time(
 
 
 def folder_of_results(otherwise: Path) -> Path:
-    """FAILURE_TRIALS, where a run resumes."""
     folder = Path(os.environ.get("FAILURE_TRIALS", otherwise))
     folder.mkdir(parents=True, exist_ok=True)
     return folder

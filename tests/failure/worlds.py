@@ -22,9 +22,7 @@ T = TypeVar("T")
 TIMEOUT_S = 5.0
 """T of the failure table."""
 SLACK_S = 5.0
-"""For a loaded machine with two cores."""
 LONG_TIMEOUT_S = 30.0
-"""For tests that must end long before it."""
 
 
 def some(of_all: Sequence[T], count: int) -> Sequence[T]:
@@ -49,7 +47,6 @@ def settings_of(route: str) -> dict[str, str | None]:
 
 @contextmanager
 def world_over(route: str, port: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[ps.GroupCoordinator]:
-    """The tp group of all ranks, or torch's default group. With `port`, rank 0 serves the store."""
     if route == OVER_TORCH:
         with torch_world(port, timeout_s) as group:
             yield group  # type: ignore[misc]
@@ -76,7 +73,6 @@ def later(seconds: float, act: Callable[[], object]) -> None:
 
 
 def around(group: ps.GroupCoordinator, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Any:
-    """Even ranks first send to the next rank, then receive from the previous one; odd ranks vice versa."""
     after, before = (group.rank_in_group + 1) % group.world_size, (group.rank_in_group - 1) % group.world_size
     if group.rank_in_group % 2 == 0:
         send(after)
@@ -87,7 +83,6 @@ def around(group: ps.GroupCoordinator, send: Callable[[int], Any], recv: Callabl
 
 
 def calls_of_all(group: ps.GroupCoordinator) -> dict[str, Callable[[], None]]:
-    """Each operation with its result checked."""
     size, rank = group.world_size, group.rank_in_group
     ones, mine = torch.ones(size * 6), torch.full((6,), float(rank))
     everyone = torch.arange(size).repeat_interleave(6).float()
