@@ -42,7 +42,6 @@ def peers(options: argparse.Namespace) -> Peers:
 
 
 def ratio(row: Row, ours: str, peer: str) -> float | None:
-    """None without figures."""
     if not row.us.get(ours) or not row.us.get(peer):
         return None
     return p50(row.us[ours]) / p50(row.us[peer])

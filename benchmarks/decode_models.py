@@ -20,8 +20,6 @@ _SLICE = 64 << 10
 
 @dataclass(frozen=True)
 class Model:
-    """`kv`: width of its keys and values."""
-
     layers: int
     hidden: int
     kv: int
@@ -56,7 +54,6 @@ def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict
 
 
 def _matmul_s(batch: int, inputs: int, outputs: int, repeats: int) -> float:
-    """Median CPU seconds of x @ w with uncached weights."""
     x, w = torch.ones(batch, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
     other = torch.ones(_STREAMED // 4)
     found = []

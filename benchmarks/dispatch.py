@@ -164,9 +164,6 @@ def _modes(mode: str) -> contextlib.AbstractContextManager[Any]:
     return {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}.get(mode, torch.enable_grad)()
 
 
-# No-ops cost only the call path.
-
-
 def _plain(x: Tensor) -> Tensor:
     return x
 
@@ -186,7 +183,6 @@ _NOOPS: dict[str, Callable[[Tensor], Any]] = {}
 
 
 def _define_noops() -> None:
-    """By its group's name, and by torch's custom_op."""
     _GROUPS["tp:0"] = object()
     library = torch.library.Library("dispatch_benchmark", "DEF")
     _LIBRARIES.append(library)

@@ -44,7 +44,6 @@ BYTES = 8 << 10
 TARGET_NS = 100
 DEBUG = ", debug mode"
 EXCHANGE = "gloo's all_gather of 512 bytes"
-"""In debug mode, ranks compare their calls by it."""
 PIECES = {
     "record": ("record", "empty loop"),
     "check for an earlier failure": ("lock and check", "lock"),
@@ -126,7 +125,6 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_costs(one: Row, two: Row) -> None:
-    """The sum is of two ranks."""
     pieces = {name: differences(one, *pair) for name, pair in PIECES.items()}
     pieces["sum"] = [sum(each) for each in zip(*pieces.values(), strict=True)]
     for row in (one, two):
@@ -153,7 +151,6 @@ def ranks_of(row: Row) -> str:
 
 
 def differences(row: Row, more: str, less: str) -> list[float]:
-    """Per round, because a disturbance affects both loops."""
     return [a - b for a, b in zip(row.us.get(more, ()), row.us.get(less, ()), strict=False)]
 
 
@@ -184,8 +181,6 @@ def make(name: str, settings: dict[str, Any]) -> LoopTeam | CallTeam:
 
 
 class LoopTeam:
-    """Pieces for one rank run on the first while the second waits."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._library = ctypes.CDLL(settings["library"])
@@ -233,7 +228,6 @@ def bytes_of(library: str, ranks: int) -> int:
 
 
 CALL_BYTES = 512
-"""Size of a call's description in debug mode."""
 
 
 class CallTeam:
@@ -274,7 +268,6 @@ class CallTeam:
         }
 
     def _record(self, x: Tensor) -> Tensor:
-        """Adds a call's record to the ring, as a call through Python does."""
         self.group.route.note("all_reduce_", x).ended_s = time.monotonic()
         return x
 

@@ -153,7 +153,6 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
 
 
 def machine(dry: bool) -> int:
-    """Returns 1 if CUDA is required and doesn't start."""
     code = 0
     for name, question in QUESTIONS.items():
         try:
@@ -166,7 +165,6 @@ def machine(dry: bool) -> int:
 
 
 def compiled(arch: str | None) -> int:
-    """Raises if a part fails, also in a dry run."""
     import torch
 
     from device_communicators.cpu import native

@@ -43,10 +43,8 @@ ROOT = BENCHMARKS.parent
 CARRIED = ROOT / ".gpu"
 LIMIT_S = 400.0
 END_S = 10.0
-"""Reserved for ending the last step and writing the evidence."""
 GRACE_S = 5.0
 LEAST_S = 15.0
-"""With less time left, a step is left out."""
 KEPT_BYTES = 1 << 20
 DRY_TIMES = 5
 """Factor of all limits in a dry run, in which the CPU emulates the kernels."""
@@ -60,7 +58,6 @@ SHARED = {
     "PARALLEL_STATE_PEER_MEMORY": "on",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-"""All carriers in one run, with ranks that share the GPU."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class Proof:
         found = {**os.environ, **ALL, "BENCHMARK_COMMIT": _commit(), "GPU_TESTS_REPORT": str(self.out)}
         if self.dry:
             found["GPU_TESTS"] = "dry"
-        elif (CARRIED / "cache").exists():  # used only if its owner alone can write to it
+        elif (CARRIED / "cache").exists():
             path.insert(0, str(CARRIED / "site"))
             folder = shutil.copytree(CARRIED / "cache", self._logs.with_name(self._logs.name + "-cache"))
             for each in (folder, *folder.rglob("*")):
@@ -197,7 +194,7 @@ class Proof:
         limit_s = min(step.limit_s * (DRY_TIMES if self.dry else 1), left_s)
         if limit_s < min(LEAST_S, step.limit_s):
             return self._verdict(step, "left out", "there was no time left")
-        if self.dry and step.tests:  # `GPU_TESTS=dry pytest tests/gpu` runs them
+        if self.dry and step.tests:
             lost = self._lost(step.tests)
             reason = f"there is no test {lost}" if lost else f"a dry run: {len(step.tests)} tests are there"
             return self._verdict(step, "failed" if lost else "skipped", reason)

@@ -68,7 +68,6 @@ def _route() -> str:
 
 
 def _objects(x: Tensor) -> dict[str, Any]:
-    """As schedulers send it."""
     return {f"request {number}": list(range(number, number + 20)) for number in range(16)} | {"rows": len(x)}
 
 
@@ -216,7 +215,7 @@ def _measure(
                 ps.get_tp_group().barrier()
                 mine = _repeat(operation, way, count, dtype, calls)
                 slowest = ps.get_tp_group().all_reduce(torch.tensor([mine], dtype=torch.float64), "max").item()
-                if round_:  # the first warms up
+                if round_:
                     samples[way].append(slowest * 1e6)
     return samples
 
@@ -224,7 +223,6 @@ def _measure(
 def _sent(
     hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Bytes and packets that host 0 sends per call, without those of the start."""
     found = []
     for calls in (1, 1 + _COUNTED_CALLS):
         before = hosts.sent(0)

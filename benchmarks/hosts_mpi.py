@@ -120,7 +120,7 @@ def main() -> None:
         mine = (time.perf_counter() - started) / calls
         samples.append(communicator.allreduce(mine, MPI.MAX) * 1e6)
     if rank == 0:
-        print("SAMPLES", json.dumps(samples[1:]), flush=True)  # the first warms up
+        print("SAMPLES", json.dumps(samples[1:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def main() -> None:
         real(result, options, deadline)
         if not options.no_counts:
             counts(result, options, deadline)
-    except TrialFailedError as error:  # keep the earlier results
+    except TrialFailedError as error:
         result["failures"].append(str(error))
     if options.json:
         options.json.write_text(dumps(result))
@@ -135,7 +135,6 @@ def start_afresh() -> None:
 
 
 def measure(world_size: int, repetitions: int, deadline: float, failures: list[str]) -> list[dict[str, Any]]:
-    """A row per layout, way of connecting and variant. Expert layouts have all kinds of groups."""
     trials = [
         Trial(division, variant, lazy)
         for division in divisions(world_size)
@@ -178,7 +177,7 @@ def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Res
             [round(1000 * sum(each.cpu[step] for each in sample) / len(sample), 2) for step in STEPS]
             for sample in samples
         ],
-        "groups": max(report["collectives"]["groups"] for report in reports) - 1,  # without the default group
+        "groups": max(report["collectives"]["groups"] for report in reports) - 1,
         "calls": max(report["collectives"]["calls"] for report in reports) - 1,
         "store_all_ranks": {step: operations(reports, step) for step in STEPS},
         "store_worst_rank": {
@@ -235,7 +234,6 @@ class Division(NamedTuple):
 
 
 def divisions(world_size: int) -> list[Division]:
-    """A dense layout from 2 ranks on, and one with context and expert axes from 8 on."""
     pp = 2 if world_size >= 4 else 1
     found = [Division("dense", world_size, {"tp": 2, "pp": pp})]
     if world_size >= 8:
@@ -343,7 +341,6 @@ def _plain(lists: Sequence[Sequence[Sequence[int]]], ended: Mark) -> None:
 
 
 def _device_mesh(trial: Trial, ended: Mark) -> None:
-    """Dense and expert meshes as torchtitan's, without axes of one rank."""
     dist.init_process_group("gloo")
     ended("init")
     layout = trial.division.layout
@@ -464,7 +461,7 @@ def _panel(title: str, unit: str, series: Series) -> Panel:
 def _calls(rows: Sequence[Mapping[str, Any]]) -> Series:
     found: dict[str, dict[float, float]] = {}
     for row in rows:
-        if row["cp"] > 1:  # only the growing layout
+        if row["cp"] > 1:
             points = found.setdefault(row["variant"], {})
             points[row["world_size"]] = max(points.get(row["world_size"], 0), row["cost"]["calls"])
     return {name: sorted(points.items()) for name, points in found.items()}

@@ -121,8 +121,6 @@ def enter_own_network() -> bool:
 
 
 class _Fork:
-    """A child that runs `body(answer)`. The parent reads each `answer(bytes)` from `read_end`."""
-
     def __init__(self, body: Callable[[Callable[[bytes], None]], None], closes: Sequence[int]) -> None:
         self.read_end, write_end = os.pipe()
         self.done = False
@@ -146,7 +144,7 @@ class _Fork:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)  # skip exit handlers, which are the parent's
+            os._exit(code)
 
     def join(self, deadline: float) -> None:
         while not self.done and time.monotonic() < deadline:
@@ -165,7 +163,6 @@ class _Fork:
 
 
 def _serve(answer: Callable[[bytes], None]) -> None:
-    """In its own process, as a launcher does."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answer(pickle.dumps(store.port))
     while True:
@@ -180,7 +177,7 @@ def _rank_body(
         cpu: dict[str, float] = {}
         answer(b"ready")
         before = Footprint.now()
-        os.read(gate_end, 1)  # until the parent closes its end
+        os.read(gate_end, 1)
 
         cpu_before = time.process_time()
 
@@ -329,7 +326,6 @@ class StoreOfOneRank(CountingStore):
 
 @contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """Counts `new_group`, and `make`, which every creation of a process group uses."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(c10d, name) for name in ("_new_group_with_tag", "_new_process_group_helper")}
 
@@ -353,7 +349,6 @@ def calls_counted() -> Iterator[Counter[str]]:
 
 class Cost(NamedTuple):
     groups: int
-    """Process groups that it made and is in, without the default one."""
     calls: int
     """Calls of torch that make process groups, also those without this rank."""
     store: dict[str, int]
@@ -430,11 +425,10 @@ def counts_of(case: Case, deadline: float) -> list[dict[str, Any]]:
 
 
 def check_constant(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RuntimeError if a rank's groups, calls or store operations grow with the world."""
     first: dict[tuple[str, str], Any] = {}
     for row in rows:
         if row["variant"].startswith("ours"):
-            place = "middle" if 0 < row["rank"] < row["world_size"] - 1 else "end"  # the ends have embedding groups
+            place = "middle" if 0 < row["rank"] < row["world_size"] - 1 else "end"
             found = first.setdefault((row["variant"], place), row)
             if found["cost"] != row["cost"]:
                 raise RuntimeError(
@@ -445,7 +439,6 @@ def check_constant(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def times_of(case: Case, repetitions: int, deadline: float) -> list[dict[str, Any]]:
-    """Milliseconds of one rank's initialize in new processes, interleaved."""
     variants: dict[str, Callable[[], float]] = {
         "ours": partial(_time_ours, case, eager=False),
         "ours, all kinds": partial(_time_ours, case, eager=True),

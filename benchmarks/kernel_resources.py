@@ -26,7 +26,6 @@ _KERNEL = re.compile(
 
 
 def read(log: str) -> dict[str, dict[str, int]]:
-    """By kernel, from the output of ptxas -v."""
     found = {}
     for match in _KERNEL.finditer(log):
         shared = re.search(r"(\d+) bytes smem", match["rest"])

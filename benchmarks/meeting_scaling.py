@@ -198,7 +198,6 @@ def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
 
 
 def growth(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
-    """The exponent of a figure's growth, from the middle size to the largest."""
     low, high = rows[len(rows) // 2], rows[-1]
     return math.log(of(high) / of(low)) / math.log(high["ranks"] / low["ranks"])
 

@@ -41,7 +41,6 @@ FIGURES = {
     "reconfigure": "reconfigure_s",
     "join": "join_s",
 }
-"""Title -> field of Round."""
 MEDIAN_S, MOST_S = 0.2, 1.0
 """Goals for the first right collective after a SIGKILL."""
 
@@ -60,7 +59,6 @@ CANDIDATES = (
 
 
 def measure(candidate: Candidate, size: int, rounds: int) -> dict[str, list[float]]:
-    """The slowest survivor's seconds of each round."""
     pool, seed = Ranks(size + rounds), secrets.randbits(32)
     with tempfile.TemporaryDirectory(prefix="membership_") as folder:
         try:

@@ -74,7 +74,6 @@ class Target:
     wanted: str
     found: float | None
     reached: bool | None
-    """None: not measured."""
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
@@ -327,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _found(options: argparse.Namespace, rows: Sequence[KernelRow]) -> list[Target]:
     found = targets(rows)
-    if options.emulate:  # CPU times can't meet or miss a target
+    if options.emulate:
         return [replace(each, found=None, reached=None) for each in found]
     return found
 

@@ -47,7 +47,6 @@ _REPORT, _ABORT, _IGNORED_REPORT, _ALWAYS_ABORT, _WORDS = 0, 16, 32, 48, 64
 _PACKET_BYTES = 16
 
 Launch = Callable[[int], None]
-"""Launches a kernel on the stream of that number."""
 
 
 class Machine(Protocol):
@@ -93,8 +92,6 @@ class GpuMachine:
 
 
 class EmulatedMachine:
-    """Kernels on the CPU with threads as concurrent ranks. Times mean nothing."""
-
     def __init__(self) -> None:
         from tests.internals.cuda_on_cpu import CpuKernels
 
@@ -192,7 +189,6 @@ class Others:
             self._problem = self._start()
 
     def of(self, x: Tensor, refused: dict[str, str]) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-        """By name, calls `f(given, out)` that write the sum to `out` or return it, for tensors like `x[0]`."""
         refused["NCCL and symm_mem with several ranks"] = SEVERAL_RANKS
         found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
         for name, make in ((NCCL, self._nccl), (ONE_SHOT, self._one_shot)):
@@ -221,7 +217,7 @@ class Others:
 
     def _nccl(self, x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         def call(out: Tensor, given: Tensor) -> Tensor:
-            out.copy_(given)  # it works in place
+            out.copy_(given)
             dist.all_reduce(out)
             return out
 
@@ -347,7 +343,6 @@ class KernelTeam:
         return Timing(elapsed_s=self.machine.clock.seconds(run) / (times * candidate.step) * calls)
 
     def host_us(self, name: str, rounds: int = 10) -> list[float]:
-        """Without waiting for the device."""
         candidate, found = self._candidates[name], []
         for _ in range(rounds if candidate.each else 0):
             self._arrive(candidate)
@@ -446,9 +441,7 @@ class KernelTeam:
         normed = torch.nn.functional.rms_norm(y.view(-1, hidden), (hidden,), self.weight, EPS).view(-1)
         if not torch.equal(self.ys, y.expand_as(self.ys)):
             return "the residual is wrong"
-        near = torch.isclose(
-            torch.stack(found).float(), normed.float(), rtol=2e-2, atol=2e-2
-        )  # torch may round once more
+        near = torch.isclose(torch.stack(found).float(), normed.float(), rtol=2e-2, atol=2e-2)
         return None if bool(near.all()) else f"{int((~near).sum())} elements of the norm are wrong"
 
     def _alone(
@@ -486,8 +479,6 @@ class KernelTeam:
         )  # fmt: skip
 
     def _repeated(self, name: str, call: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """A group of one rank, whose sum is the input."""
-
         def check(found: list[Tensor]) -> str | None:
             return None if torch.equal(torch.stack(found), self.own) else "its answer isn't the input"
 
@@ -525,7 +516,6 @@ class KernelTeam:
             self._candidates[label] = Candidate(graph.replay, self.sets, check, arrive, key)
 
     def _graph(self, several: Callable[[], list[Tensor]]) -> Any:
-        """Captures `several` after one run, so that the graph contains no set-up."""
         stream = self.machine.capture_stream()
         if stream is None:
             return captured(several, None)

@@ -49,7 +49,6 @@ PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")
 QUICK_OPERATIONS = ("all_reduce", "all_gather")
 ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
-"""Candidates on the page."""
 PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
 RUN_S, QUICK_RUN_S = 300.0, 30.0
@@ -116,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from harness import against  # needs git and tar, which a report doesn't
+    from harness import against
 
     plan = replace(QUICK_PLAN if options.quick else PLAN, rounds=20 if options.quick else 60)
     try:
@@ -151,8 +150,6 @@ def _write(folder: Path, findings: Findings) -> None:
 
 
 class Stage(NamedTuple):
-    """Teams that are started together; without cases only the start is measured."""
-
     teams: Callable[[], list[Team]]
     cases: Sequence[dict[str, Any]]
 
@@ -232,7 +229,6 @@ class Bench:
             cases.append({**cases[0], "idle_ms": 5, "most_calls": 10})
         cases += [{**common, "kind": kind, "what": "decode"} for kind in ("pipeline", "broadcast")]
         cases += [{**common, "kind": kind, "what": "prefill"} for kind in ("pipeline", "broadcast")]
-        # A pipeline's transfer needs a world of two.
         cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
         for case in cases:
             case["bytes"] = case_bytes(case["kind"], case["what"])
@@ -255,7 +251,7 @@ class Bench:
 
         def teams() -> list[Team]:
             if not self.options.quick:
-                load(OWN, {"compiled": True})  # once, before the ranks are forked
+                load(OWN, {"compiled": True})
             return [self._team(name, "through_torch", environment=ENVIRONMENTS.get(name)) for name in BACKENDS]
 
         return Stage(teams, cases)

@@ -38,12 +38,10 @@ BYTES = 8 << 10
 _ATTACH_S = 15.0
 _TRIES = 4
 _OF_THE_TOOL = ("clock_nanosleep", "wait4")
-"""System calls with which rank 0 waits for perf."""
 
 
 @contextlib.contextmanager
 def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
-    """The main thread's in `own`, the other threads' in `others`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         with ThreadPoolExecutor(1) as other:  # keeps its calls out of the main thread's

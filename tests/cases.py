@@ -7,7 +7,6 @@ import pytest
 
 
 def each(cases: Iterable[Any], check: Callable[..., object], name: Callable[[Any], object] = repr) -> None:
-    """A tuple gives several arguments. Fails with the names of all failed cases."""
     failed, tried = [], 0
     for case in cases:
         tried += 1

@@ -28,8 +28,6 @@ from tests.references import (
 )
 
 SKIPPED = {"logger", "T", "P", "R"}
-"""Public by their spelling, but no interface."""
-
 _MISSING = inspect.Parameter.empty
 _PROPERTIES = {"property", "cached_property", "abstractproperty"}
 _KINDS = {
@@ -62,7 +60,6 @@ class Row(NamedTuple):
 
 
 def names_of(source: str, also: Iterable[str] = ()) -> dict[str, Name]:
-    """Public names of a module's source and those of `also`, with members of classes."""
     found: dict[str, Name] = {}
     wanted = set(also)
 
@@ -184,7 +181,7 @@ def _attributes(kind: type) -> set[str]:
     found: set[str] = set()
     for each in kind.__mro__[:-1]:
         found |= set(vars(each).get("__annotations__", ())) | set(vars(each).get("__slots__", ()))
-        for method in filter(inspect.isfunction, vars(each).values()):  # a public class hides its file
+        for method in filter(inspect.isfunction, vars(each).values()):
             with contextlib.suppress(OSError):
                 found |= _set_on_self(ast.parse(textwrap.dedent(inspect.getsource(method))))
     return found
@@ -216,7 +213,7 @@ def _difference(theirs: Name, ours: Any, of_instance: bool, namespace: Mapping[s
 def _same_default(ours: Any, theirs: str, namespace: Mapping[str, Any]) -> bool:
     if ours is _MISSING or not theirs:
         return ours is _MISSING and not theirs
-    if theirs.startswith(("field(", "dataclasses.field(")):  # of a dataclass: a factory, which can't be compared
+    if theirs.startswith(("field(", "dataclasses.field(")):
         return True
     try:
         value = eval(theirs, dict(namespace))  # (a default in a file whose digest is pinned)
@@ -268,13 +265,12 @@ def differences(module: ModuleType, references: Iterable[Reference], also: Itera
 
 
 def imported_names(folder: Path, module: str) -> dict[str, list[str]]:
-    """The names that a tree imports from `module` (dotted), each with the importing files."""
     package, _, last = module.rpartition(".")
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(errors="replace")
         if module not in text and not (package in text and last in text):
-            continue  # before the parse, which takes a second for a hundred files
+            continue
         tree = ast.parse(text)
         aliases = {module}
         for node in ast.walk(tree):
@@ -303,8 +299,6 @@ def missing_names(ours: ModuleType, folder: Path, *modules: str) -> dict[str, li
 
 
 class Project(NamedTuple):
-    """`also` are private names that its tree imports."""
-
     module: str
     title: str
     references: tuple[Reference, ...]

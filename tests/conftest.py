@@ -33,7 +33,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """`pools(4)` is the pool of four ranks, started at first use."""
     made: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:

@@ -30,7 +30,6 @@ LARGE_COUNTS = (2_300_001,)
 """For sums of float32 and bfloat16 only: chunks of slices, lanes and stripes."""
 MOVED_COUNTS = (3, 20_001)
 WIDTHS = (1, 64, 1_000)
-"""Columns of the fused norm's inputs, which have three rows."""
 
 
 class Placement(NamedTuple):
@@ -107,7 +106,6 @@ def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def raw(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Random bytes, for calls that only move them."""
     if dtype == torch.bool:
         return (_integers(count, rank) & 1).bool()
     return torch.frombuffer(bytearray(random.Random(rank).randbytes(count * dtype.itemsize)), dtype=torch.uint8).view(

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.md"))]
 DEFAULT = "run: 2 ranks, tp=2"
 PLAIN = ("text", "json")
-"""Languages of pictures and output, which can't run."""
 DIRECTIVES = ("{toctree}", "{include}", "{eval-rst}")
 
 

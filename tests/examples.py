@@ -8,7 +8,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 WITH_TORCH_ALONE = [FOLDER / "fsdp2_tp.py"]
-"""`make test` runs these, `make test-engines` the others."""
 WITH_ENGINES = sorted(set(FOLDER.glob("*.py")) - set(WITH_TORCH_ALONE))
 
 

@@ -21,7 +21,6 @@ def _value(byte: int) -> float:
 
 
 VALUES = np.array([_value(byte) for byte in range(256)])
-"""By byte."""
 _MAGNITUDES = VALUES[:127]  # 0 … 448, ascending; byte 127 is NaN
 
 
@@ -37,7 +36,6 @@ def to_bytes(numbers: Any) -> Any:
 
 
 def bytes_of(x: Tensor) -> Any:
-    """Every NaN is 127."""
     found = x.view(torch.uint8).numpy()
     return np.where((found & 127) == 127, 127, found)
 
@@ -48,7 +46,6 @@ def static_bytes(normed: Tensor, scale: float) -> Any:
 
 
 def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
-    """Quantizes by rows. Returns the bytes and the float32 scales."""
     with np.errstate(all="ignore"):
         wide = normed.float().numpy()
         largest = np.abs(wide).max(-1, keepdims=True, initial=0)

@@ -53,10 +53,8 @@ class Host:
     memory_of: int | None = None
     """Shares that host's /dev/shm and files, but has another address and name."""
     own_pids: bool = False
-    """Has its own PID namespace and monotonic clock."""
     shared_memory: str = "1g"
     cpus: tuple[int, ...] = ()
-    """By default all cores of this machine, shared with the other hosts."""
 
 
 @functools.cache
@@ -74,7 +72,6 @@ def problem() -> str | None:
 
 
 def cores_of_each(hosts: int) -> list[tuple[int, ...]]:
-    """With fewer cores than hosts, each gets all."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // hosts
     return [tuple(cores[host * share : (host + 1) * share] if share else cores) for host in range(hosts)]
@@ -210,15 +207,12 @@ class Hosts:
         return host if shared is None else self._port(shared)
 
     def ranks(self, placement: Sequence[int], **environment: str) -> HostRanks:
-        """Ranks start at the first run, with additional environment variables."""
         pool = HostRanks(self, placement, {"MASTER_PORT": str(next(self._ports)), **environment})
         self._pools.append(pool)
         return pool
 
 
 class HostRanks(WorkerPool):
-    """Rank 0 serves the store at its host's address."""
-
     def __init__(self, hosts: Hosts, placement: Sequence[int], environment: dict[str, str]) -> None:
         super().__init__(len(placement))
         self.placement = tuple(placement)

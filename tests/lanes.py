@@ -54,10 +54,8 @@ class Lane(NamedTuple):
     name: str
     paths: tuple[str, ...]
     but: tuple[str, ...] = ()
-    """Parts of `paths` that another lane runs."""
     niceness: int = 0
     command: tuple[str, ...] = ()
-    """Runs instead of pytest."""
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:
@@ -68,7 +66,6 @@ NATIVE = _files(
     "tests/internals", "test_control_core", "test_control_driver", "test_cpu_sanitizers", "test_cuda_build",
     "test_cuda_kernels", "test_cuda_races", "test_native",
 )  # fmt: skip
-"""Tests of C++ and CUDA, which wait for their compilers."""
 COMPILERS = _files(
     "tests/contract", "test_c10d_programs", "test_device_mesh", "test_examples",
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
@@ -84,14 +81,12 @@ RANKS = _files(
     "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_thread_names",
     "test_trace", "test_tune", "test_world_store",
 )  # fmt: skip
-"""Tests of internals that start ranks or take seconds."""
 FUZZING = _files("tests/internals", "test_fuzzed")
 """Measures this process's memory, so it runs in a lane whose work is in ranks."""
 DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
 )  # fmt: skip
-"""All ranks live and their calls differ: they wait for deadlines."""
 LANES = (
     Lane("failures", ("tests/failure", *FUZZING), but=DISAGREEMENTS),
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
@@ -115,7 +110,6 @@ COMPUTING = _files(
     "tests/internals", "test_codec", "test_codec_hostile", "test_matcher", "test_plan", "test_plan_picture",
     "test_wire",
 )  # fmt: skip
-"""Unit tests that take most of the CPU time. `make test` and the checks of their rooms run them."""
 UNITS = ("tests/unit", "tests/internals")
 WITH_RANKS = (
     *FUZZING,
@@ -126,7 +120,6 @@ WITH_RANKS = (
         "test_store_answers",
     ),
 )  # fmt: skip
-"""Tests in these folders that start processes or take seconds a case."""
 CHECK = (
     *(Lane(folder.rpartition("/")[2], (folder,), but=(*COMPUTING, *WITH_RANKS)) for folder in UNITS),
     Lane(
@@ -149,7 +142,6 @@ def room_of(test: Path) -> str:
 
 
 def lanes_of_room(room: str) -> list[Lane]:
-    """If the room has none, raises SystemExit with the known rooms."""
     left_out = {ROOT / path for path in WITH_RANKS}
     files = sorted({path for folder in UNITS for path in (ROOT / folder).glob("test_*.py")} - left_out)
     rooms = {path: room_of(path) for path in files}
@@ -164,7 +156,7 @@ def lanes_of_room(room: str) -> list[Lane]:
 def _be_nice(niceness: int) -> None:
     """Lowers this process's share of the cores, and its session's under autogroups."""
     os.nice(niceness)
-    with suppress(OSError):  # no autogroups
+    with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(niceness), encoding="utf-8")
 
 

@@ -55,7 +55,6 @@ modules_of_new_ranks: set[str] = set()
 
 
 def fork_context() -> Any:
-    """Its processes are forks of this run's fork server."""
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
     also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
@@ -87,7 +86,6 @@ class WorkerPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> dict[int, Any]:
-        """Like `run`, for functions in which ranks die."""
         self._begin(function, args, None)
         try:
             results, errors = self._collect(timeout_s, timeout_s)

@@ -33,8 +33,6 @@ BUILD_S = 900.0
 
 
 class Ratio(NamedTuple):
-    """Quotient of the median times, with its confidence interval."""
-
     value: float
     low: float
     high: float
@@ -70,7 +68,6 @@ class Labelled:
 
 @contextmanager
 def unpacked(commit: str) -> Iterator[Path]:
-    """The commit's compiled packages with this tree's benchmark. Raises InvalidArgumentError."""
     if not (ROOT / ".git").exists():
         raise InvalidArgumentError(f"--against must be used in a checkout, but {ROOT} has no .git")
     command = ["git", "archive", "--format=zip", commit, *PACKAGES]
@@ -108,7 +105,6 @@ def _compile(folder: Path) -> None:
 def measure(
     commit: str, cases: Sequence[dict[str, Any]], ranks: int, settings: dict[str, Any], plan: Plan
 ) -> list[Row]:
-    """Candidates are named `now: …` and `before: …`."""
     with unpacked(commit) as folder:
         roots = {NOW: ROOT, BEFORE: folder}
         teams = [

@@ -138,7 +138,6 @@ TEAMS: dict[str, Callable[[dict[str, Any]], LoopTeam]] = {OWN: OwnTeam, GLOO: To
 
 
 def start_ours(*sizes: int) -> ps.GroupCoordinator:
-    """Groups of these sizes (default: one of all ranks); one is used once."""
     ps.init_distributed_environment(backend="gloo")
     ps.initialize_model_parallel(*(sizes or (ps.get_world_group().world_size,)))
     group = ps.get_tp_group()
@@ -147,7 +146,6 @@ def start_ours(*sizes: int) -> ps.GroupCoordinator:
 
 
 def start_torch() -> tuple[int, int, Any]:
-    """As engines do."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)))
@@ -167,7 +165,6 @@ def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) ->
 
 
 def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
-    """`key`: the route's; default: the group's."""
     if name == PING_PONG:
         ops, token, route = torch.ops.parallel_state, group._token, key or group._key
         return ping_pong(
@@ -195,7 +192,6 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
 
 
 def _of_vllm(group: Any, operation: str) -> dict[str, Exchange]:
-    """vLLM's own CPU calls. Its others use torch.distributed."""
     if operation == "all_gather":
         return {"vLLM": Exchange(lambda x: group.all_gather(x, -1))}
     if operation != "all_reduce":

@@ -43,8 +43,6 @@ def make(name: str, settings: dict[str, Any]) -> MessageTeam:
 
 
 class MessageTeam:
-    """Rank 0 sends; all others read."""
-
     rank: int
     size: int
     measures_copies = False
@@ -141,8 +139,6 @@ class OwnTeam(MessageTeam):
 
 
 class TorchTeam(MessageTeam):
-    """Sends pickled metadata, then each tensor, as programs usually do."""
-
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
 
@@ -172,8 +168,6 @@ class VllmTeam(MessageTeam):
 
 
 class ZmqTeam(MessageTeam):
-    """A pair of sockets per reader, objects as msgpack."""
-
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         sys.path.append(settings["site"])
@@ -230,7 +224,6 @@ class _Entered:
 
 
 def case_bytes(kind: str, what: str) -> int:
-    """An object's approximate pickled size, or the size of a dict's tensors."""
     if kind == "object":
         return {"1 KB": 1 << 10, "10 KB": 10 << 10}.get(what, 1 << 20)
     return TOKENS[what] * HIDDEN * 2 * (2 if kind == "pipeline" else 10)
@@ -239,7 +232,7 @@ def case_bytes(kind: str, what: str) -> int:
 def _object(what: str) -> Any:
     if what == "1 MB blob":
         return {"step": 1, "blob": bytes(range(256)) * 4096}
-    requests = {"1 KB": 18, "10 KB": 215, "1 MB many": 17_000}[what]  # numbers that give this pickled size
+    requests = {"1 KB": 18, "10 KB": 215, "1 MB many": 17_000}[what]
     return {
         "step": 12345,
         "finished": [f"request-{number}" for number in range(requests // 4)],

@@ -75,7 +75,7 @@ class MpiTeam(TensorTeam):
             communicator.Barrier()
             return x
 
-        gathered: dict[str, Tensor] = {}  # outputs are cached, too: no allocation in the loop
+        gathered: dict[str, Tensor] = {}
 
         def output(x: Tensor, shape: tuple[int, ...]) -> Tensor:
             if "out" not in gathered:

@@ -26,9 +26,7 @@ SYMMETRIC = f"{OWN} symmetric"
 LIBRARIES = {"coordinator": OWN, "symmetric op": SYMMETRIC, "vLLM op": "vLLM"}
 """Candidate name without ", in place" → name on the page, if they differ."""
 LOWER_BOUNDS = (COPY, LAYERS)
-"""Candidates that do a part of the work only."""
 WITHOUT_OUTPUT = ("all_reduce", "broadcast")
-"""Operations that peers run in place."""
 PER_RANK = ("all_gather", "reduce_scatter", "all_to_all")
 """Operations whose element count in nccl-tests is one rank's share."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
@@ -51,7 +49,6 @@ class Findings:
 
     @property
     def wrong(self) -> list[tuple[str, str, str]]:
-        """Candidates without figures: name, case, problem."""
         return [
             (name, describe(row.case), problem.strip().splitlines()[-1])
             for row in self.rows
@@ -68,7 +65,6 @@ class Measured(NamedTuple):
 
 
 def is_peer(name: str) -> bool:
-    """False for this library, its variants and lower bounds: a ratio to them judges nothing."""
     return not name.startswith(OWN) and name not in (OP, OP_AND_LAYERS, *LOWER_BOUNDS)
 
 
@@ -92,7 +88,6 @@ def measured(row: Row) -> Iterator[Measured]:
 
 
 def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row, list[Measured]]]]]:
-    """Yields operation, mode, and the rows with their figures in that mode."""
     for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
         found = [(row, list(measured(row))) for row in rows if row.case["operation"] == operation]
         for mode in dict.fromkeys(each.mode for _, several in found for each in several):
@@ -144,7 +139,6 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
 
 
 def pictures(findings: Findings) -> tuple[list[Panel], list[str]]:
-    """Panels of latency and bus bandwidth over size for each operation, then of messages; and our names."""
     panels: list[Panel] = []
     for operation, mode, chosen in by_operation(findings.part("collectives")):
         samples: dict[str, list[tuple[int, list[float]]]] = {}
@@ -179,7 +173,6 @@ SIZE = "size as nccl-tests define it"
 
 
 def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]], x_name: str) -> Panel:
-    """Medians, with quartile bands behind them."""
     lines = {name: [(size, p50(us)) for size, us in found] for name, found in samples.items()}
     bands = {name: [(size, *quartiles(us)) for size, us in found] for name, found in samples.items()}
     return Panel(title, lines, bands=bands, x_name=x_name)

@@ -40,7 +40,6 @@ MPI4PY = "mpi4py==4.1.2"
 PIP_S = 900
 SETUP = "python benchmarks/harness/peers.py setup"
 SIZES_OF_VLLM = (2, 3, 4, 8)
-"""Numbers of ranks that vLLM's CPU ops support."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,6 @@ class Peers:
 
     @property
     def vllm(self) -> Path | None:
-        """None if it was built for another torch."""
         import torch
 
         fits = torch.__version__.startswith(VLLM_TORCH)
@@ -117,7 +115,7 @@ def load_vllm(root: Path) -> Any:
     which imports the whole engine."""
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
-            sys.path.append(str(root / folder))  # after the caller's own packages
+            sys.path.append(str(root / folder))
     import torch
 
     config = types.ModuleType("vllm.config")
@@ -177,7 +175,6 @@ def _lend_torch(folder: Path) -> None:
 
 
 def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) -> list[str]:
-    """Without dependencies. Removes partial installations."""
     interpreter = ["--python", python] if python else []
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *interpreter]
     print(f"{name} …", flush=True)

@@ -1,5 +1,3 @@
-"""Draws SVG line charts on logarithmic axes, with one line per candidate."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +13,6 @@ OURS = ("#1a8f4c", "#0e8fa0", "#8a8f1a", "#3b82f6", "#8e5bd6", "#5f7f6f")
 PEERS = ("#e5484d", "#d9730d", "#d6409f", "#a0714f", "#7d8590", "#5b6ee1", "#b08800", "#c0507a")
 """Colours with a contrast of at least 3 on white and on the dark scheme's background."""
 DASHES = {True: ("", "9 3", "2 3"), False: ("5 3", "2 2", "8 2 2 2")}
-"""Of this library's lines and of peers; the next pattern begins after the last colour."""
 SCHEME = (
     "<style>.ink{fill:#24292f}.faint{fill:#57606a}.grid{stroke:#dde1e6}"
     "@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.ink{fill:#e6edf3}.faint{fill:#9198a1}"
@@ -46,7 +43,6 @@ def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> st
 
 
 def draw_each(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> list[str]:
-    """Each panel is a picture of its own, with the same styles as `draw`."""
     return [_svg(WIDTH, HEIGHT, body) for body in _bodies(panels, ours)]
 
 
@@ -67,7 +63,6 @@ def _svg(width: int, height: int, body: str) -> str:
 
 
 def _styles(ours: Sequence[str], peers: Sequence[str]) -> dict[str, tuple[str, str, float]]:
-    """Each name has one colour, dash pattern and width in all panels."""
     found = {}
     for names, colours, dashes, width in ((ours, OURS, DASHES[True], 2.4), (peers, PEERS, DASHES[False], 1.6)):
         for at, name in enumerate(names):

@@ -35,7 +35,7 @@ from parallel_state.tools.bench.ranks import GroupTeam, one_group
 from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
 from parallel_state.tools.bench.rounds import measure
 
-OPERATIONS = names.OPERATIONS[:-1]  # a barrier has no size
+OPERATIONS = names.OPERATIONS[:-1]
 TORCH = "torch.distributed"
 ROUTE = "parallel_state"
 MODES = ("eager", "compiled", "graph")
@@ -50,9 +50,7 @@ RUN_S = 3600.0
 class Way:
     name: str
     call: Call
-    """Returns the result, which may be the input tensor."""
     compilable: Call | None
-    """The function for torch.compile, if any."""
     capture: Callable[[], AbstractContextManager[GraphCaptureContext]]
 
 
@@ -63,7 +61,6 @@ class Ways:
         self._group = group
         self._routes: dict[str, Route] = {}
         for each in group.route.communicators:
-            # Ops use a communicator alone by another name of the group.
             context = replace(group.context, name=unique_name(f"only_{each.name}"))
             self._routes[each.name] = Route(context, [each], {}, group.route.paths)
             register_route(self._routes[each.name])
@@ -75,7 +72,6 @@ class Ways:
         self._routes.clear()
 
     def of(self, operation: str) -> list[Way]:
-        """Every way, the same on all ranks."""
         return [*self._ours(operation), *self._torchs(operation)]
 
     def _ours(self, operation: str) -> Iterator[Way]:
@@ -157,7 +153,6 @@ class Ranks(GroupTeam):
         return list(self._prepared)
 
     def _made(self, way: Way, mode: str) -> Call | None:
-        """A way's call in a mode, or None on all ranks if one rank can't create it."""
         call: Call | None = None
         problem: str | None = None
         try:
@@ -206,7 +201,6 @@ class Ranks(GroupTeam):
         return seconds * calls / (replays * step)
 
     def _host_us(self, call: Call) -> float:
-        """This rank's median. Other ranks' times differ only in waiting."""
         self._x.zero_()
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
@@ -256,7 +250,7 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
         for operation in options.operations:
             for size in options.sizes:
                 rows.append(ranks.measure(operation, size, options.dtype, plan))
-                if group.is_first_rank and options.json:  # an interrupted run keeps its rows
+                if group.is_first_rank and options.json:
                     write_json(options.json, rows, {**recorded(options), **about, "left_out": ranks.left_out})
                 if group.is_first_rank and options.svg:
                     options.svg.write_text(picture(rows))

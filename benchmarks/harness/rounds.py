@@ -22,7 +22,6 @@ NOTICED = 0.1
 @dataclass(frozen=True)
 class Plan(rounds.Plan):
     repeat_s: float = 0.0
-    """Time for repeating disturbed cases."""
 
 
 @dataclass
@@ -30,7 +29,6 @@ class Row(rounds.Row):
     strangers_cores: float | None = None
     """Cores that other processes used during the case; None: unknown."""
     repeats: int = 0
-    """The least disturbed repetition is kept."""
 
     @property
     def disturbed(self) -> bool:

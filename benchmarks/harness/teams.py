@@ -85,8 +85,6 @@ class Fork:
 
 
 class Team:
-    """The constructor starts the `size` processes, `meet` makes them ready."""
-
     def __init__(
         self,
         name: str,
@@ -106,10 +104,10 @@ class Team:
         self.size = size
         self.start_s = 0.0
         """From the start request until the last rank had run its first collective."""
-        self._folder = tempfile.TemporaryDirectory(prefix="team_")  # also for files between the ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="team_")
         cores = sorted(os.sched_getaffinity(0))
         self._settings = {"pin": True, "cores": cores, "folder": self._folder.name, **settings}
-        self.pids: list[int] = []  # of the ranks, once they are met
+        self.pids: list[int] = []
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
         self._processes: list[subprocess.Popen[bytes] | Fork] = []
@@ -206,7 +204,6 @@ class Team:
         return value
 
     def _ends(self) -> str:
-        """Exit code or signal, and the last line that the processes wrote to stderr."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
         ends = [_ending(code) for code in codes if code is not None]
@@ -215,7 +212,6 @@ class Team:
         return f" ({', '.join(dict.fromkeys(ends))})" if ends else ""
 
     def hang_up(self) -> None:
-        """Closes the connections, so that ready ranks exit, and sends SIGTERM to the others."""
         for connection in self._connections:
             connection.close()
         self._socket.close()

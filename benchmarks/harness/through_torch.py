@@ -89,7 +89,7 @@ class ThroughTorch:
         functional = compilable_of_torch(operation, dist.group.WORLD)
         if kind == "compiled":
             torch.compiler.reset()
-            functional = torch.compile(functional, fullgraph=True)  # waits by itself
+            functional = torch.compile(functional, fullgraph=True)
         calls: dict[str, Callable[[Tensor], Tensor]] = {
             self.name: eager if kind == "dist" else lambda x: wait_tensor(functional(x))
         }
@@ -149,7 +149,6 @@ def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
 
 
 def _layers_then(op: Callable[[Tensor], Tensor], fake: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """Passes torch's layers with the fake group, which leaves `x` unchanged, then runs the op."""
     dist.all_reduce(x, group=fake)
     return op(x)
 

@@ -20,7 +20,6 @@ def timed(call: Callable[[], object], calls: int) -> Timing:
 
 
 def host_seconds(clock: Clock, call: Callable[[], object], calls: int) -> list[float]:
-    """Each call's time, without waiting for the device."""
     found = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -31,7 +30,6 @@ def host_seconds(clock: Clock, call: Callable[[], object], calls: int) -> list[f
 
 
 def release(clock: Clock) -> None:
-    """Waits until the device is idle, then frees its cached memory."""
     clock.finish()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

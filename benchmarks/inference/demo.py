@@ -126,13 +126,12 @@ class Engine:
         return None
 
     def _collect(self, outputs: list[Batch], count: int) -> Tensor | None:
-        """From each replica's last stage to the driver, which orders the rows."""
         share = {name: torch.cat([output[name] for output in outputs]) for name in (outputs[0] if outputs else ())}
         if not self.is_driver:
             if share and self.tp.is_first_rank:
                 self.world.send_tensor_dict(share, dst=0)
             return None
-        replicas = range(min(count, self.dp.world_size))  # with fewer batches than replicas, some had none
+        replicas = range(min(count, self.dp.world_size))
         sources = [self.places.index(Place(self.pp.world_size - 1, replica, 0)) for replica in replicas]
         shares = [share if source == 0 else self.world.recv_tensor_dict(src=source) for source in sources]
         order = torch.cat([share["indices"] for share in shares]).argsort()
@@ -153,7 +152,6 @@ class Engine:
 
 
 def run_rank(options: argparse.Namespace) -> bool:
-    """Returns False on the driver if the sharded model's answer is wrong."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     init_distributed_environment(backend="nccl" if on_gpu else "gloo")
@@ -165,7 +163,7 @@ def run_rank(options: argparse.Namespace) -> bool:
         driver.describe()
         show_routes(driver.console, routes)
     engine.prepare(driver.batches if driver else None)
-    engine.encode(driver.batches[-engine.dp.world_size :] if driver else None)  # warms up, and compiles
+    engine.encode(driver.batches[-engine.dp.world_size :] if driver else None)
     engine.world.barrier()
     embeddings = driver.encode() if driver else engine.encode(None)
     traffic = engine.survey()
@@ -181,7 +179,6 @@ def run_rank(options: argparse.Namespace) -> bool:
 
 Shape = tuple[int, int]
 TOKENS = 32
-"""Batches are padded to multiples of it, for few graphs."""
 
 
 class StageGraphs:
@@ -196,7 +193,6 @@ class StageGraphs:
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """A graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
         with graph_capture() as capture:
             for shape in shapes:
                 inputs = self._stage.example(*shape)
@@ -250,7 +246,6 @@ class Driver:
         show_layout(self.console, title, engine.places)
 
     def show_matches(self, embeddings: Tensor) -> None:
-        """Embeddings have length 1, so the dot product is the cosine."""
         scores = embeddings[:-1] @ embeddings[-1]
         best = scores.topk(min(self.options.top, len(scores)))
         table = Table.grid(padding=(0, 2))
@@ -260,7 +255,7 @@ class Driver:
 
     def check(self, embeddings: Tensor) -> bool:
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
-        model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
+        model(self.batches[-1]["token_ids"].cpu())
         started = time.perf_counter()
         for batch in self.batches:
             expected[batch["indices"].cpu()] = model(batch["token_ids"].cpu())
@@ -293,7 +288,6 @@ def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
 
 
 def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Once for groups of an axis with the same route."""
     console.print("[bold]routes[/]")
     for axis in survey[0]:
         groups = defaultdict(list)

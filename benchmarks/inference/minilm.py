@@ -95,7 +95,6 @@ class Checkpoint:
         return nn.Parameter(self._file.get_tensor(name).float(), requires_grad=False)
 
     def shard(self, name: str, dim: int) -> Tensor:
-        """This rank's part along `dim` over the TP group; the last part may be shorter."""
         tp = get_tp_group()
         weight = self._file.get_slice(name)
         size = math.ceil(weight.get_shape()[dim] / tp.world_size)
@@ -109,7 +108,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, checkpoint: Checkpoint, name: str, vocab_size: int) -> None:
         super().__init__()
         tp = get_tp_group()
-        rows = math.ceil(vocab_size / tp.world_size)  # the vocabulary is padded
+        rows = math.ceil(vocab_size / tp.world_size)
         shard = checkpoint.shard(f"{name}.weight", dim=0)
         padded = functional.pad(shard, (0, 0, 0, rows - len(shard)))
         self.weight = nn.Parameter(padded, requires_grad=False)
@@ -190,8 +189,6 @@ class EncoderLayer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token + position + type 0, normalized."""
-
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
         super().__init__()
         name = "embeddings"
@@ -241,7 +238,6 @@ class Stage(nn.Module):
         return {**found, "mask": mask, "hidden": torch.zeros(texts, tokens, self.hidden_size, device=self.device)}
 
     def compile_layers(self) -> None:
-        """One graph for all layers, whose weights are its inputs."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=True)
 

@@ -22,7 +22,6 @@ JOB = ("-m", "tests.clusters.job")
 DEMO = ("benchmarks/inference/demo.py",)
 PYTHON = sys.executable
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM", "OMPI_", "PMI", "GLOO_", "RAY_")
-"""Variables of the test's own launcher."""
 _ENTERED = ("--net", "--uts", "--ipc", "--mount")
 
 
@@ -54,7 +53,6 @@ class Command:
         return self._process.poll() is None
 
     def end(self, within_s: float) -> Ended:
-        """A late command is killed with all its children, and fails."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -106,7 +104,6 @@ class Cluster(Hosts):
         return [f"{name}|{address}" for name, address in zip(self.names, self.addresses, strict=True)]
 
     def write_names(self, text: str, hosts: Sequence[int] | None = None) -> None:
-        """May be called again while the hosts run."""
         for host in range(len(self.hosts)) if hosts is None else hosts:
             file = self.folder / f"hosts.{self.names[host]}"
             mounted = file.exists()
@@ -123,7 +120,6 @@ class Cluster(Hosts):
         super().close()
 
     def start(self, host: int, command: Sequence[str], **variables: str) -> Command:
-        """Without another launcher's variables."""
         usual = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         environment = {**usual, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.common}
         environment |= variables
@@ -136,7 +132,6 @@ class Cluster(Hosts):
         return self.start(host, command, **variables).end(within_s)
 
     def wait_for(self, host: int, command: str, within_s: float) -> str:
-        """Repeats a shell command on a host until it succeeds. Returns its output."""
         until = time.monotonic() + within_s
         while True:
             ended = self.run(host, ["sh", "-c", command], within_s)

@@ -21,6 +21,5 @@ def hosts_can_be() -> None:
 
 @pytest.fixture
 def cluster(hosts_can_be: None, tmp_path: Path) -> Iterator[Cluster]:
-    """All processes on n1 and n2 are killed at the end."""
     with nothing_left_after(LEFT_S), Cluster(tmp_path) as made:
         yield made

@@ -18,7 +18,6 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "par
 RAY = "ray==2.60.0"
 WHEELS = {**{mpi.folder: mpi.requirement for mpi in MPIS}, "ray": RAY}
 PROGRAMS = {"ray": "ray"}
-"""Programs in `bin`; the default is `mpiexec`."""
 DEBIAN = {
     "slurm": ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge"),
     "pmix": ("libpmix-dev",),
@@ -76,7 +75,6 @@ def _wheel(name: str, wheel: str) -> list[str]:
 
 
 def _share_packages() -> None:
-    """Lets Ray's actors import torch from this Python's environment."""
     site = next((FOLDER / "ray" / "lib").glob("python*/site-packages"))
     folders = [path for path in sys.path if path.endswith("-packages")]
     (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))

@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     method = f"tcp://{options.address}" if options.address else "env://"
     if not options.until:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher may stop all ranks before they have reported
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     own = options.rank if options.rank >= 0 else environment.detect(rendezvous=False).rank
     if own == options.absent:
         time.sleep(2 * settings.START_TIMEOUT_S.get())
@@ -51,7 +51,6 @@ def run(
     folder: Path, victim: int = -1, again: bool = False, start: tuple[Any, ...] = (), until: int = 0,
     hold: Path | None = None,
 ) -> None:  # fmt: skip
-    """`start` are the first arguments of init_distributed_environment."""
     explicit = bool(start) and start[1] >= 0
     facts: dict[str, Any] = {"source": "explicit" if explicit else environment.detect(rendezvous=False).source}
     facts["restarts"] = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -66,7 +65,7 @@ def run(
     if world.rank == 0:
         with open(folder / "sizes", "a", encoding="utf-8") as file:
             file.write(f"{world.world_size}\n")
-    while world.world_size < until:  # the launcher stops it for the next round
+    while world.world_size < until:
         world.barrier()
         time.sleep(0.05)
     if victim >= 0:

@@ -15,7 +15,6 @@ from tests.clusters.install import missing, path_of
 PORT = "20000"
 LEADER = "job-0.service.default.svc.cluster.local"
 LEADER_OF_JOB_SET = "job-workers-0-0.job"
-"""Hostname of a job's first pod."""
 Start = Callable[[Cluster, Sequence[str]], list[Command]]
 Pod = Callable[[int], tuple[dict[str, str], str]]
 """The variables of pod 0 or 1, and its container's command without the program."""
@@ -26,9 +25,7 @@ class Launcher:
     name: str
     start: Start
     source: str
-    """The launcher that the library must detect."""
     needs: str | None = None
-    """Its name in `install`, if needed."""
     spares_neighbours: bool = True
     """False if it kills a dead rank's neighbours on the host before they can report."""
 
@@ -37,7 +34,6 @@ class Launcher:
 
 
 def by_hand(cluster: Cluster, program: Sequence[str]) -> list[Command]:
-    """Like a loop over `ssh`."""
     started = []
     for rank, host in enumerate([0, 0, 1, 1]):
         place = ["--rank", str(rank), "--size", "4", "--local-rank", str(rank % 2), "--address", f"n1:{PORT}"]
@@ -46,7 +42,6 @@ def by_hand(cluster: Cluster, program: Sequence[str]) -> list[Command]:
 
 
 def variables(cluster: Cluster, program: Sequence[str]) -> list[Command]:
-    """Like a Kubernetes job that sets each process's variables."""
     started = []
     for rank, host in enumerate([0, 0, 1, 1]):
         place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": PORT}
@@ -100,8 +95,6 @@ def pod(cluster: Cluster, kind: Pod, host: int, program: Sequence[str]) -> Comma
 
 
 def pods(kind: Pod) -> Start:
-    """Two pods of two ranks, whose names resolve from the start."""
-
     def start(cluster: Cluster, program: Sequence[str]) -> list[Command]:
         cluster.write_names(names_with_leader(cluster), [0, 1])
         return [pod(cluster, kind, host, program) for host in range(2)]
@@ -129,7 +122,7 @@ def open_mpi(cluster: Cluster, program: Sequence[str]) -> list[Command]:
     command = [str(path_of("openmpi", "mpirun")), "--prtemca", "plm_ssh_agent", str(cluster.agent)]
     command += ["--host", "n1:2,n2:2", "-n", "4", "--bind-to", "none", "--runtime-options", "continuous"]
     command += ["-x", "MASTER_ADDR=n1", "-x", f"MASTER_PORT={PORT}"]
-    command += [word for name in ("PYTHONPATH", *cluster.common) for word in ("-x", name)]  # it forwards no others
+    command += [word for name in ("PYTHONPATH", *cluster.common) for word in ("-x", name)]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     as_root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [cluster.start(0, [*command, PYTHON, *program], **as_root)]

@@ -38,7 +38,6 @@ class Worker:
         return os.getpid()
 
     def run_program(self, program: list[str], start: tuple[Any, ...]) -> int:
-        """In the actor's environment plus torchrun's variables."""
         size, rank, method, local_rank = start
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

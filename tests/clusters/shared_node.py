@@ -43,7 +43,7 @@ def at_once(jobs: int, number: int) -> list[str]:
     ranks = [(job, rank) for job in range(jobs) for rank in range(RANKS)]
     random.Random(number).shuffle(ranks)
     ports = {}
-    for job in range(1, jobs, 2):  # the others derive their ports
+    for job in range(1, jobs, 2):
         held.append(socket.socket())
         held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held[-1].bind(("127.0.0.1", 0))
@@ -56,7 +56,7 @@ def at_once(jobs: int, number: int) -> list[str]:
                 os.close(gone)
                 for each in held:
                     each.close()
-                os.read(go, 1)  # until the parent has started all
+                os.read(go, 1)
                 one_rank(job, rank, 1000 * number + job, ports.get(job))
                 code = 0
             except BaseException:
@@ -77,7 +77,6 @@ def at_once(jobs: int, number: int) -> list[str]:
 
 
 def one_rank(job: int, rank: int, job_id: int, port: int | None) -> None:
-    """Checks that it meets only its own job's other rank."""
     os.environ["PARALLEL_STATE_START_TIMEOUT_S"] = str(TIMEOUT_S)
     if port is None:
         os.environ.update(

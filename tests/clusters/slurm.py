@@ -13,8 +13,6 @@ _START_S = 60.0
 
 
 class Slurm:
-    """`variables` let commands find the daemons."""
-
     def __init__(self, cluster: Cluster, cpus: int = 8) -> None:
         self._cluster = cluster
         self._folder = cluster.folder / "slurm"

@@ -60,7 +60,6 @@ def test_recovery_over_two_hosts(cluster: Cluster) -> None:
 
 
 def _recovers(cluster: Cluster, address: str, **variables: str) -> None:
-    """Rank 0, which served the store, is killed. The others meet at rank 1's port."""
     _job(cluster, address, "--kill", "0", "--again", **variables)
     facts = told(cluster)
     assert [facts[rank]["error"]["suspect_ranks"] for rank in (1, 2, 3)] == [[0]] * 3
@@ -72,7 +71,6 @@ def _recovers(cluster: Cluster, address: str, **variables: str) -> None:
 
 
 def _bridges(cluster: Cluster) -> None:
-    """Like Docker's, with the same address on every host."""
     for host in range(2):
         cluster.run_on(
             host, "ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
@@ -85,7 +83,6 @@ def test_a_bridge_on_every_host_does_not_matter(cluster: Cluster) -> None:
 
 
 def test_a_bridge_that_the_hosts_announce(cluster: Cluster) -> None:
-    """A rank that connects to the shared address reaches its own host."""
     _bridges(cluster)
     for code, output in _job(cluster, "n1", GLOO_SOCKET_IFNAME="docker0"):
         assert code != 0
@@ -93,7 +90,6 @@ def test_a_bridge_that_the_hosts_announce(cluster: Cluster) -> None:
 
 
 def test_a_second_network_that_does_not_lead_to_the_others(cluster: Cluster) -> None:
-    """If selected by name, all ranks refuse it with hosts, interface and address."""
     for host in range(2):
         cluster.run_on(
             host,

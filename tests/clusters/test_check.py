@@ -71,7 +71,7 @@ def first_core() -> None:
 def another_user() -> None:
     from importlib import import_module  # the function's text alone is run
 
-    for name in ("command", "session"):  # that user may not read this tree
+    for name in ("command", "session"):
         import_module(f"parallel_state.tools.check.{name}")
 
     os.setuid(65_534)
@@ -166,12 +166,10 @@ def quota(hosts: Hosts) -> Iterator[None]:
 
 
 PORT = -1
-"""Placeholder for the job's port."""
 
 
 @contextlib.contextmanager
 def stranger(hosts: Hosts, port: int) -> Iterator[None]:
-    """Accepts connections on rank 0's host, but sends nothing."""
     code = f"import socket,time; s=socket.create_server(('0.0.0.0',{port})); print('up',flush=True); time.sleep(90)"
     command = ["nsenter", "-t", str(hosts.pid(0)), "--net", "python3", "-S", "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
@@ -184,11 +182,8 @@ def stranger(hosts: Hosts, port: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A job with one fault, and the code that `check` must report."""
-
     code: str
     named: str = ""
-    """Words of the finding that name the cause."""
     placement: tuple[int, ...] = (0, 0, 1, 1)
     arguments: tuple[str, ...] = ()
     environments: Mapping[int, Mapping[str, str | None]] = field(default_factory=dict)
@@ -211,7 +206,6 @@ def _all(shim: Shim, ranks: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Shim]:
 
 
 SHORT = ("--timeout", "9")
-"""For faults where ranks wait in vain."""
 FAULTS: dict[str, Fault] = {
     "another network's interface": Fault(
         "networks-differ", "eth9", environments=_both({"GLOO_SOCKET_IFNAME": "eth9"}), around=other_network),
@@ -366,7 +360,6 @@ def test_loss_is_named(three: Hosts, placement: tuple[int, ...]) -> None:
 
 
 def test_no_false_alarm(three: Hosts) -> None:
-    """Even on a busy machine."""
     for _ in range(CLEAN_RUNS):
         ended = run_check(three, (0, 0, 1, 1), "--tp", "2", "--pp", "2", "--timeout", "30", port=next(_PORTS))
         assert ended.codes == [0, 0, 0, 0] and not ended.findings, str(ended)

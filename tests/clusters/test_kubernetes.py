@@ -34,7 +34,6 @@ def test_pods_under_torchrun(cluster: Cluster, kind: Pod) -> None:
 
 
 def test_a_process_for_each_rank(cluster: Cluster) -> None:
-    """torchrun's variables without torchrun, so the library itself must wait for the name."""
     pods = []
     for rank in range(4):
         place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": PORT}

@@ -30,7 +30,6 @@ TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank 
 def run(
     launcher: Launcher, cluster: Cluster, program: Sequence[str], enough: Callable[[], bool] = lambda: False
 ) -> list[Ended]:
-    """Returns finished commands. Kills the rest once `enough()` is true."""
     with Slurm(cluster) if launcher.needs == "slurm" else contextlib.nullcontext():
         commands = launcher.start(cluster, program)
         until = time.monotonic() + DEADLINE_S
@@ -53,7 +52,6 @@ def printed(cluster: Cluster) -> str:
 
 
 def check(facts: dict[int, Any], source: str) -> None:
-    """TP within a host, PP between the hosts."""
     for rank, each in facts.items():
         host = rank // 2
         assert each["source"] == source
@@ -120,7 +118,6 @@ def test_a_rank_that_never_comes_is_named_by_all_others(cluster: Cluster, launch
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
 def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> None:
-    """Findings about the machine itself may be warnings, but no errors."""
     if problem := launcher.problem():
         pytest.skip(problem)
     page = cluster.folder / "check.json"
@@ -152,7 +149,7 @@ def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, 
             ask(cluster.run(0, job.split(), SOON_S).output.strip())
             if re.search(LATE, answers[-1]):
                 if name.startswith("torchrun"):
-                    ask(str(cluster.commands[0].pid))  # the agent on the first host
+                    ask(str(cluster.commands[0].pid))
                 hold.touch()
         return False
 

@@ -1,5 +1,3 @@
-"""Ranks are actors of a placement group on two nodes. Each sees one GPU, which is simulated."""
-
 from __future__ import annotations
 
 import json

@@ -25,7 +25,7 @@ def test_jobs_that_start_at_once() -> None:
         command, cwd=ROOT, env={**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=ROUNDS * ROUND_S,
     )  # fmt: skip
-    print(done.stdout)  # each round's seconds: shown by `-rP`
+    print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["failures"] for each in told] == [[]] * ROUNDS, done.stderr[-8000:]

@@ -23,7 +23,6 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(scope="module")
 def slurm(hosts_can_be: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes, n1 to n3, of 8 CPUs."""
     if problem := missing("slurm"):
         pytest.skip(problem)
     with nothing_left_after(5.0), Cluster(tmp_path_factory.mktemp("slurm"), 3) as cluster, Slurm(cluster):
@@ -31,8 +30,6 @@ def slurm(hosts_can_be: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Tasks:
-    """Tasks record their environment."""
-
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
@@ -98,7 +95,6 @@ def test_a_step_of_its_own(tasks: Tasks, options: list[str], counts: list[int]) 
 
 
 def test_ranks_dealt_out_in_turn(tasks: Tasks) -> None:
-    """`--distribution=cyclic`: adjacent ranks are on different nodes."""
     tasks.srun("-N", "2", "--ntasks-per-node", "2", "--distribution=cyclic").well()
     places = tasks.places()
     assert [(place.rank, place.local_rank, place.local_world_size) for place in places] == [
@@ -126,7 +122,6 @@ def test_one_task(tasks: Tasks) -> None:
 
 
 def test_steps_of_a_batch_job(tasks: Tasks) -> None:
-    """One step of all tasks, one of fewer, two at once. Each is a world, and no two share a port."""
     tasks.sbatch(
         ["-N", "3", "--ntasks-per-node", "2"],
         f"srun {tasks.program}\nsrun -N 2 -n 3 {tasks.program}\n"
@@ -152,7 +147,6 @@ def test_a_batch_script_itself_is_one_process(tasks: Tasks) -> None:
 
 
 def test_a_shrunken_job(tasks: Tasks) -> None:
-    """The script's own variables still describe three nodes, the steps' don't."""
     script = (
         "scontrol update JobId=$SLURM_JOB_ID NumNodes=2\n. ./slurm_job_${SLURM_JOB_ID}_resize.sh\n"
         f"srun -N 2 -n 4 {tasks.program}\n"
@@ -162,7 +156,6 @@ def test_a_shrunken_job(tasks: Tasks) -> None:
 
 
 def test_a_heterogeneous_job(tasks: Tasks) -> None:
-    """One srun starts two components of a job as one world."""
     tasks.srun("-N", "1", "-n", "2", str(tasks.program), ":", "-N", "1", "-n", "1").well()
     places = tasks.places()
     assert [(place.rank, place.world_size, place.local_rank) for place in places] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
@@ -183,7 +176,6 @@ def test_jobs_side_by_side_have_ports_of_their_own(tasks: Tasks) -> None:
 
 
 def test_ranks_without_srun_are_told_so(tasks: Tasks) -> None:
-    """For example another rank's environment, copied into a shell."""
     tasks.srun("-N", "1", "-n", "2").well()
     stale = next(each for each in tasks.environments() if each["SLURM_PROCID"] == "1")
     for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"):
@@ -194,7 +186,6 @@ def test_ranks_without_srun_are_told_so(tasks: Tasks) -> None:
 
 @pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
 def test_an_mpi_of_srun_and_uneven_nodes_in_a_real_job(tasks: Tasks, mpi: str) -> None:
-    """Three ranks on one node and one on another, with each of srun's MPI plug-ins."""
     if mpi == "pmix" and (problem := missing("pmix")):
         pytest.skip(problem)
     command = ["srun", "-N", "2", "-n", "4", f"--mpi={mpi}", "--ntasks-per-node", "2", PYTHON, *JOB, str(tasks.folder)]

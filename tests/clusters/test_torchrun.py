@@ -1,5 +1,3 @@
-"""torchrun jobs whose number of hosts changes."""
-
 from __future__ import annotations
 
 import time

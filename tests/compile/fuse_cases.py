@@ -1,5 +1,3 @@
-"""Layers that the fusion pass supports, and layers that it must leave alone."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,14 +23,12 @@ def fused_norm(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def llama_norm(y: Tensor, weight: Tensor) -> Tensor:
-    """As in transformers."""
     wide = y.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + EPS)).to(y.dtype)
 
 
 def plain_norm(y: Tensor, weight: Tensor) -> Tensor:
-    """Swapped factors, the weight in float32."""
     wide = y.float()
     return (torch.rsqrt(EPS + torch.mean(wide * wide, dim=y.dim() - 1, keepdim=True)) * wide * weight.float()).to(
         y.dtype

@@ -25,7 +25,6 @@ HIDDEN, HEADS = 16, 4
 
 
 def _own_backend() -> str:
-    """Neighbours run the same code with different backends."""
     return BACKENDS[ps.get_rank().bit_count() % 2]
 
 
@@ -106,7 +105,7 @@ def test_all_to_all_of_equal_slices_compiles_once_for_all_numbers_of_rows(pools:
 def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     tp = ps.get_tp_group()
     rank, size = tp.rank_in_group, tp.world_size
-    tp.all_reduce(x * 2, "max")  # unused, but other ranks make this call
+    tp.all_reduce(x * 2, "max")
     reduced = tp.all_reduce(x)
     gathered = tp.all_gather(reduced, -1)
     tp.barrier()
@@ -115,7 +114,7 @@ def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     share = tp.reduce_scatterv(vector, 0, [r + 1 for r in range(size)])
     if rank == 0:
         tp.send(scattered, 1)
-        tp.recv([4, 2], torch.float32, 1)  # unused
+        tp.recv([4, 2], torch.float32, 1)
         tp.send(reduced + 1, 1)
         other = tp.recv([x.shape[0], 3], torch.float32, 1)
     else:
@@ -129,7 +128,7 @@ def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     tp.all_reduce_(told)
     collected = tp.gather(x, 1, 0)
     dealt = tp.scatter(gathered if rank == 0 else None, 0, 1, size=[x.shape[0], x.shape[1]], dtype=torch.float32)
-    tp.all_reduce(x, "min")  # the last call, unused
+    tp.all_reduce(x, "min")
     return (
         reduced,
         gathered,
@@ -173,7 +172,6 @@ def test_every_op_compiles_keeps_its_place_and_is_never_dropped(
 
 
 def _two_groups(x: Tensor) -> Tensor:
-    """Mostly unused; ranks need their order."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     pp.all_reduce(x + 1)
     tp.all_reduce(x + 2)
@@ -322,7 +320,7 @@ def _transforms_body() -> None:
         (torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum()), x),
         (torch.func.vmap(torch.func.grad(loss)), torch.stack([x, 2 * x])),
     )):  # fmt: skip
-        backend = _own_backend() if LONG or number == 0 else BACKENDS[0]  # backends don't see the transform
+        backend = _own_backend() if LONG or number == 0 else BACKENDS[0]
         torch._dynamo.reset()
         compiled = torch.compile(transformed, fullgraph=True, backend=backend)
         torch.testing.assert_close(compiled(given), transformed(given))
@@ -333,7 +331,6 @@ def test_transforms_of_torch_func_compile(pools: Callable[[int], WorkerPool]) ->
 
 
 def _cached_body(backend: str) -> None:
-    """The second run uses the cache that all ranks share. Each rank must get its own code."""
     tp = ps.get_tp_group()
     for _ in range(2):
         torch._dynamo.reset()
@@ -427,13 +424,12 @@ def _axes_body() -> str:
             told = str(error)
         torch._dynamo.reset()
         with torch.inference_mode():
-            expected = _over_axes(x)  # creates groups on demand
+            expected = _over_axes(x)
             assert torch.equal(compiled(x), expected)
     return told
 
 
 def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool]) -> None:
-    """Compiling can't create a group. The error says what to do."""
     for told in pools(4).run(_axes_body, timeout_s=120.0):
         assert "eager=True" in told, told
 

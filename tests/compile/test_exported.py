@@ -14,8 +14,6 @@ from tests.workers import WorkerPool
 
 
 class Layer(nn.Module):
-    """Ops without results or with unused results must stay in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("offset", torch.ones(4))

@@ -36,7 +36,6 @@ def _inputs(dtype: torch.dtype = torch.float32, tokens: int = 5) -> list[Tensor]
 
 
 def _backend(fusion: ps.AllReduceFusionPass, graph: str) -> Function:
-    """Like aot_eager, on aot_eager's graph or on inductor's."""
     if graph == "aten":
         return fusion.aot_eager
     from torch._inductor.decomposition import select_decomp_table
@@ -88,7 +87,6 @@ DTYPES_AND_GRAPHS = (
 
 
 def _in_turn(cases: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]], count: int = 1) -> list[Any]:
-    """Pairs each case with `count` of four others in rotation; long runs pair all."""
     chosen = []
     for number, case in enumerate(cases):
         now = {(number * count + turn) % min(4, len(others)) for turn in range(count)}
@@ -187,7 +185,6 @@ def _late_residual(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -
 
 
 def test_what_the_op_needs_is_moved_before_it_and_no_collective_moves() -> None:
-    """The residual is computed after other collectives, which keep their order."""
     for graph in GRAPHS:
         report, calls = _compile(_late_residual, _inputs(), graph)
         assert report.count == 1

@@ -32,7 +32,6 @@ class _RowParallel(nn.Module):
 
 
 def _llama(dtype: torch.dtype) -> nn.Module:
-    """This rank's half of heads and MLP; embeddings and norms are equal on both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -81,7 +80,7 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
     model, fusion = _llama(dtype), ps.AllReduceFusionPass()
     compiled = torch.compile(model, fullgraph=True, **_options(backend, fusion))
     with torch.no_grad():
-        for tokens in (5, 9, 12) if LONG else (5,):  # a second size is traced as a symbol
+        for tokens in (5, 9, 12) if LONG else (5,):
             ids = torch.randint(64, (2, tokens), generator=torch.Generator().manual_seed(tokens))
             expected = model(ids).logits
             with _log_of(ps.get_tp_group()) as log:
@@ -110,7 +109,7 @@ def _among_others(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
     tp.all_reduce(x, "max")
     total = tp.all_reduce(x.sin())
     tp.barrier()
-    late = tp.all_gather(residual, 0)[: x.shape[0]] * 2  # depends on a value after the all_reduce
+    late = tp.all_gather(residual, 0)[: x.shape[0]] * 2
     total = total + late
     y = total + tp.all_reduce(x * 2)
     tp.broadcast(x, 1)
@@ -144,5 +143,4 @@ def _order_body(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_order_of_collectives_stays(pools: Pools, backend: str) -> None:
-    """With graphs cached in this run only."""
     pools(2).run(_with_graphs_kept_as, uuid.uuid4().hex, _order_body, backend, tp=2, timeout_s=300)

@@ -22,7 +22,6 @@ from tests.contract.attempts import environment, world
 from tests.workers import WorkerPool
 
 THIN = ("broadcast_tensor_dict", "all_reduce", "irecv_tensor_dict", "isend", "send_tensor_dict", "broadcast_object")
-"""Also tested with other backends, which receive the graphs but not the breaks."""
 Group = ps.GroupCoordinator
 
 
@@ -145,7 +144,6 @@ PARTNERS = {
     "recv_object": "send_object", "recv_tensor_dict": "send_tensor_dict", "close": "make_sub_group",
     "destroy": "make_sub_group",
 }  # fmt: skip
-"""The peer's method, or one that must come first."""
 PARTNERS |= {sender: receiver for receiver, sender in PARTNERS.items() if sender != "make_sub_group"}
 
 CALLS: dict[str, Call] = {
@@ -304,7 +302,7 @@ def _wrong_of(rows: Mapping[str, Call], group: Group, backend: str) -> dict[str,
             told = f"{type(error).__name__}: {str(error)[:500]}"
         if told is not None:
             wrong[name] = told
-        if group.all_sum(1) != 2:  # raises if compiling touched the group
+        if group.all_sum(1) != 2:
             wrong[name] = "the next call gives something else"
     return wrong
 
@@ -322,7 +320,7 @@ HOST_CALLS = [name for name, call in CALLS.items() if call.advice is not None]
     ("backend", "transport", "names"),
     [
         ("eager", "shared_memory", list(CALLS)),
-        pytest.param("eager", "connections", HOST_CALLS, marks=pytest.mark.long),  # graphs break above the transport
+        pytest.param("eager", "connections", HOST_CALLS, marks=pytest.mark.long),
         ("aot_eager", "connections", THIN),
         ("inductor", "shared_memory", THIN[:3]),
     ],
@@ -402,12 +400,12 @@ def _functions_body() -> dict[str, str]:
             for name in ps.__all__
             if name.startswith(("get_", "try_get_", "is_", "model_parallel_"))
             and not hasattr(getattr(ps, name), "_torchdynamo_disable")
-            and not name.endswith("_gloo")  # process groups
+            and not name.endswith("_gloo")
             and _takes_nothing(getattr(ps, name))
         ]
         known = []
         for fact in facts:
-            with contextlib.suppress(ps.ParallelStateError):  # no such axis here
+            with contextlib.suppress(ps.ParallelStateError):
                 known.append((fact, fact()))
 
         def all_facts(group: Group, x: Tensor) -> Any:

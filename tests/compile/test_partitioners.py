@@ -32,7 +32,6 @@ REPEATS_BY_BUDGET = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
 
 
 def _layer(x: Tensor, w: Tensor) -> Tensor:
-    """Has ops with gradients, unused results, or no results."""
     tp = ps.get_tp_group()
     h = tp.all_reduce(torch.relu(x @ w))
     tp.barrier()
@@ -51,7 +50,6 @@ def _plain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _pointwise(x: Tensor, w: Tensor) -> Tensor:
-    """A budget can save only the collectives' results here."""
     tp = ps.get_tp_group()
     return tp.all_gather(tp.all_gather(torch.relu(x * w[:4]), 0).sin(), 1).cos().sum()
 
@@ -103,7 +101,6 @@ def _check(
     *,
     repeats: bool = False,
 ) -> None:
-    """`repeats`: the backward repeats operations of the forward."""
     with _log() as log:
         expected, forward, backward = _run(plain, log)
         for in_graph in IN_GRAPH:

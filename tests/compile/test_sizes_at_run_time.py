@@ -14,7 +14,6 @@ from tests.extent import LONG
 from tests.workers import WorkerPool
 
 ROWS = torch.tensor([[1, 2], [3, 1]])
-"""Rows that each rank sends to each."""
 SIZES = torch.tensor([2, 3])
 
 
@@ -36,7 +35,6 @@ def _uneven(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _found(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
-    """All shapes are known only at run time."""
     tp = ps.get_tp_group()
     y = torch.nonzero(sizes.repeat(2)).float() * x[:1, :1]
     z = tp.reduce_scatter(tp.all_gather(y, 0), 0) + tp.all_to_all(y) + tp.all_reduce(y) + tp.broadcast(y, 1)
@@ -74,7 +72,6 @@ def test_sizes_known_at_run_time_only(pools: Callable[[int], WorkerPool]) -> Non
 
 
 def _wrong_body() -> list[str]:
-    """Wrong sizes raise while compiling if known then, else at run time."""
     tp, told = ps.get_tp_group(), []
     x = torch.ones(4, 3)
 

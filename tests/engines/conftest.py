@@ -20,7 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`models("llama", hidden_size=512)` is the folder of a tiny model of that width."""
     made: dict[tuple[object, ...], Path] = {}
 
     def model(kind: str, **sizes: object) -> Path:
@@ -34,5 +33,4 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH that makes this project's entry points known, installed or not."""
     return running.entry_points(tmp_path_factory.mktemp("entry_points"))

@@ -17,11 +17,9 @@ LOCKS = [Path(__file__).with_name(name) for name in ("requirements.txt", "requir
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "engines"
 TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 11)
-"""Required by the pinned versions."""
 
 
 def place() -> Path:
-    """The folder depends on the lock files, this torch and this Python."""
     content = b"".join(path.read_bytes() for path in LOCKS) + f"{TORCH} {sys.version_info[:2]}".encode()
     return CACHE / hashlib.sha256(content).hexdigest()[:16]
 

@@ -60,7 +60,6 @@ def files(projects: Iterable[str]) -> Iterator[list[Any]]:
 
 
 def of_version(links: Iterable[Any], project: str, version: str) -> tuple[bool, list[str]]:
-    """Returns True and the digests of wheels that fit, or False and the source's."""
     name = re.sub(r"[-_.]+", "[-_.]+", re.escape(project.lower()).replace(r"\-", "-").replace(r"\.", "."))
     start = re.compile(rf"{name}-{re.escape(version)}(?=-|\.tar|\.zip)", re.IGNORECASE)
     named = {link.filename: link.hash for link in links if start.match(link.filename) and link.hash_name == "sha256"}

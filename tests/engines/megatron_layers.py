@@ -34,7 +34,7 @@ def main(which: str, folder: Path, names: list[str]) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import torch_norm
 
-    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # CUDA's seeds; these layers have no dropout
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()
     make = torch_norm.WrappedTorchNorm.__new__
 
     def norm(kind: type, config: Any, *sizes: Any, **options: Any) -> Any:
@@ -248,7 +248,6 @@ def pipeline() -> Found:
 
 
 def collection() -> Found:
-    """Over ours, also the ranks of the group that we make."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -31,7 +31,7 @@ def main(source: Path, which: str, folder: Path) -> None:
         setattr(unused, name, None)
     sys.modules["megatron.training"] = types.ModuleType("megatron.training")
     sys.modules["megatron.training.argument_utils"] = unused
-    import megatron.core  # once, before the fork
+    import megatron.core
 
     assert (megatron.core.parallel_state.__name__ == "megatron.core.parallel_state") == (which == "stock")
     stand_in_for_cuda("gloo" if which == "stock" else "parallel_state")
@@ -91,8 +91,6 @@ def stand_in_for_cuda(backend: str) -> None:
 
 
 class Outcomes:
-    """Destroys groups that stock's tests leave."""
-
     def __init__(self, which: str, path: Path) -> None:
         self._which, self._path, self._found = which, path, list[list[str]]()
 

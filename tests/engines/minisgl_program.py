@@ -40,7 +40,7 @@ def rank_of(rank: int, port: int, results: str) -> None:
         from parallel_state.compat.minisgl import install
 
         install()
-        from minisgl.distributed import destroy_distributed  # ours, which destroys the group too
+        from minisgl.distributed import destroy_distributed
     minisgl.kernel.indexing = lambda **given: indexing(torch, **given)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0  # type: ignore[assignment]
     set_tp_info(rank, SIZE)

@@ -36,7 +36,6 @@ def make(kind: str, folder: Path, seed: int = 0, **sizes: Any) -> Path:
 
 
 def tokenizer() -> Any:
-    """One token per byte, and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

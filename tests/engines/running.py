@@ -29,7 +29,6 @@ _SHOWN = 20_000
 
 
 def source(engine: str) -> Path:
-    """From its variable (PARALLEL_STATE_MEGATRON_SOURCE); else skips."""
     variable = f"PARALLEL_STATE_{engine.upper().replace('-', '_')}_SOURCE"
     path = os.environ.get(variable)
     if not path or not Path(path).is_dir():
@@ -38,7 +37,6 @@ def source(engine: str) -> Path:
 
 
 def environment(*paths: Path, **variables: str) -> dict[str, str]:
-    """This project and `paths` are importable; no launcher, no network."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -49,7 +47,6 @@ def environment(*paths: Path, **variables: str) -> dict[str, str]:
 
 
 def entry_points(folder: Path) -> Path:
-    """A folder for PYTHONPATH that makes this project's entry points known, if it isn't installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return Path(str(importlib.metadata.distribution("parallel-state").locate_file("")))
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
@@ -64,10 +61,8 @@ def free_port() -> int:
 
 
 class Started:
-    """Its whole process tree is killed at the end of the block."""
-
     def __init__(self, command: Sequence[str | Path], variables: dict[str, str], cwd: Path | None = None) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # this process adopts orphans
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._before = descendants()
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log")  # noqa: SIM115
         self._command = list(map(str, command))

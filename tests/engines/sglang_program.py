@@ -41,8 +41,6 @@ class Nothing:
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Absent modules have every name, and none works."""
-
     def __init__(self, *names: str) -> None:
         self.names = {name for name in names if importlib.util.find_spec(name) is None}
 
@@ -65,7 +63,6 @@ def groups_of(parallel: Any) -> dict[str, Any]:
 
 
 def calls(torch: Any, group: Any, rank: int) -> list[Any]:
-    """On small integers: sums don't depend on the order."""
     size, at = group.world_size, group.rank_in_group
     random = torch.Generator().manual_seed(rank)
     x = torch.randint(-9, 9, (4 * size, 6), generator=random).to(torch.bfloat16)
@@ -126,7 +123,6 @@ def layers(torch: Any, parallel: Any) -> list[Any]:
 
 
 def timed(torch: Any, group: Any) -> dict[str, float]:
-    """Microseconds per call of the fastest round, because other programs run too."""
     found = {}
     for kib in (8, 64, 1024):
         x = torch.zeros(kib * 512, dtype=torch.bfloat16)

@@ -124,13 +124,11 @@ def test_zero_3_over_tensor_parallel_layers(tmp_path: Path) -> None:
 
 
 def test_zero_without_sizes(tmp_path: Path) -> None:
-    """Without sizes there is only data parallelism, as without an mpu."""
     ours, theirs = (_train(kind, 2, tmp_path) for kind in ("on demand", "none"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def _asked() -> set[str]:
-    """`mpu.x`, `self.mpu.x`, `groups.mpu.x`, and by hasattr."""
     spec = find_spec("deepspeed")
     assert spec is not None and spec.submodule_search_locations
     found = set()

@@ -9,7 +9,6 @@ from tests.examples import WITH_ENGINES, check
 
 DEADLINE_S = 600.0
 SOURCES = {"nano_vllm": "nano-vllm"}
-"""Example -> the engine whose source it needs."""
 
 
 @pytest.mark.parametrize("example", WITH_ENGINES, ids=lambda path: path.stem)

@@ -90,5 +90,5 @@ def test_gives_what_it_gives_over_its_own_state_and_gloo(case: str, results: Cal
             assert path.exists(), path.with_suffix(".txt").read_text()
         expected, found = torch.load(stock), torch.load(ours)
         assert expected.keys() == found.keys() and expected
-        for what, tensor in expected.items():  # a sum of two is equal in any order
+        for what, tensor in expected.items():
             assert torch.equal(found[what], tensor), (what, (found[what] - tensor).abs().max())

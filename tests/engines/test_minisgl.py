@@ -1,5 +1,3 @@
-"""mini-sglang's layers run on a CPU; its engine requires CUDA."""
-
 from __future__ import annotations
 
 from pathlib import Path

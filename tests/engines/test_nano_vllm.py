@@ -44,5 +44,4 @@ def test_two_ranks_have_the_tokens_of_one_and_the_logits_of_gloo(models: Callabl
     assert ours == gloo == one
     assert len(ours_logits) == len(one_logits) > 24, "logits of a warm-up, of the prompts, and of each token"
     torch.testing.assert_close(ours_logits, gloo_logits, rtol=0, atol=0)
-    # float32: each row-parallel product is the sum of two partial sums.
     torch.testing.assert_close(ours_logits[1:], one_logits[1:], rtol=1e-3, atol=1e-3)

@@ -73,7 +73,6 @@ def test_the_plug_in_changes_the_backend(
 
 
 def test_nothing_that_its_own_tree_imports_is_missing() -> None:
-    """`MISSING` lists exceptions: the buffers of a batch, and ranks that join."""
     from parallel_state.compat import sglang
 
     specification = find_spec("sglang")
@@ -89,7 +88,6 @@ def test_nothing_that_its_own_tree_imports_is_missing() -> None:
 
 
 def test_the_entry_point_stands_back(plugins: Path) -> None:
-    """SGLang is unchanged if the plug-in isn't requested, on other devices, or in another version."""
     code = (
         "import sys, os; os.environ['SGLANG_PLUGINS'] = 'parallel_state'\n"
         "from sglang.srt.plugins import load_plugins\n"

@@ -38,7 +38,7 @@ def run_engine(
 ) -> tuple[dict[str, Any], str]:
     given = {"PARALLEL_STATE_PLUGIN": "vllm"} if ours else {"PARALLEL_STATE_PLUGIN": ""}
     # Workers aren't bound to cores: vLLM would take more than small machines have.
-    given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the workers run functions of the program
+    given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     environment = running.environment(plugins, VLLM_CPU_OMP_THREADS_BIND="nobind", **given, **variables)
     command = running.python(PROGRAM, model, json.dumps(options), *arguments)
     output = running.run(command, environment, TIMEOUT_S)
@@ -55,7 +55,6 @@ def run(plugins: Path) -> Run:
 
 
 def test_nothing_that_its_own_tree_imports_is_missing() -> None:
-    """`MISSING` has a reason for each exception."""
     from parallel_state.compat import vllm
 
     specification = find_spec("vllm")
@@ -91,7 +90,6 @@ def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
 
 
 def test_experts_of_two_replicas(models: Callable[..., Path], run: Run) -> None:
-    """DP2 × EP2: dispatch and combine exchange each layer's tokens between replicas."""
     model = models("qwen3_moe")
     stock, _ = run(model, {"tensor_parallel_size": 2}, ours=False)
     ours, _ = run(model, {"enable_expert_parallel": True}, "--replicas", "2")
@@ -108,7 +106,6 @@ def test_a_killed_worker_is_named(models: Callable[..., Path], run: Run) -> None
 
 
 def test_each_survivor_of_another_stage_says_who_died(models: Callable[..., Path], run: Run, tmp_path: Path) -> None:
-    """TP2 × PP2. The last worker is killed. Rank 2 waits for it, rank 0 for rank 2, and rank 1 for rank 0."""
     result, _ = run(models("llama"), LAYOUTS["tp2pp2"], "--survivors", str(tmp_path))
     (died, _), *found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (3, 0, 1, 2)]
     for at, error in found:
@@ -142,7 +139,6 @@ def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plug
 
 
 def installed(folder: Path) -> None:
-    """Another project with a vLLM platform and its entry point, in a folder for PYTHONPATH."""
     (folder / "some_accelerator.py").write_text("def register():\n    return 'some_platform.SomePlatform'\n")
     (folder / "some_platform.py").write_text(
         "from vllm.platforms.cpu import CpuPlatform\n\n\nclass SomePlatform(CpuPlatform):\n    pass\n"

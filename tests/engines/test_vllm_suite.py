@@ -31,7 +31,6 @@ WORKERS = {
     "send_recv_tensor_dict_test_worker": (1, 2),
     "send_recv_test_worker": (1, 2),
 }
-"""The workers of test_comm_ops -> sizes, as in vLLM."""
 STATELESS = ("cpu_worker", "broadcast_worker", "allgather_worker")
 
 
@@ -47,8 +46,6 @@ def init_environment(tp: int, pp: int, rank: int, port: str) -> None:
 
 
 class _Names(types.ModuleType):
-    """Our names, and a few that describe a process."""
-
     def __getattr__(self, name: str) -> Any:
         own = {"get_open_port": free_port, "get_ip": lambda: "127.0.0.1"}
         return own[name] if name in own else getattr(vllm, name)
@@ -74,7 +71,6 @@ def in_place() -> Iterator[None]:
 
 
 def functions(file: Path, *names: str) -> dict[str, Any]:
-    """Without decorators, for the CPU and our names."""
     tree = ast.parse(file.read_text(encoding="utf-8").replace('"cuda"', '"cpu"').replace('f"cuda:{rank}"', '"cpu"'))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and (not names or node.name in names)]
     for node in found:
@@ -122,7 +118,7 @@ def test_utils(name: str, pools: Any) -> None:
 
 
 def _cpu_all_reduce(file: Path, name: str, ports: list[int]) -> None:
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the file's first rank serves its own store
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
         functions(file, "_make_input", name)[name](_rank(), int(os.environ["WORLD_SIZE"]), *ports)
     finally:
@@ -174,7 +170,6 @@ def _broadcast(file: Path, port: int, messages: int) -> None:
 
 
 def test_shm_broadcast(pools: Any) -> None:
-    """The first thousand of its ten thousand arrays."""
     pools(4).run(_broadcast, source("vllm") / "tests/distributed/test_shm_broadcast.py", free_port(), 1000)
 
 

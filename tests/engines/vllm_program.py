@@ -44,7 +44,6 @@ def generate(llm: Any, prompts: int, tokens: int) -> list[list[int]]:
 
 
 def traffic(worker: Any) -> dict[str, dict[str, int]]:
-    """A worker's calls by group and operation. Runs in the worker."""
     from vllm.distributed import parallel_state
 
     groups = {name: getattr(parallel_state, f"_{name.upper()}") for name in ("tp", "pp", "dp", "ep")}
@@ -70,7 +69,7 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
 
     rank = get_world_group().rank
     if rank == get_world_group().world_size - 1:
-        time.sleep(0.5)  # until the others wait
+        time.sleep(0.5)
         Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), ""]), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -85,7 +84,6 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
 
 
 def workers() -> list[int]:
-    """The workers' PIDs in the order of ranks, in which they are started."""
     import psutil
 
     found = psutil.Process().children(recursive=True)

@@ -66,8 +66,7 @@ def _repeats(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
-    """Builds the native parts before a test's deadline starts."""
-    with contextlib.suppress(native.NativeUnavailableError):  # ranks then run without it, and give the reason
+    with contextlib.suppress(native.NativeUnavailableError):
         native.load()
     if not DRY:
         with contextlib.suppress(KernelError):
@@ -85,7 +84,6 @@ def _architecture() -> str:
 
 @pytest.fixture(scope="session")
 def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], GpuRanks]:
-    """The caller kills this new pool of ranks."""
     if DRY:
         GpuRanks.stand_in = nccl_stand_in.build(tmp_path_factory.mktemp("nccl"))
     return GpuRanks
@@ -93,7 +91,6 @@ def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], GpuRa
 
 @pytest.fixture(scope="session")
 def gpus(new_ranks: Callable[[int], GpuRanks]) -> Iterator[Callable[[int], GpuRanks]]:
-    """`gpus(4)` is the shared pool of four ranks."""
     made: dict[int, GpuRanks] = {}
 
     def pool(world_size: int) -> GpuRanks:

@@ -32,18 +32,15 @@ from tests.workers import WorkerPool, serve
 DRY = os.environ.get("GPU_TESTS") == "dry"
 BACKEND = "RANKS_BACKEND"
 CARRIERS = ("nccl", "device_group")
-"""Our NCCL communicators on the current stream; torch's device group."""
 REPLAYS = 20 if DRY else 1000
 
 LIMIT_S = "GPU_TESTS_LIMIT_S"
 """The variable for the most seconds of a test's body, so that one hang doesn't use up the time of all."""
 
 DRY_NCCL = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
-"""Replaces NCCL in a dry run."""
 
 
 def needs_a_gpu(what: str) -> None:
-    """For tests that have no meaning on the CPU."""
     if DRY:
         pytest.skip(f"a dry run: {what}")
 
@@ -68,7 +65,7 @@ class GpuRanks(WorkerPool):
         late = [
             each for rank, each in enumerate(self._processes) if errors.get(rank, "").startswith("no answer within")
         ]
-        for process in late:  # makes it write its stacks
+        for process in late:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGABRT)
         for process in late:
@@ -102,7 +99,6 @@ def _over_torch(body: Callable[..., Any], args: tuple[Any, ...], tp: int, pp: in
 
 @contextmanager
 def world(tp: int = 1, pp: int = 1, *, nccl: str = "on", bind_device: bool = False, **options: Any) -> Iterator[None]:
-    """`options` are initialize_model_parallel's."""
     with environment(PARALLEL_STATE_NCCL=nccl):
         ps.init_distributed_environment(backend=os.environ[BACKEND], bind_device=bind_device)
         try:
@@ -117,7 +113,6 @@ def device() -> torch.device:
 
 
 def on_gpu() -> bool:
-    """Also works without a world."""
     return os.environ[BACKEND] == "nccl"
 
 
@@ -127,7 +122,6 @@ def synchronize() -> None:
 
 
 def groups_of_several() -> list[ps.GroupCoordinator]:
-    """Without a world group that equals tp or pp."""
     tp, pp, everyone = ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group()
     found = [group for group in (tp, pp) if group.world_size > 1]
     return found if everyone.world_size in (1, *(group.world_size for group in found)) else [*found, everyone]

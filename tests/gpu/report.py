@@ -26,7 +26,6 @@ from device_communicators.machine.topology import read_topology
 from parallel_state.tools.bench.report import commit
 
 _TOLD = 300
-"""Maximal characters of a reason in Markdown; the JSON has more."""
 _KEPT = 4000
 _RUNNING = "running"
 """If the run was killed, it was in this check."""
@@ -58,7 +57,6 @@ class Report:
         name = f"{gpu}-{self._started:%Y-%m-%d}"
         names = (f"{name}-{number}.json" if number > 1 else f"{name}.json" for number in itertools.count(1))
         self.path = next(path for path in map(folder.joinpath, names) if not path.exists() or self._goes_on(path))
-        """The JSON; the Markdown is beside it."""
 
     def _goes_on(self, path: Path) -> bool:
         """Loads an earlier report of this machine. Returns False for another machine's."""
@@ -74,7 +72,6 @@ class Report:
         self.write()
 
     def add(self, report: pytest.TestReport) -> None:
-        """The test fails if any phase does."""
         name = _name(report.nodeid)
         if report.when == "setup":
             self.checks[name] = Check(name, _RUNNING, commit=str(self.machine["commit"]))
@@ -89,7 +86,6 @@ class Report:
             check.reason = (check.reason + "\n" + _reason(report)).strip()[-_KEPT:]
 
     def write(self) -> None:
-        """Does nothing before a check has passed or failed."""
         if not any(check.outcome in ("passed", "failed") for check in self.checks.values()):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +130,7 @@ def _name(nodeid: str) -> str:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
+    if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     return str(report.longreprtext or report.longrepr or "")
 

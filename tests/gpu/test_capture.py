@@ -1,5 +1,3 @@
-"""CUDA graphs with every tensor op, replayed with new inputs. In a dry run a replay repeats the call."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,11 +14,9 @@ from tests.gpu.test_messages import plain, same
 
 Gpus = Callable[[int], GpuRanks]
 ROWS = 8
-"""Divisible by 2 and by 4 ranks."""
 
 
 def calls(group: ps.GroupCoordinator) -> dict[str, Callable[[Tensor], Tensor]]:
-    """`x`: [ROWS, 3] float32."""
     rank, size = group.rank_in_group, group.world_size
     sizes = [ROWS - size + 1, *[1] * (size - 1)]
     ones = torch.ones(3, device=device())
@@ -53,7 +49,6 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def expected(group: ps.GroupCoordinator, name: str, xs: list[Tensor]) -> Tensor:
-    """The result of `calls(group)[name]` if rank r holds `xs[r]`, on the CPU."""
     rank, size = group.rank_in_group, group.world_size
     sizes = [ROWS - size + 1, *[1] * (size - 1)]
     total = torch.stack(xs).sum(0)
@@ -98,7 +93,6 @@ def graph_of(call: Callable[[], Any], stream: Any) -> Captured:
 
 
 def _every_op_body() -> int:
-    """One graph per op, for tp and pp; then all graphs in turns, with eager calls between."""
     groups = [group for group in (ps.get_tp_group(), ps.get_pp_group()) if group.world_size > 1]
     held = {group.unique_name: torch.zeros(ROWS, 3, device=device()) for group in groups}
     graphs: list[tuple[ps.GroupCoordinator, str, Captured]] = []
@@ -222,7 +216,6 @@ def test_an_exception_inside_surfaces(gpus: Gpus, carrier: str) -> None:
 
 
 def _unprepared_body() -> list[str]:
-    """First uses within a capture: of a group without graph_capture(), and of a pair's transfers."""
     group, found = ps.get_tp_group(), []
     fresh = group.make_sub_group(range(group.world_size), name="fresh")
     assert fresh is not None

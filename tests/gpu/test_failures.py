@@ -1,5 +1,3 @@
-"""Failures on a GPU end in time with the cause: ranks that exit, and ranks that don't call."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -23,7 +21,6 @@ VICTIM = 3
 LIMIT_S = 15.0
 """A rank's exit is detected within 1 s, but four ranks on one GPU take turns."""
 TIMEOUT_S = 1.0 if DRY else 5.0
-"""On a GPU, making an NCCL communicator takes less."""
 
 
 def _call_of(kind: str, group: ps.GroupCoordinator, x: torch.Tensor) -> Callable[[], Any]:
@@ -90,7 +87,7 @@ def _late_body() -> tuple[str, float]:
     nccl.set_up()
     started = time.monotonic()
     try:
-        if group.rank_in_group == 0:  # the peer doesn't call
+        if group.rank_in_group == 0:
             nccl.all_reduce(torch.ones(1, device=device()), "sum")
             synchronize()
             nccl.all_reduce(torch.ones(1, device=device()), "sum")
@@ -110,7 +107,6 @@ def test_what_the_device_doesnt_get_done_ends_at_the_deadline(gpus: Gpus) -> Non
 
 
 def _unmet_body() -> tuple[str, float]:
-    """One rank never joins the group's communicator."""
     with world(2, timeout=TIMEOUT_S):
         group, started = ps.get_tp_group(), time.monotonic()
         try:

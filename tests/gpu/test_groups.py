@@ -28,7 +28,6 @@ def _sums() -> None:
 
 
 def _bound_body(creation: str, nccl: str, tp: int, pp: int) -> dict[str, Any]:
-    """torch's communicator is created eagerly, and groups by a split or by their members."""
     with (
         environment(PARALLEL_STATE_GROUP_CREATION=creation),
         world(tp, pp, nccl=nccl, bind_device=on_gpu(), warm_up=True),
@@ -80,7 +79,6 @@ def test_high_priority_streams_and_numbers_of_blocks(gpus: Gpus, nccl: str) -> N
 
 
 def _again_body(nccl: str, rounds: int) -> list[int]:
-    """Returns the device memory in use, by the driver's count, after each round."""
     used = []
     for _ in range(rounds):
         with world(2, nccl=nccl):
@@ -114,7 +112,6 @@ def test_ended_and_made_again_memory_stays_flat(
 
 
 def _default_group_body() -> str:
-    """A default group of the program, bound to its device, is used unchanged."""
     import os
     from datetime import timedelta
 

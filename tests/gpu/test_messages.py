@@ -33,7 +33,6 @@ def batch(seed: int) -> dict[str, Any]:
 
 
 def plain(seed: int) -> dict[str, Any]:
-    """The message of a pipeline stage: two tensors and a constant."""
     shape = {"dtype": torch.bfloat16, "device": device()}
     return {"hidden": torch.full((8, 16), seed, **shape), "residual": torch.full((8, 16), -seed, **shape), "steps": 7}
 

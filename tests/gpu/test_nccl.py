@@ -41,7 +41,6 @@ from tests.internals import nccl_stand_in
 
 Gpus = Callable[[int], GpuRanks]
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)]
-"""World size, tp, pp."""
 FORMS = (Form((7,)), Form((4, 3)), Form((4, 6), "transposed"), Form((4, 5), "strided"), Form((4, 3), "offset"))
 
 
@@ -169,7 +168,7 @@ def _ring_body() -> None:
     following, previous = (rank + 1) % size, (rank - 1) % size
     nccl = nccl_of(group)
     assert nccl is not None
-    for numel in (1, 1000, 1 << (16 if DRY else 20)):  # the stand-in's buffers are smaller than NCCL's
+    for numel in (1, 1000, 1 << (16 if DRY else 20)):
         sent = torch.full((numel,), float(rank), device=device())
         sending, receiving = group.isend(sent, following), group.irecv([numel], torch.float32, previous)
         assert bool((receiving.wait() == previous).all())
@@ -219,7 +218,6 @@ def test_the_library_is_the_one_that_torch_uses(gpus: Gpus, record_property: Cal
 
 
 def _streams_body(priorities: list[int]) -> None:
-    """Calls wait for earlier work of the current stream, and later work there waits for the calls."""
     group = ps.get_tp_group()
     x = torch.zeros(1 << 20, device=device())
     group.all_reduce(x)
@@ -244,7 +242,6 @@ def test_a_call_is_on_the_current_stream(gpus: Gpus, carrier: str) -> None:
 
 
 def _alone_window_body() -> str:
-    """A communicator of one rank, which no group uses: memory, a window, calls, a graph, close."""
     gloo = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=60))
     context = dataclasses.replace(ps.get_tp_group().context, make_cpu_group=lambda: gloo)
     nccl = nccl_stand_in.StandInNccl(context) if DRY else NcclCommunicator(context)
@@ -291,7 +288,6 @@ def test_a_window_of_one_rank(gpus: Gpus, record_property: Callable[[str, object
 
 
 def _window_body() -> str:
-    """Every call with a symmetric kernel: plain, on another stream, in a graph."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     total = float(sum(range(1, size + 1)))
@@ -337,7 +333,6 @@ def test_tensors_of_empty_lie_in_a_registered_window(
 
 
 def _memory_body() -> str:
-    """Returns the memory that suspend freed, or why it is unsupported."""
     from device_communicators.base.errors import UnsupportedError
 
     group = ps.get_tp_group()

@@ -43,7 +43,6 @@ DRY_ROW = Row("peer_memory", "tests.internals.peer_stand_in", "StandInPeerMemory
 
 
 def few(calls: int, size: int) -> int:
-    """A tenth if ranks share a GPU, a fiftieth in a dry run."""
     if DRY:
         return calls // 50
     return calls if torch.cuda.device_count() >= size else calls // 10
@@ -60,7 +59,6 @@ class PeerRanks(GpuRanks):
 
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
-    """The tp group has the CPU's version of the kernels."""
     from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
@@ -75,7 +73,6 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
 def new_peers(
     new_ranks: Callable[[int], GpuRanks], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], GpuRanks]:
-    """The caller kills this new pool of ranks."""
     if DRY:
         folder = str(tmp_path_factory.mktemp("peers"))
         PeerRanks.dry = {peer_stand_in.FOLDER: folder, peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
@@ -102,7 +99,6 @@ def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
 
 
 def _all_reduce_body() -> list[bytes]:
-    """Returns the bits of sums of real numbers."""
     group = ps.get_tp_group()
     peers, rank, size = peers_of(group), group.rank_in_group, group.world_size
     found: list[bytes] = []
@@ -144,7 +140,7 @@ def _others_body() -> int:
                 assert torch.equal(group.all_gather(x, dim).cpu(), joined(xs, dim))
             assert torch.equal(group.reduce_scatter(x, 0).cpu(), sliced(reduced(xs, "sum"), 0, size, rank))
             assert torch.equal(group.all_reduce(x).cpu(), reduced(xs, "sum"))
-            assert torch.equal(group.all_reduce(x, "max").cpu(), reduced(xs, "max"))  # by NCCL
+            assert torch.equal(group.all_reduce(x, "max").cpu(), reduced(xs, "max"))
     return _traffic(group) - before
 
 
@@ -180,7 +176,6 @@ def test_a_way_of_sharing_memory(peers: Gpus, size: int, way: str) -> None:
 
 
 def _graph_body(replays: int) -> None:
-    """Our kernels and NCCL's in one graph, replayed with new inputs and random delays per rank."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     x = torch.zeros(1000, device=device(), dtype=torch.bfloat16)
@@ -269,7 +264,7 @@ def _dying_body(way: str) -> tuple[str, tuple[int, ...], float]:
                 group.all_reduce(x)
                 synchronize()
         except PeerDiedError as error:
-            synchronize()  # the kernels ended without a trap
+            synchronize()
             return type(error).__name__, error.suspect_ranks, time.monotonic() - started
         return "nothing", (), time.monotonic() - started
 
@@ -327,7 +322,6 @@ def test_a_late_rank_is_named_at_the_deadline(new_peers: Callable[[int], GpuRank
 
 
 def _again_body() -> list[int]:
-    """Device memory in use after each round of groups; in a dry run the open files."""
     used = []
     for _ in range(10):
         with world(2):

@@ -26,7 +26,6 @@ TEXT = " ".join(f"The {adjective} {animal} sleeps near the river." for adjective
 
 
 def start(*command: object) -> str:
-    """Without a launcher's environment; in a dry run as a fork."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     environment |= {"PYTHONPATH": python_path(ROOT, BENCHMARKS), "PARALLEL_STATE_NCCL": "on"}
     words = [*map(str, command)]

@@ -23,7 +23,6 @@ TOOL = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 CHECK_S = 900
 FOUND = 86
-"""The exit code that the tool is told to use for findings."""
 
 
 def tool() -> str | None:
@@ -39,7 +38,6 @@ def command(which: str, check: str, ranks: int) -> list[str]:
 
 
 def problem(code: int, said: str, checks: int) -> str | None:
-    """`checks` cases must be right."""
     if code == FOUND:
         return "the tool has found errors"
     if code != 0:

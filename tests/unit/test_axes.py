@@ -77,7 +77,6 @@ def test_every_row_is_in_some_layout_and_each_layout_has_or_explains_every_row()
 
 
 def table_with(row: str) -> ModuleType:
-    """The module of the axes, executed with one more row in its table."""
     source = Path(str(axes_module.__file__)).read_text(encoding="utf-8")
     assert source.count("\nAXES = (\n") == 1
     changed = ModuleType("axes_with_a_row")
@@ -218,7 +217,7 @@ def test_which_data_parallel_sizes_follow_from_which(sizes: Sizes, expected: tup
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parts"),  # of 24 ranks
+    ("sizes", "parts"),
     [
         ({"dp": 12}, ["must be the world size, 24", "is dp=12;", "factor of 2"]),
         ({"dp": 1}, ["must be the world size, 24"]),
@@ -299,7 +298,7 @@ def test_the_sizes_of_expert_layers(order: str, sizes: Sizes, expected: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "parts"),  # of 24 ranks
+    ("sizes", "order", "parts"),
     [
         ({"ep": 5}, DEFAULT_ORDER, ["expert layers", "24 ranks", "ep=5, the sizes", "expert_model_"]),
         ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: that of tp"]),
@@ -404,7 +403,7 @@ def test_data_parallel_axes_that_other_axes_lie_between() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "parts"),  # of 8 ranks
+    ("sizes", "order", "parts"),
     [
         ({"tp": 2}, "tp-xx-dp", ["'tp-xx-dp'", "'xx', which isn't an axis", "tp, cp, pcp", "ep"]),
         ({"tp": 2}, "tp-dp-", ["'', which isn't an axis"]),
@@ -495,7 +494,7 @@ def test_each_copy_of_the_weights_is_an_optimizer_instance_unless_their_number_i
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "parts"),  # of 24 ranks
+    ("sizes", "order", "parts"),
     [
         ({"inter_dist_opt": 0}, DEFAULT_ORDER, ["num_distributed_optimizer_instances must be", "is 0"]),
         ({"inter_dist_opt": -1}, DEFAULT_ORDER, ["num_distributed_optimizer_instances must be", "is -1"]),

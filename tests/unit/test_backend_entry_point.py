@@ -15,7 +15,6 @@ PROJECT = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
 
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's tables are as before any registration."""
     for name, value in (
         ("_plugins", dict),
         ("backend_list", list),
@@ -36,7 +35,6 @@ def _declared() -> EntryPoint:
 
 
 def _ensure_backend_registered(name: str, entry_points: list[EntryPoint]) -> None:
-    """As `Backend._ensure_backend_registered` of torch 2.14 and 2.15."""
     (found,) = (each for each in entry_points if each.name.lower() == name.lower())
     registrar = found.load()
     assert callable(registrar)

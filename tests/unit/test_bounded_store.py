@@ -152,7 +152,7 @@ def test_an_operation_without_an_answer_ends_at_its_deadline() -> None:
     with pytest.raises(StoreSilentError, match="has not answered"):
         store.within(0.2).check(["key"])
     assert 0.2 <= time.monotonic() - started < 1.0
-    with pytest.raises(StoreSilentError):  # waits for the first answer, which holds torch's lock
+    with pytest.raises(StoreSilentError):
         store.within(0.1).check(["key"])
     assert silent.asked == 1
     silent.answer.set()
@@ -191,6 +191,6 @@ def test_an_idle_helper_holds_no_store() -> None:
     assert bounded.check(["key"])
     alive = weakref.ref(bounded)
     del bounded
-    time.sleep(0.05)  # the helper thread waits for its next job
+    time.sleep(0.05)
     gc.collect()
     assert alive() is None

@@ -18,7 +18,6 @@ NAME = "megatron.core.parallel_state"
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Any]:
-    """Megatron's functions of ranks, patched to return rank lists as groups."""
     einops, numpy = pytest.importorskip("einops"), pytest.importorskip("numpy")
     import math
 
@@ -102,7 +101,7 @@ def test_install_comes_before_the_import_of_megatron(monkeypatch: pytest.MonkeyP
         mpu.install()
     assert sys.modules[NAME] is theirs
     monkeypatch.setitem(sys.modules, NAME, mpu)
-    mpu.install()  # twice is fine
+    mpu.install()
 
 
 def test_install_without_megatron_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,6 @@ def test_a_thread_inherits() -> None:
 
 
 def test_a_thread_keeps_what_it_was_started_with() -> None:
-    """Its own `use()` takes precedence."""
     left, seen = threading.Event(), []
 
     def run() -> None:
@@ -142,7 +141,6 @@ def test_a_timer_inherits_and_other_variables_do_not() -> None:
 
 
 def test_a_wrapper_of_thread_start_stays() -> None:
-    """A wrapper installed within `use()` stays, and outside no thread inherits."""
     own = threading.Thread.start
     with PAIR.use():
         ours = threading.Thread.start
@@ -183,7 +181,6 @@ def test_a_thread_below_threading_has_the_process_wide_groups() -> None:
 
 
 def test_a_worker_of_a_pool_raises() -> None:
-    """Its work may come from anywhere. Work with its own context has that context's groups."""
     with ThreadPoolExecutor(1) as pool:
         with PAIR.use():
             for get in (ps.try_get_current_groups, ps.get_tp_group, ps.try_get_tp_group):
@@ -343,7 +340,6 @@ def product(x: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_compiled_code_follows() -> None:
-    """Each groups object has one graph with guards, in every task and thread."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(product, fullgraph=True, backend="eager")

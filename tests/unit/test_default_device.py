@@ -13,7 +13,6 @@ from tests.sources import nodes_of
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRUCTORS = {each.__name__ for each in _device_constructors()}
 BUT = ("parallel_state/tools/bench/",)
-"""Programs that set no default device."""
 
 
 def _calls_without_a_device(path: Path) -> list[str]:

@@ -47,7 +47,6 @@ def _check_links(page: Path) -> None:
 
 
 def test_texts_of_the_troubleshooting_table_are_in_the_source() -> None:
-    """Parts of errors or log lines, or error names."""
     table = (DOCS / "troubleshooting.md").read_text().partition("## Exit codes")[0]
     texts = [
         text

@@ -25,8 +25,6 @@ class Stated(SimpleNamespace):
 
 
 class Recorder:
-    """Replaces the torch calls and program state that layout code uses."""
-
     def __init__(self) -> None:
         self.world_size = 1
         self.lists: dict[str, Groups] = {}
@@ -48,7 +46,7 @@ class Recorder:
 
     def record(self, lists: Groups, *_: object, group_name: str, **__: object) -> SimpleNamespace:
         assert group_name not in self.lists
-        self.lists[group_name] = sorted(list(ranks) for ranks in lists)  # numbered in this order
+        self.lists[group_name] = sorted(list(ranks) for ranks in lists)
         return Stated(lists=self.lists[group_name], rank_in_group=0, pynccl_comm=None)
 
 
@@ -151,7 +149,6 @@ def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm) 
     assert resolve_layout(16, {"tp": 4, "pcp": 4, "dcp": 4}, "vllm").groups("dcp") == theirs["dcp"]
 
 
-# SGLang's globals -> our axes, in Megatron's order.
 SGLANG_GROUPS = {
     "_TP": ("tp", "cp", "dp"), "_ATTN_TP": ("tp",), "_ATTN_CP": ("cp",), "_PP": ("pp",), "_MOE_EP": ("ep",),
     "_MOE_TP": ("etp",), "_MOE_DP": ("edp",), "_DCP": ("dcp",),
@@ -245,8 +242,6 @@ class Gang:
 
 
 class Fairseq2:
-    """Its gangs of one rank belong to `rank`."""
-
     def __init__(self) -> None:
         self.rank = 0
         self.state: dict[str, Any] = {

@@ -324,7 +324,7 @@ def test_explicit_takes_the_local_rank_where_it_finds_one():
     assert explicit(3, 4, rendezvous=False, environ={"LOCAL_RANK": "2"}).local_rank == 2
     assert explicit(5, 8, rendezvous=False, environ=SRUN).local_rank == 1
     assert explicit(3, 4, rendezvous=False, environ={}).local_rank == 3
-    assert explicit(3, 4, rendezvous=False, environ={"WORLD_SIZE": "8"}).local_rank == 3  # incomplete, but not needed
+    assert explicit(3, 4, rendezvous=False, environ={"WORLD_SIZE": "8"}).local_rank == 3
 
 
 def test_explicit_needs_an_address_as_detect_does():
@@ -339,7 +339,7 @@ def test_export_sets_what_is_unset_and_says_what():
     environ = {**SRUN, "MASTER_ADDR": "mine", "RANK": ""}
     before = dict(environ)
     found = detect(environ)
-    assert environ == before  # detect only reads
+    assert environ == before
     new = export(found, environ)
     assert environ == {**before, **new}
     assert new == {

@@ -44,7 +44,7 @@ def _import_everything() -> None:
                 continue
             try:
                 importlib.import_module(found.name)
-            except ModuleNotFoundError as error:  # an engine's
+            except ModuleNotFoundError as error:
                 assert error.name is not None and not error.name.startswith(PACKAGES)
 
 

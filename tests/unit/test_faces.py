@@ -25,9 +25,7 @@ FACES = (
     "device_communicators.base.errors",
     "device_communicators.base.settings",
 )
-"""All of `parallel_state.compat` counts as well."""
 FOREIGN = ("torch", "dist", "c10d", "ctypes", "os", "multiprocessing", "threading", "sys", "np", "pytest")
-"""Roots of other projects' private names."""
 
 
 @functools.cache

@@ -76,7 +76,6 @@ def _item() -> str:
 
 
 def test_what_slurm_itself_writes_is_read_back(scontrol: Path) -> None:
-    """The shortest notation of a list, as in SLURM_JOB_NODELIST."""
     random.seed(18)
     for _ in range(20):
         names = [f"n{number:03}" for number in sorted(random.sample(range(150), 20))]

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300
 
-# Imports torch first, to exclude its own effects.
 LOOK_AROUND = """
 import json, os, socket, sys, threading
 import torch, torch.distributed as dist
@@ -101,7 +100,6 @@ sys.meta_path.insert(0, Block())
 
 
 def run(code: str) -> str:
-    """Without this environment's pytest variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     environment["PYTHONPATH"] = str(ROOT)
     process = subprocess.run(
@@ -187,7 +185,6 @@ def test_import_does_not_bring(looks: dict[str, Any]) -> None:
 
 
 def test_import_registers_the_ops(looks: dict[str, Any]) -> None:
-    """Programs compiled or exported elsewhere find them by name."""
     assert looks["names"] == ["parallel_state.all_reduce.default", "parallel_state.all_reduce_add_rms_norm.default"]
 
 

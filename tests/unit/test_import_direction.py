@@ -1,5 +1,3 @@
-"""The rooms' imports, and what the packages must not contain."""
-
 from __future__ import annotations
 
 import ast
@@ -111,7 +109,6 @@ def test_arrows_between_rooms_run_one_way() -> None:
 
 
 def test_no_import_cycle() -> None:
-    """Not even for annotations."""
     names = {each.name[: -len(".py")].replace("/", ".").removesuffix(".__init__"): each for each in SOURCES}
     below = {
         name: {each.module for each in imports_of(source) if each.module in names} - {name}
@@ -183,7 +180,6 @@ def test_no_assert() -> None:
 
 
 def test_threads_are_started_by_one_class() -> None:
-    """It names them, for Python and for the kernel."""
     for source in SOURCES:
         if source.name != "device_communicators/base/helper_threads.py":
             called = [ast.unparse(node.func) for node in source.nodes if isinstance(node, ast.Call)]
@@ -202,7 +198,6 @@ def test_no_pickle_but_where_the_caller_asked_for_it() -> None:
 
 
 def test_exports_are_exactly_all() -> None:
-    """The roots load names at first use by a table, which has each name once."""
     for root in (device_communicators, parallel_state):
         listed = [name for names in root._NAMES.values() for name in names]
         assert len(set(listed)) == len(listed)
@@ -227,7 +222,7 @@ def test_what_is_public_is_documented() -> None:
     for name in parallel_state.__all__:
         public = getattr(parallel_state, name)
         if name in ("AXES", "PRESETS"):
-            continue  # data with self-describing rows
+            continue
         assert inspect.isclass(public) or inspect.isfunction(public) or inspect.ismodule(public), name
         assert public.__doc__, name
         assert not public.__doc__.startswith(f"{name}("), f"{name}: the docstring that dataclasses make up"

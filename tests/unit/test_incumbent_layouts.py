@@ -50,7 +50,6 @@ def refusal_of(resolve: Callable[[], Layout]) -> str:
 
 MEGATRON_TOKENS = ("tp", "cp", "ep", "dp", "pp")
 
-# Megatron's tokens by its group descriptions -> our names.
 MEGATRON_GROUPS = {
     "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
     "DATA_PARALLEL_GROUP": "dp",
@@ -195,7 +194,6 @@ def megatron() -> Megatron:
 
 
 def megatron_order(random_: random.Random, sizes: dict[str, int]) -> str:
-    """Usable in most cases. Axes of one rank, or any axis, may be left out."""
     tokens = list(MEGATRON_TOKENS)
     random_.shuffle(tokens)
     if random_.random() < 0.6:
@@ -247,7 +245,7 @@ def test_every_group_that_megatron_makes_and_every_refusal(megatron: Megatron) -
         layout = case.ours()
         names = {**MEGATRON_GROUPS, **(INSTANCE_GROUPS if case.instances > 1 else {})}
         for name, groups in theirs.items():
-            groups = sorted(sorted(ranks) for ranks in groups)  # an instance's have another order
+            groups = sorted(sorted(ranks) for ranks in groups)
             assert layout.groups(names[name]) == groups, f"{names[name]} of {case}"
         assert theirs.keys() == names.keys()
         outcomes["accepted"] += 1
@@ -322,7 +320,6 @@ def test_the_default_order_is_megatrons(megatron: Megatron) -> None:
 DENSE_MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_MESH = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
-# Our name -> the mesh dims that it flattens.
 FLATTENED = {
     "fsdp": ("dp_shard", "cp"),
     "dp": ("dp_replicate", "dp_shard"),
@@ -370,7 +367,6 @@ def titan_cases(count: int, seed: str) -> Iterator[TitanCase]:
 
 
 def mesh_groups(dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[str, ...]) -> Groups:
-    """The groups along some dims of `arange(world).view(sizes)`, in mesh order."""
     outside = [index for index, dim in enumerate(dims) if dim not in spanned]
     inside = [index for index, dim in enumerate(dims) if dim in spanned]
     rows = np.arange(prod(sizes)).reshape(sizes).transpose(outside + inside)
@@ -402,7 +398,6 @@ class ArrayMesh:
         return mesh_groups(self.mesh_dim_names, self._sizes, self._spanned)
 
 
-# torchtitan's names of its groups' dims -> ours.
 TITAN_GROUPS = {name: name for name in ("pp", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
 TITAN_GROUPS |= {"batch": "dp", "loss": "dp_cp"}
 

@@ -20,7 +20,6 @@ def test_late(ranks):
     seen.touch()
     assert ranks == "4 ranks" or was_there
 """
-"""Fails the first time only."""
 
 
 @pytest.mark.parametrize(
@@ -43,14 +42,12 @@ def test_each_file_of_the_suite_is_in_one_lane() -> None:
         return [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
 
     found = Counter(file for lane in LANES for file in set(of(lane.paths)) - set(of(lane.but)))
-    # `make test-engines` and `make test-clusters` run these. Quick ones may be in a lane.
     others = set(of(("tests/engines", "tests/clusters"))) - set(found)
     assert found == Counter(set((ROOT / "tests").rglob("test_*.py")) - others)
 
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this environment's slow plugins."""
     monkeypatch.setattr(lanes, "LOGS", tmp_path)
     monkeypatch.setattr(lanes, "ROOT", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -135,11 +135,11 @@ def test_one_rank() -> None:
 @pytest.mark.parametrize(
     ("world_size", "tp", "pp", "order", "tensor", "data", "pipeline"),
     [
-        (8, 2, 2, "tp-dp-pp",  # Megatron
+        (8, 2, 2, "tp-dp-pp",
          [[0, 1], [2, 3], [4, 5], [6, 7]],
          [[0, 2], [1, 3], [4, 6], [5, 7]],
          [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        (8, 2, 2, "tp-pp-dp",  # vLLM
+        (8, 2, 2, "tp-pp-dp",
          [[0, 1], [2, 3], [4, 5], [6, 7]],
          [[0, 4], [1, 5], [2, 6], [3, 7]],
          [[0, 2], [1, 3], [4, 6], [5, 7]]),
@@ -238,11 +238,10 @@ def test_a_grid_is_a_value() -> None:
 
 
 def first_and_last(ranks: list[int]) -> list[int]:
-    return [ranks[-1], ranks[0], ranks[0]]  # in any order, and twice
+    return [ranks[-1], ranks[0], ranks[0]]
 
 
 def two_grids(rank_offset: int = 0) -> Layout:
-    """Eight ranks with experts over neighbor pairs."""
     return Layout(
         grids=(Grid((("tp", 2), ("dp", 2), ("pp", 2))), Grid((("ep", 4), ("pp", 2))), Grid((("a", 1), ("tp/a", 2)))),
         spans={"model": ("tp", "pp"), "everyone": ("ep", "pp")},

@@ -34,7 +34,7 @@ def test_the_declared_entry_points_are_there(group: str, monkeypatch: pytest.Mon
     monkeypatch.delenv(plugins.VARIABLE, raising=False)
     project = (ROOT / "pyproject.toml").read_text()
     ((name, value),) = re.findall(rf'^\[project\.entry-points\."{group}"\].*\n(\w+) = "(.+)"$', project, re.MULTILINE)
-    assert name == "parallel_state"  # a name that VLLM_PLUGINS and SGLANG_PLUGINS may contain
+    assert name == "parallel_state"
     assert importlib.metadata.EntryPoint(name, value, group).load()() is None
 
 
@@ -157,7 +157,7 @@ def test_experts_of_other_ranks_weigh_nothing() -> None:
     from parallel_state.compat.vllm.experts import localized
 
     weights, ids = torch.tensor([[0.7, 0.3], [0.6, 0.4]]), torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
-    of_second_rank = torch.tensor([-1, -1, 0, 1])  # of two with two experts each
+    of_second_rank = torch.tensor([-1, -1, 0, 1])
     found = localized(weights, ids, of_second_rank, applied_to_input=False)
     assert torch.equal(found["topk_ids"], torch.tensor([[1, 0], [0, 0]], dtype=torch.int32))
     assert torch.equal(found["topk_weights"], torch.tensor([[0.7, 0.0], [0.0, 0.4]]))

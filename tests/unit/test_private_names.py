@@ -100,7 +100,6 @@ MARKS = (
 )
 """Attributes that torch._dynamo reads."""
 OURS = {"torch.ops._C"}
-"""vLLM's ops."""
 
 
 def find(name: str) -> Any:

@@ -70,7 +70,7 @@ def test_public_classes_say_where_users_import_them_from() -> None:
         kind = classes[root, name]
         assert kind.__module__ == root, kind
         assert pickle.loads(pickle.dumps(kind)) is kind
-        if kind is not GroupContext:  # some of its types are imported for type checkers only
+        if kind is not GroupContext:
             assert set(vars(kind).get("__annotations__", ())) <= set(get_type_hints(kind))
 
     assert len(classes) > 40

@@ -32,7 +32,6 @@ def test_the_table_holds_every_setting_of_the_module_once() -> None:
 
 
 def test_every_variable_of_ours_is_read_through_the_table() -> None:
-    """No other file contains a variable's name."""
     known = {setting.name for setting in settings.ALL}
     for package in ("parallel_state", "device_communicators"):
         for path in (ROOT / package).rglob("*.py"):

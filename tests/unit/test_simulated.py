@@ -119,9 +119,7 @@ def test_a_set_of_groups_is_frozen_and_its_coordinator_is_checked() -> None:
     groups = ps.simulate(0, 4, 2, 2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         groups.world = groups.pp  # type: ignore[misc]
-    other = dataclasses.replace(
-        groups, groups={**groups.groups, "tp": ps.simulated_group([0, 1], 0)}
-    )  # rank 0 in all of them
+    other = dataclasses.replace(groups, groups={**groups.groups, "tp": ps.simulated_group([0, 1], 0)})
     assert other.is_coordinator
     with pytest.raises(ps.LayoutError, match="rank 0 of the world must be rank 0 of every group"):
         dataclasses.replace(groups, groups={"tp": ps.simulated_group([1, 0], 0)})
@@ -154,7 +152,7 @@ def test_reductions_of_other_dtypes(group: ps.GroupCoordinator) -> None:
     assert group.all_reduce(torch.empty(0, 3)).shape == (0, 3)
     for dtype in (torch.uint8, torch.int16, torch.int64, torch.complex64):
         assert torch.equal(group.all_reduce(torch.tensor([3], dtype=dtype), "avg"), torch.tensor([3], dtype=dtype))
-    assert group.all_reduce(torch.tensor([100, -3], dtype=torch.int8), "avg").tolist() == [-28, -3]  # 400 - 512 = -112
+    assert group.all_reduce(torch.tensor([100, -3], dtype=torch.int8), "avg").tolist() == [-28, -3]
     with pytest.raises(ps.UnsupportedError, match=r"avg of torch.bool is not defined"):
         group.all_reduce(torch.tensor([True]), "avg")
     with pytest.raises(ps.InvalidArgumentError, match="op of all_reduce"):
@@ -179,7 +177,7 @@ def test_gathers_copy(group: ps.GroupCoordinator) -> None:
 def test_scatter_and_all_to_all(group: ps.GroupCoordinator) -> None:
     assert torch.equal(group.scatter(X, RANK, 1), X[:, RANK : RANK + 1])
     rows = torch.arange(8.0).view(8, 1)
-    assert torch.equal(group.all_to_all(rows), rows[4:6].repeat(SIZE, 1))  # every rank's slice for this one
+    assert torch.equal(group.all_to_all(rows), rows[4:6].repeat(SIZE, 1))
     assert torch.equal(group.all_to_all(X, 1, 0), X[:, 2:3].repeat(SIZE, 1))
     with pytest.raises(
         ps.UnsupportedError, match="every rank sends as many rows to this rank as this rank to itself, 2, not 1"
@@ -235,7 +233,7 @@ REFUSED: dict[str, Callable[[ps.GroupCoordinator], Any]] = {
 
 @pytest.mark.parametrize("call", list(REFUSED))
 def test_what_only_a_peer_could_say_is_refused(group: ps.GroupCoordinator, call: str) -> None:
-    peer = 1 if call in ("recv", "irecv_object") else 0  # by default the previous rank
+    peer = 1 if call in ("recv", "irecv_object") else 0
     for _ in range(2):
         with pytest.raises(ps.UnsupportedError) as raised:
             REFUSED[call](group)
@@ -299,8 +297,6 @@ def test_traffic_is_counted(group: ps.GroupCoordinator) -> None:
 
 
 G = torch.tensor([[1.0, 2.0, -3.0, 4.0], [-5.0, 6.0, 7.0, 0.5]])
-"""Gradient from each rank's loss."""
-
 GRADIENTS: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Tensor], Tensor, Tensor]] = {
     "all_reduce": (lambda group, x: group.all_reduce(x), G, G * SIZE),
     "all_reduce avg": (lambda group, x: group.all_reduce(x, "avg"), G, G),
@@ -424,7 +420,6 @@ SHAPES: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Any], tuple[int,
 @pytest.mark.parametrize("call", list(SHAPES))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
 def test_shapes_on_meta_tensors(call: str, dtype: torch.dtype) -> None:
-    """On meta tensors even a peer's data has a shape."""
     group = ps.simulated_group([1, 3, 5, 7], 5, device="meta")
     function, shape = SHAPES[call]
     result = function(group, torch.empty(8, 12, dtype=dtype, device="meta"))
@@ -500,7 +495,7 @@ def test_model_code_of_any_rank(rank: int, device: str) -> None:
         assert parameter.grad is not None
         assert parameter.grad.shape == parameter.shape
     if device == "cpu":
-        assert groups.tp.traffic()["all_reduce"].calls == 4  # forward and backward of two layers
+        assert groups.tp.traffic()["all_reduce"].calls == 4
 
 
 def test_helpers_take_a_simulated_world_for_one_process(tmp_path: Path) -> None:
@@ -512,7 +507,7 @@ def test_helpers_take_a_simulated_world_for_one_process(tmp_path: Path) -> None:
             assert ps.read_file_dist(path).read() == b"content"
             with ps.master_first(), ps.local_master_first():
                 pass
-            assert ps.set_random_seed(3) == 1003  # stage 1's seed
+            assert ps.set_random_seed(3) == 1003
             assert not ps.is_global_first_rank()
     finally:
         torch.set_rng_state(states[0])
@@ -592,7 +587,7 @@ def test_each_thread_has_its_own() -> None:
                     check_outside()
                 return
             with groups.use():
-                meeting.wait()  # all are inside
+                meeting.wait()
                 for _ in range(50):
                     check_inside(groups)
                     results[index] = ps.tensor_model_parallel_all_reduce(torch.ones(())).item()
