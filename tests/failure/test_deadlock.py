@@ -73,10 +73,12 @@ SPEC = ps.TensorDictSpec.of(DICT)
 
 
 def _across_groups(route: str, folder: str, call: str) -> Told:
-    def body() -> Outcome:
+    """Rank 0 waits for 1, 1 for 3, 3 for 2, and 2 for 0."""
+
+    def body(_: ps.GroupCoordinator) -> Outcome:
         group = ps.get_tp_group() if ps.get_rank() in (0, 3) else ps.get_pp_group()
         other = 1 - group.rank_in_group
-        for one in (ps.get_tp_group(), ps.get_pp_group()):
+        for one in (ps.get_tp_group(), ps.get_pp_group()):  # opens the queues, so that C++ carries the next dict
             for src in (0, 1):
                 if one.rank_in_group == src:
                     one.send_tensor_dict(DICT, spec=SPEC)
@@ -112,6 +114,7 @@ def _one_leaves_the_loop(route: str, folder: str, longer_s: Sequence[float], of_
 
 
 WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
+"""Each rank's group, the rank it waits for, and that rank's group."""
 
 
 def _latest(told: list[Told]) -> float:
@@ -124,7 +127,7 @@ def _latest(told: list[Told]) -> float:
 def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, route: str, call: str) -> None:
     def trial(folder: Path) -> float:
         told = ranks.run(_across_groups, route, str(folder), call, timeout_s=DEADLINE_S)
-        if _latest(told) >= WITHIN_S:
+        if _latest(told) >= WITHIN_S:  # too busy to gather the states
             return _latest(told)
         for rank, (outcome, log) in enumerate(told):
             group, awaited, other = WAITS_FOR[rank]
@@ -149,6 +152,7 @@ def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) 
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
 def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    """The first deadline ends the call on all ranks, which name the missing rank."""
     _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0))
 
 

@@ -85,21 +85,16 @@ _NAMES = {
 globals().update(collect(_NAMES))
 
 
-def _each_communicator(method: str) -> None:
-    """Calls `method` of every communicator, in the same order on all ranks."""
-    for route in routes():
-        for communicator in route.communicators:
-            getattr(communicator, method, lambda: None)()
-
-
 def suspend_device_comms() -> None:
-    """Frees the memory of communicators. Every rank must call this, while no other call is in progress."""
-    _each_communicator("suspend")
+    """Returns the groups' memory to the system. Every rank calls it, while no other call is in progress."""
+    for route in routes():
+        route.suspend()
 
 
 def resume_device_comms() -> None:
-    """Allocates again what suspend_device_comms freed. Every rank must call this."""
-    _each_communicator("resume")
+    """Allocates again what suspend_device_comms gave back. Every rank must call this."""
+    for route in routes():
+        route.resume()
 
 
 checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = suspend_device_comms, resume_device_comms
