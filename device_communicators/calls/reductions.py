@@ -25,7 +25,7 @@ _ONE_THREAD_ELEMENTS = 32_768
 _STATE_BYTES = 64
 """At least the size of `fenv_t`."""
 _DEFAULT = ctypes.c_void_p(-1)
-"""FE_DFL_ENV of glibc and musl, the default state."""
+"""FE_DFL_ENV of glibc and musl, the default floating-point state."""
 REDUCING = (
     "all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv",
     "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
@@ -49,7 +49,9 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` as a reducible tensor, the op for this tensor, and `x` if the result must be copied back."""
+    """Returns `x` as a reducible tensor, the op for this tensor, and `x` again if the result must be copied back, else
+    None.
+    """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
     if x.dtype in _NATIVE or x.dtype in UNSIGNED:
@@ -129,7 +131,7 @@ def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
 
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `(normed / scale, scale)` by row, bitwise as vLLM. A NaN makes the whole row NaN, an infinity makes the
-    finite elements 0.
+    row's finite elements 0.
     """
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
@@ -139,7 +141,7 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def default_state(x: Tensor) -> Iterator[None]:
-    """If `x` is on the CPU, resets this thread's floating-point state for the block. Otherwise ranks could get
+    """Resets this thread's floating-point state in the block if `x` is on the CPU, because different states give
     different bits.
     """
     functions = _state_functions() if x.is_cpu else None

@@ -86,7 +86,7 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """The facts of a collective. All ranks must pass the same, except for the method within its class."""
+    """The facts of a collective. All must be equal on all ranks; only methods of one class may differ."""
 
     method: str
     dtype: torch.dtype | None = None
@@ -227,7 +227,7 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """`method` and `dim` are used if `args` don't contain them."""
+    """`method`: if empty, the operation's name. `dim`: used if `args` contain no dim."""
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
         tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor

@@ -59,7 +59,7 @@ class Connections:
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
         """`early_bytes`: how much this rank may send to each peer before the peer receives. `granted_bytes`: how much
-        each peer may send likewise.
+        each peer may send to this rank.
         """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
@@ -170,7 +170,6 @@ def _connections(members: GroupMember, peers: int) -> int:
 
 
 def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
-    """Returns the error, after a short wait for a death that explains the failure."""
     members = meeting.members
     suspects = [members.ranks[rank] for rank in missing]
     deaths = meeting.watcher.await_word_of(suspects, meeting.watched)

@@ -1,8 +1,8 @@
 """Finds the ranks of a group that can share memory, and allocates this memory.
 
 Each rank creates an empty file in shared memory, a *segment*, with a random name. Ranks that can open the file share
-memory, whatever their host names. All ranks of a host use the segment of its lowest rank. Each rank allocates its own
-slots there, on its own NUMA node. Then all names are removed.
+memory, whatever their host names. All ranks of a host use the segment of the host's lowest rank. Each rank allocates
+its own slots there, on its own NUMA node. Then all names are removed.
 
 The ranks that use one segment are a *memory domain*. Collectives treat a memory domain as a host.
 """
@@ -61,13 +61,13 @@ class HostMemory:
         self._slots = (0, 0)  # address and bytes of the whole pages in this rank's slots
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
-        """The ranks of each host, sorted by first rank."""
+        """The ranks of each host. Hosts are sorted by first rank."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """The ranks of each memory domain, sorted by first rank."""
+        """The ranks of each memory domain. Domains are sorted by first rank."""
         self.apart = ""
-        """Why a host has several memory domains. Equal on all ranks."""
+        """Reason why a host has several memory domains. Equal on all ranks."""
         self.problem: str | None = "it isn't attached yet"
-        """Why there are no compiled collectives, or None. Equal on all ranks."""
+        """Reason why there are no compiled collectives, or None. Equal on all ranks."""
         self.collectives: NativeGroup | None = None
         self.is_meshed = False
         """True if each rank is connected with all ranks of other memory domains."""
@@ -135,7 +135,6 @@ class HostMemory:
         watched: Sequence[int],
         gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Connects the memory domains. Every rank must call this."""
         rank, size = self.members.rank, len(self.members.ranks)
         rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
         others = [other for domain in self.domains if rank not in domain for other in domain]
@@ -559,5 +558,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns polling time and yields for messages. A sleeping receiver would get a message at least 50 us later."""
+    """Returns polling time and yields for messages. Receivers poll longer, because a sleeping receiver gets messages 50
+    us later.
+    """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

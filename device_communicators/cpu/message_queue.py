@@ -1,6 +1,6 @@
 """Sends and receives messages between ranks of one host, through queues in shared memory (csrc/queue.h).
 
-A signal handler that interrupts a message may send, but must not wait for the interrupted thread.
+A signal handler that interrupts a send or receive may send, but must not wait for the interrupted thread.
 """
 
 from __future__ import annotations

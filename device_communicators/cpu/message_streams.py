@@ -84,7 +84,6 @@ class StreamReceiver(_StreamEnd):
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:
-        """Raises the group's first failure."""
         self._transfers.check()
 
     def reserve(self, calls: int) -> None:

@@ -216,7 +216,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 
 QueueReport = c_int64 * 12
-"""The type of `QueueReport` in csrc/queue.h."""
+"""`QueueReport` of csrc/queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
@@ -366,7 +366,7 @@ def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
     """Returns the same as `_find`, but compiles a missing file. Logs the expected time including `announced_with`, or
-    nothing if that is None.
+    nothing if `announced_with` is None.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:
@@ -395,9 +395,7 @@ def _compile(
     announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
     """Compiles `recipe`. The caller must hold the lock. Processes that wait for the lock read a failure's reason from
-    its file.
-
-    The file's space is allocated first, because the disk can be full later.
+    the lock's file.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -421,7 +419,6 @@ def _compile(
 
 
 def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -> None:
-    """Compiles a missing or unsuitable base first."""
     base = recipe.base
     if base is None:
         native_build.compile_library(recipe, target, compiler, build_cache.seal)

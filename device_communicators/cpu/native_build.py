@@ -1,7 +1,7 @@
 """Compiles the C++ sources here and in `control/`. setup.py loads this file by its path.
 
-Each library links a few sources with the *base* object, the compiled rest. Kernels choose their instruction set at run
-time, without `-march=native`.
+Each library links a few sources with the *base*, an object of all other sources. Kernels choose their instruction set
+at run time, without `-march=native`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTROL = Path(__file__).parents[1] / "control" / "csrc"
 FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
-"""No contraction: results would differ on processors without fused multiply-add."""
+"""Contraction is off: results would differ on processors without fused multiply-add."""
 _TOGETHER = (
     ("-O3", "add_rms_norm reduce"),
     ("-O1", "agreement core end_listeners guest hmac record"),

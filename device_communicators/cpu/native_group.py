@@ -357,7 +357,7 @@ class NativeGroup:
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Announces that this rank leaves. Other ranks then don't take an exit for a death."""
+        """Announces that this rank leaves. Its exit is then not reported as a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:

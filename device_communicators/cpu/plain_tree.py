@@ -1,4 +1,4 @@
-"""Encodes Python objects in C++ (csrc/pack.h), by the memory layout of Python's and torch's objects."""
+"""Encodes Python objects in C++ (csrc/pack.h). The code depends on Python's and torch's memory layout of objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _FUNCTIONS = {
     "call": "PyObject_Vectorcall",
 }
 _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names in different versions of torch. Each function takes an address."""
+"""Names of THPVariable_Wrap in different versions of torch. Each function takes an address."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -135,8 +135,8 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    The first arguments are a group's key, a peer and a method's number in TRANSFERS; for broadcasts, the key and the
-    call's word. Functions without a result return an `Outcome`.
+    The functions' first arguments are a group's key, a peer and a method's number in TRANSFERS; for broadcasts, the key
+    and the call's word. Functions without a result return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:

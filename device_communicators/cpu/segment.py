@@ -1,4 +1,4 @@
-"""Creates files in shared memory, *segments*, that only this user can open, until their names are removed.
+"""Creates files in shared memory, *segments*. Only this user can open a segment, and only until its name is removed.
 
 A segment's creator holds a lock while the name exists, so `sweep` removes only names of killed creators.
 """
@@ -51,8 +51,8 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens a segment, or returns None if this host has none of this name. Raises SegmentError for another user's
-        segment.
+        """Opens a segment. Returns None if this host has no segment of this name. Raises SegmentError for another
+        user's segment.
         """
         if not _NAME.fullmatch(name):
             return None

@@ -113,7 +113,6 @@ def failure_text_of(library: Any, transfers: int) -> str:
 
 
 def _what_is_short(needs_bytes: int) -> str:
-    """Returns which memory is short, judged by the memory that is free now."""
     with contextlib.suppress(OSError):
         found = os.statvfs("/dev/shm")
         free_bytes = found.f_bavail * found.f_frsize
@@ -144,7 +143,6 @@ def _functions(library: NativeLibrary) -> _Functions:
 
 @functools.cache
 def _number_of(dtype: torch.dtype) -> int:
-    """Returns a number that is the same for sender and receiver."""
     return DTYPE_NUMBERS.get(dtype, zlib.crc32(str(dtype).encode()) >> 1 | 1 << 30)
 
 

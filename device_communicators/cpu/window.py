@@ -116,7 +116,7 @@ class _Opened:
 class Window:
     """A tensor on each rank that the group's other ranks can write. `GroupCoordinator.window` makes a window.
 
-    Arguments are ranks in the group; a rank may name itself. Only `deregister` needs calls of other ranks.
+    Arguments are ranks in the group; a rank may name itself. Only `deregister` must be called by all ranks.
 
     After `wait_signal(src)`, a rank sees all earlier puts of `src` to this rank; within a host, all earlier writes of
     `src`. Within a host, a read after `put` has returned gives the new bytes. A read during a write can give old and
@@ -160,9 +160,9 @@ class Window:
     def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
         """Copies the CPU tensor `x` to rank `dst`, from element `offset` on. The program may change `x` afterwards.
 
-        On return, the bytes have arrived (within a host) or are on their way. `signal=True` also signals rank `dst`, in
-        the same message. Raises InvalidArgumentError if `x` doesn't fit, and CollectiveTimeoutError if another host
-        doesn't receive the bytes.
+        On return, the bytes have arrived within a host; between hosts they can still be on their way. `signal=True`
+        also signals rank `dst`, in the same message. Raises InvalidArgumentError if `x` doesn't fit, and
+        CollectiveTimeoutError if another host doesn't receive the bytes.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
@@ -179,7 +179,7 @@ class Window:
     def map_remote_tensor(self, rank: int) -> Tensor:
         """Returns the memory of `rank` as a tensor. The tensor keeps the memory mapped.
 
-        After `deregister`, that rank may reuse the memory. Raises UnsupportedError if `rank` shares no memory with this
+        After `deregister`, that rank can reuse the memory. Raises UnsupportedError if `rank` shares no memory with this
         rank.
         """
         found = c_void_p()
@@ -196,7 +196,7 @@ class Window:
 
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
-        """Sends a signal to rank `dst`, which receives it by `wait_signal`. Returns at once."""
+        """Sends a signal to rank `dst`, and returns at once. Rank `dst` receives the signal by `wait_signal`."""
         started = time.monotonic()
         status = self._signalling(self._address, index(dst))
         if status:

@@ -18,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions for which measured times are valid."""
+    """Returns the versions of driver, NCCL and torch. Measured times are valid only for equal versions."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:

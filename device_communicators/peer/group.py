@@ -54,7 +54,7 @@ _MOST_PREPARED = 4096
 _CallKey = tuple[str, str, "torch.dtype | None", int, int]
 
 _REPORT, _ABORT, _WORDS = 0, 16, 32
-"""Two indexes, on separate cache lines, and the number of words."""
+"""Indexes of two words, on separate cache lines, and the number of words."""
 _PROOF_S = 30.0
 _GOODBYE_S = 10.0
 _STEP_S = 0.0005

@@ -64,8 +64,8 @@ OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 class Launcher(Protocol):
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Launches a kernel with a copy of `call`. The launcher's device must be current. CUDA graphs can capture this.
-        Raises KernelError.
+        """Launches a kernel with a copy of `call`. The launcher's device must be current. CUDA graphs can capture the
+        launch. Raises KernelError.
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
@@ -82,7 +82,7 @@ class KernelError(RuntimeError):
 @dataclass(frozen=True)
 class KernelReport:
     reason: str
-    """Why the kernel ended: "deadline" or "abort"."""
+    """Reason why the kernel ended: "deadline" or "abort"."""
     peer: int
     """The rank in the group that the kernel waited for; 255 for its own blocks."""
     kernel: str

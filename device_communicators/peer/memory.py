@@ -22,7 +22,7 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
 _RENDEZVOUS_S = 60.0
-"""Timeout of torch's rendezvous. If one rank fails there, the other ranks detect the failure only by this timeout."""
+"""If one rank fails in torch's rendezvous, the others detect the failure only by this timeout."""
 ALIGNMENT = 256
 """Alignment of regions' addresses, in bytes."""
 

@@ -22,7 +22,7 @@ from device_communicators.peer.memory import NotSharedError, run_on_all_ranks
 from device_communicators.routing.communicator import GroupContext
 
 ALGORITHMS = ("push", "pull", "two_shot")
-"""Ordered from small to large messages."""
+"""Algorithms for small messages are first, for large messages last."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -84,7 +84,7 @@ class Table:
     rows: tuple[Thresholds, ...]
     path: Path
     digest: str
-    """Digest of the file. All ranks must have the same table."""
+    """All ranks must have the same table."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
         """Returns the row for the smallest number of ranks that is at least `world_size`, or None."""
@@ -124,7 +124,7 @@ def load(path: Path | None = None) -> Table:
 
 
 _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
-"""Maximum number of ranks, and limits of pull and two_shot in bytes."""
+"""In each row: maximum number of ranks, and limits of pull and two_shot in bytes."""
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
@@ -191,7 +191,7 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why `auto` means off here, or None. Calls the CUDA driver only if a row fits the number of ranks."""
+    """Returns why `auto` means off, or None. Calls the CUDA driver only if a row fits the number of ranks."""
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
