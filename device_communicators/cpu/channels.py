@@ -202,7 +202,7 @@ class Channels:
         return index * SHAPE.data_bytes, self.memory.control_address + control, readers
 
     def written_rings(self) -> tuple[list[int], list[int]]:
-        """Returns the offsets of the rings that this rank has written to, and the ranks that have not read all."""
+        """Returns the offsets of rings with messages from this rank, and the ranks that have not read everything."""
         me, size = self.members.rank, len(self.members.ranks)
         ends: list[tuple[int | None, int]] = [(dst, kind) for dst in range(size) for kind in range(KINDS) if dst != me]
         offsets, unread = [], set[int]()

@@ -260,15 +260,15 @@ class HostMemory:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def unread(self) -> str:
-        """Describes messages of this rank that have not been received; empty if there are none."""
+        """Describes messages from this rank that peers have not received. Returns an empty string if there are none."""
         unread = [] if self.channels is None else self.channels.written_rings()[1]
         found = format_ranks([self.members.ranks[rank] for rank in unread])
         return f"sent a message that global ranks {found} have not received" if unread else ""
 
     def suspend(self) -> None:
-        """Returns the memory of slots, queues and unused tensors to the system. No call may be running on any rank.
+        """Gives the memory of slots, queues and unused tensors back to the system. No call may be running on any rank.
 
-        Does nothing on kernels before 5.14, which can't allocate it again.
+        Does nothing on kernels before 5.14, because these can't allocate the memory again.
         """
         if self.collectives is not None and native.load().ps_has_populate():
             native.load().ps_group_arena(self.collectives.number, True)
@@ -276,14 +276,14 @@ class HostMemory:
                 native.load().ps_unback(*part)
 
     def resume(self) -> str:
-        """Allocates again what `suspend` gave back. Returns what is missing, or an empty string."""
+        """Allocates the memory that `suspend` gave back. Returns a text about missing memory, or an empty string."""
         if self.collectives is None or not native.load().ps_has_populate():
             return ""
         missing = sum(size for address, size in self._parts() if not native.load().ps_back(address, size, -1, 0))
         return f"no room for {max(1, missing >> 20)} MiB in {DIRECTORY}" if missing else ""
 
     def backed_bytes(self) -> dict[str, int]:
-        """Returns how much memory slots, queues and tensors of this rank have."""
+        """Returns the allocated bytes of this rank's slots, queues and tensors."""
         if self.collectives is None:
             return {}
         slots, *rings = (native.load().ps_backed_bytes(*part) for part in self._parts())
@@ -291,7 +291,7 @@ class HostMemory:
         return {"slots_bytes": slots, "queues_bytes": sum(rings), "tensors_bytes": tensors}
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Returns addresses and bytes: of this rank's slots, then of each ring that it has written to."""
+        """Returns (address, bytes) of this rank's slots, then of each ring that this rank has written to."""
         if self.channels is None:
             return [self._slots]
         rings, memory = self.channels.written_rings()[0], self.channels.memory
@@ -332,7 +332,7 @@ class _Memory:
         return address
 
     def slots_of(self, rank: int, size: int) -> tuple[int, int]:
-        """Returns address and bytes of the whole pages in the slots of `rank`."""
+        """Returns the address and bytes of all pages that are entirely in the slots of `rank`."""
         start, end = (self.library.ps_slots_offset(size, each) for each in (rank, rank + 1))
         start, end = -(-start // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
         return self.address + start, max(0, end - start)

@@ -51,7 +51,7 @@ _CALL = (c_uint64, c_uint64, c_uint64)
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
-"""A failed compile isn't repeated within this time, because a host's ranks start at different times."""
+"""A failed compile isn't repeated within this time, because other ranks of the host start later."""
 _FAILURE_BYTES = 4096
 _STALE_S = 3600.0
 _UNUSED_S = 60 * 86400.0
@@ -365,7 +365,7 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns the same as `_find`, but compiles a missing file. Logs the expected time including `announced_with`, or
+    """Returns the same as `_find`, but compiles a missing file. Logs how long `recipe` and `announced_with` take, or
     nothing if `announced_with` is None.
     """
     found, flaw = _find(recipe, packaged)

@@ -66,7 +66,7 @@ class Recipe:
     for_torch: str = ""
     """The required build of torch; empty for any."""
     include_flags: tuple[str, ...] = ()
-    """Flags that the digest omits, because environments share compiled files."""
+    """Flags that the digest omits, so that different environments share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
     """Folders of headers that are included by relative path."""
     base: Recipe | None = None

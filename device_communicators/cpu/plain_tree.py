@@ -136,7 +136,7 @@ class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
     The functions' first arguments are a group's key, a peer and a method's number in TRANSFERS; for broadcasts, the key
-    and the call's word. Functions without a result return an `Outcome`.
+    and `UserCall.word`. Functions without a result return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:

@@ -1,4 +1,4 @@
-"""Windows: memory of each rank that other ranks can write. Ranks of the same host can also read (csrc/one_sided.h)."""
+"""Windows: memory of each rank that other ranks can write, and ranks of the same host also read (csrc/one_sided.h)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sets up, tests and launches a group's kernels in peer memory, and reports their failures.
+"""Sets up, tests and launches a group's kernels in peer memory (GPU memory that all ranks have mapped).
 
-A kernel waits for peers on the device. At its deadline, or when the host sets the *abort* word, a kernel writes a
+A kernel waits for peers on the device. At the deadline, or when the host sets the *abort* word, a kernel writes a
 *report* into host memory and ends. The group's next call raises the failure. Results of all calls before that one are
 undefined.
 

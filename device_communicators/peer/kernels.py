@@ -26,7 +26,7 @@ MAX_RANKS = 8
 MAX_BLOCKS = 128
 MAX_THREADS = 512
 PART_PACKETS = 256
-"""Packets, of 8 data bytes each, from a block to each rank in one epoch."""
+"""Number of packets, of 8 data bytes each, from a block to each rank in one epoch."""
 STAGE_BYTES = 32 << 10
 """Staging memory per block and epoch."""
 REGION_ALIGNMENT = 256

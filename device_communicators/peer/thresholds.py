@@ -1,4 +1,4 @@
-"""Decides up to which message size a group uses the kernels in peer memory, by tables of measurements."""
+"""Decides up to which message size a group uses the kernels of this package, by tables of measurements."""
 
 from __future__ import annotations
 
