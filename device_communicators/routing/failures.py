@@ -38,7 +38,7 @@ frames alive.
 
 
 def note_error(error: CommunicationError) -> None:
-    if all(str(error) != str(kept) for kept in _RAISED):
+    if all(str(error) != str(kept) for kept in list(_RAISED)):  # other threads append
         _RAISED.append(copy.deepcopy(error))
 
 
@@ -56,7 +56,7 @@ def error_of(exception: BaseException | None) -> ParallelStateError | None:
             return link
         if isinstance(link, dist.DistError):
             text = str(link)
-            for error in reversed(_RAISED):
+            for error in reversed(list(_RAISED)):
                 if str(error) in text:
                     return error
         link = link.__cause__ or link.__context__

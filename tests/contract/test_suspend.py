@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.base.torch_internals import backend_of
 from device_communicators.cpu.host_memory import HostMemory
 from tests.contract.attempts import environment
 from tests.contract.test_objects import Pools
@@ -161,7 +162,7 @@ def test_a_suspend_during_a_call_is_refused_on_all_ranks(pools: Pools, kind: str
 
 def _over_torch() -> tuple[dict[str, int], dict[str, int]]:
     group = dist.new_group(backend="parallel_state")
-    backend = group._get_backend(torch.device("cpu"))
+    backend = backend_of(group, torch.device("cpu"))
     rank = dist.get_rank()
     x = torch.arange(MIB, dtype=torch.float32) + rank
     expected = 2 * torch.arange(MIB) + 1.0

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.base.torch_internals import backend_of
 from tests.contract.attempts import attempt, environment
 from tests.contract.test_objects import Pools
 
@@ -137,7 +138,7 @@ def _over_torch() -> None:
             dist.all_reduce(x, group=group)
         error = ps.error_of(raised.value)
         assert error is not None and error.timeout_s == SHORT_S * 2
-        backend = group._get_backend(torch.device("cpu"))
+        backend = backend_of(group, torch.device("cpu"))
         if hasattr(backend, "get_error"):  # torch 2.13 has it in C++ only
             assert backend.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT  # type: ignore[attr-defined]
 

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 import parallel_state  # noqa: F401 - registers the backend
+from device_communicators.base.torch_internals import set_timeout
 
 T = TypeVar("T")
-set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 OVER_TORCH = "torch.distributed"
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORLDS = itertools.count()
@@ -66,7 +65,7 @@ class OverTorch:
         self._call_timeout: timedelta | None = None
 
     def set_timeout(self, seconds: float) -> None:
-        set_group_timeout(timedelta(seconds=seconds), self.group)
+        set_timeout(self.group, seconds)
 
     timeout = property(None, set_timeout)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.base.torch_internals import backend_of
 from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt
 from tests.contract.test_rendezvous import held_port
@@ -188,7 +189,7 @@ def _after_a_failure() -> dict[str, float]:
             kill_me()
         told = until_it_fails(world, lambda: world.all_reduce(torch.ones(1)))
         assert told.outcome.kind == "PeerDiedError", told
-        backend = world.group._get_backend(torch.device("cpu"))
+        backend = backend_of(world.group, torch.device("cpu"))
         if hasattr(backend, "get_error"):  # torch 2.13 has it in C++ only
             assert backend.get_error() == torch._C._distributed_c10d.ErrorType.REMOTE_ERROR  # type: ignore[attr-defined]
         first = attempt((pair if world.rank < 2 else other).barrier)  # its first call
