@@ -62,11 +62,13 @@ class Row:
     """
     simulated: bool = False
     fake: bool = False
-    """True for the communicator of torch's `fake` backend. Groups over that backend use no other."""
+    """True for the communicator of torch's `fake` backend. Groups over that backend use no other communicator."""
     custom_all_reduce: bool = False
     """True if `set_custom_all_reduce(False)` disables the communicator."""
     asked_for: Callable[[], bool] = lambda: False
-    """Returns True if a setting requests the communicator. If it is unavailable, the log then says why."""
+    """Returns True if a setting requests the communicator. If the communicator is unavailable, the
+    log then says why.
+    """
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)

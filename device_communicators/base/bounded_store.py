@@ -67,7 +67,7 @@ class BoundedStore:
         connection: _Connection | None = None,
     ) -> None:
         self.raw = store
-        """The torch store, for torch's own functions. Their callers must bound the time."""
+        """The torch store, for torch's own functions. Callers of such functions must limit the time themselves."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended

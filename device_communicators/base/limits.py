@@ -166,8 +166,8 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns whether a sandbox forbids clone3 with EPERM: glibc falls back to clone only after ENOSYS. If allowed,
-    this invalid call fails with EINVAL.
+    """Returns whether a sandbox makes clone3 fail with EPERM. glibc then can't create threads, because it falls back to
+    clone only after ENOSYS. Otherwise this call with invalid arguments fails with EINVAL.
     """
     if sys.platform != "linux":
         return False

@@ -47,8 +47,8 @@ def default_store() -> BoundedStore:
 
 
 def is_fake(group: Any = None) -> bool:
-    """Returns whether the backend is torch's "fake". A fake group has no peers: a wait for their keys in the store ends
-    only if the program sets these.
+    """Returns whether the backend is torch's "fake". A fake group has no peers: a wait for a peer's key in the store
+    ends only if the program sets the key.
     """
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
@@ -171,9 +171,9 @@ def new_group_of_members(
 ) -> Any:
     """Creates a process group; only `ranks` (global, ascending) call this. `name` must be unique in the store.
 
-    Replaces `new_group(use_local_synchronization=True)`. Before torch 2.15, that puts a hash of the process's number of
-    groups into the name: members with different numbers never connect, and a group that is created again reads old
-    addresses.
+    Replaces `new_group(use_local_synchronization=True)`. Before torch 2.15, that function puts a hash of the process's
+    number of groups into the name: members with different numbers never connect, and a group that is created again
+    reads old addresses.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -194,8 +194,8 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Unbinds the default group's device in the block. Otherwise torch would split its communicator, and every rank
-    would have to take part.
+    """Unbinds the default group's device in the block. Otherwise torch would split the device's communicator, and every
+    rank would have to take part.
     """
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
@@ -453,8 +453,8 @@ def _leave_to_partitioner(token: FunctionalTensor) -> None:
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Returns the policy for an op's results: save them. Before torch 2.15, a budget below 1 gets a weaker policy,
-    because torch fails if all nodes must be saved.
+    """Returns a policy that saves an op's results instead of recomputing the op. Before torch 2.15, an activation
+    budget between 0 and 1 gets a weaker policy, because torch fails if all nodes must be saved.
     """
     from torch._functorch import config as functorch_config  # already imported
 

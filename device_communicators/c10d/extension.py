@@ -22,7 +22,7 @@ SOURCES = Path(__file__).parent / "csrc"
 _NAME = "parallel_state_c10d"
 _IMPORTING = threading.Lock()
 _NO_TIMEOUT = Timeout(0.0)
-"""Has the seconds that `extended_deadline` adds."""
+"""A timeout of 0 s, to which `extended_deadline` adds its seconds."""
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 

@@ -55,9 +55,9 @@ from device_communicators.routing.failures import (
 from device_communicators.routing.waiting import Watched, abandon
 
 _COLLECTIVE_INTERRUPTED = 5
-"""Equals `kInterrupted` in csrc/group.h."""
+"""Value of `kInterrupted` in csrc/group.h."""
 _TIMEOUT, _COMM_ERROR, _REMOTE_ERROR = 1, 2, 3
-"""Equal values of torch's ErrorType."""
+"""Values of torch's ErrorType."""
 _NOBODYS_TAG = (1 << 31) - 1
 
 

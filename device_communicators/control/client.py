@@ -16,11 +16,11 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""Equals kMostStoreBytes in csrc/store.h."""
+"""Copy of kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
 _MOST_PARTS = 1 << 17
 _QUESTION = 11
-"""Equals StoreCall::kQuestion in csrc/store.h."""
+"""Value of StoreCall::kQuestion in csrc/store.h."""
 _HEAD, _LENGTH = struct.Struct("<BI"), struct.Struct("<I")
 _SLICE_S = 0.05
 CONNECT_S = 2.0

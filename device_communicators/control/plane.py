@@ -1,5 +1,5 @@
-"""Python interface to the control plane, which reports exits of ranks, lets ranks agree, and sends
-questions to ranks.
+"""Python interface to the control plane, which reports exits of ranks, lets ranks agree on values, and sends questions
+to ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _GRACE_S = 5.0
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""Equal kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
+"""Copies of kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
 """Block size of HMAC-SHA-256, which would first hash a longer token."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
@@ -59,12 +59,12 @@ _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
 fails.
 """
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
-"""Mirror EndFlag in csrc/core.h."""
+"""Values of EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
 _REPORT, _ASK, _REPLY = 15, 16, 17
-"""Mirror Event::Kind in csrc/core.h."""
+"""Values of Event::Kind in csrc/core.h."""
 _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
-"""Mirror Inbox::Kind in csrc/driver.h."""
+"""Values of Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
 """Last line of the result of `describe` if the replay is correct."""
@@ -380,8 +380,8 @@ class World:
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Tells peers that this process leaves. Returns when other hosts' kernels have received this, after at most
-        `linger_s` + 2 s. Idempotent.
+        """Tells peers that this process leaves. Returns when other hosts' kernels have received that message, after at
+        most `linger_s` + 2 s. Idempotent.
         """
         if self._is_leaving or self._pid != os.getpid():
             return

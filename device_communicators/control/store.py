@@ -27,7 +27,7 @@ from device_communicators.control.client import (
 )
 
 _SET, _GET, _ADD, _WAIT, _CHECK, _COMPARE_SET, _DELETE, _COUNT, _APPEND, _HOLD = range(1, 11)
-"""Mirror StoreCall in csrc/store.h."""
+"""Values of StoreCall in csrc/store.h."""
 _PAUSE_S = 0.02
 
 

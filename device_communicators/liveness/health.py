@@ -51,7 +51,7 @@ _TOGETHER_S = 0.1
 together exit one by one.
 """
 _HOST_TOGETHER_S = 0.25
-"""As `_TOGETHER_S`, for ranks of another host."""
+"""Deaths of ranks of another host within this time are reported in one error."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
@@ -219,13 +219,13 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Lets processes outside the world ask this process. Call this before the ranks have met."""
+        """Starts to answer questions of processes outside the world. Call this before the ranks have met."""
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Starts to watch all ranks. Each rank calls this once, with the same places.
+        """Starts to watch all ranks. Each rank calls this once, with the same `places`, which describe all ranks.
 
         If a rank can't be reached by all other ranks, logs a warning and watches no rank.
         """
@@ -321,7 +321,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Records a change of a rank. Runs in the control plane's callback thread."""
+        """Records a change of a rank, such as a death. Runs in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s

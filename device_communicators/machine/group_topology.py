@@ -194,8 +194,8 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Sets these variables and returns those that were set. Keeps NCCL variables that have a value. Call this before
-    CUDA and NCCL start.
+    """Sets the variables of `variables_of`, and returns those that were set. Keeps NCCL variables that have a value.
+    Call this before CUDA and NCCL start.
     """
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)

@@ -1,4 +1,4 @@
-"""Allocates memory for `group.empty` on a GPU, which NCCL's symmetric kernels read and write in place.
+"""Allocates the tensors of `group.empty` on a GPU. NCCL's symmetric kernels read and write these tensors in place.
 
 A kernel uses the offset of its own rank's tensor for all ranks. Therefore the ranks agree on each allocation over gloo
 (about 100 µs), and a block is free once all ranks have released it. If a rank can't register memory, all ranks use

@@ -1,7 +1,7 @@
 """The interface of a communicator, which moves the bytes of one group in one way, such as over gloo or NCCL.
 
-A subclass implements the `flat_*` operations: their tensors are contiguous, and the ranks' blocks lie along dim 0. It
-inherits the other operations, which accept any strides and return new contiguous tensors. Rank arguments are ranks in
+A subclass implements the `flat_*` operations: their tensors are contiguous, and the ranks' blocks lie along dim 0. The
+other operations are inherited; they accept any strides and return new contiguous tensors. Rank arguments are ranks in
 the group.
 """
 
@@ -172,8 +172,8 @@ class Communicator(ABC):
     picks_by_size: ClassVar[bool] = False
     """True if the result of `refusal` depends on the tensor's number of elements."""
     carries_the_device: ClassVar[bool] = False
-    """True if this communicator supports every tensor on the group's device. The route then doesn't set up those after
-    it.
+    """True if this communicator supports every tensor on the group's device. The route then sets up no later
+    communicators.
     """
 
     tells_sending: ClassVar[bool] = False
@@ -183,8 +183,8 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates the resources that all ranks must create together. If that fails on any rank, every rank frees them
-        and returns the reason.
+        """Creates the resources that all ranks must create together, and returns None. If that fails on any rank, every
+        rank frees its resources and returns the reason.
         """
         return None
 
@@ -198,8 +198,8 @@ class Communicator(ABC):
         """
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits resources off this communicator for `part`, the communicator of a sub-group with this rank, or None.
-        Every rank calls this after `set_up`.
+        """Splits resources off for `part`, this rank's communicator of a sub-group; None if this rank is in no
+        sub-group. Every rank calls this after `set_up`.
         """
 
     def suspend(self) -> None:
@@ -230,8 +230,8 @@ class Communicator(ABC):
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns the C++ collectives that ops can call directly if this communicator is the
-        route's first; else None.
+        """Returns C++ collectives, or None. If this communicator is the route's first, compiled ops call these
+        collectives directly.
         """
         return None
 

@@ -95,7 +95,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Returns a context. Errors raised in it get the time since its start as `elapsed_s`."""
+    """Sets `elapsed_s` of communication errors raised in the block to the time since the block's start."""
     started = time.monotonic()
     try:
         yield
@@ -115,7 +115,7 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns an error that names all dead ranks, or `failure` if it already does."""
+    """Returns an error that names all dead ranks, or `failure` if `failure` already names them."""
     watcher = context.watcher
     if watcher is None:
         return failure
@@ -127,9 +127,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Adds the dead ranks of the world to `failure`: if the suspected rank is alive, it usually
-    left because of them.
-    """
+    """Adds the dead ranks of the world to `failure`. A living suspect usually left because these ranks died."""
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)

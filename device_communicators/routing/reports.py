@@ -59,7 +59,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Sends this rank's call to its peers, without waiting: they are in another call."""
+    """Sends this rank's call to its peers after a mismatch, without waiting for replies."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
@@ -112,8 +112,8 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that only some ranks completed, with these ranks; else None. These ranks must all be in the same
-    next call.
+    """Returns a call that only some ranks completed, and these ranks. Returns None if there is no such call, or if
+    these ranks aren't in the same next call.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -189,8 +189,8 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns each rank's call with the lowest number. A rank can be one call ahead: its previous call is used. If a
-    call is unknown, returns `reports`.
+    """Returns reports with each rank's call of the lowest number, because some ranks can already be in the next call.
+    Returns `reports` if a rank's call is unknown.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

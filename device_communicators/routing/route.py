@@ -81,8 +81,8 @@ class Traffic:
 
 
 class _CallScope:
-    """Rejects collectives of other threads during a collective, because ranks can't agree on an order of threads. A
-    class, because a generator would cost 3 µs more.
+    """Rejects collectives of other threads during a collective, because ranks can't agree on an order of threads. This
+    is a class because a generator would cost 3 µs more.
     """
 
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")

@@ -33,7 +33,7 @@ class Starter(Protocol):
 
 
 class Handle:
-    """Handle of a started operation. `wait()` can be repeated, and then raises the same error again."""
+    """Handle of a started operation. A repeated `wait()` returns at once, or raises the same error again."""
 
     def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
@@ -47,8 +47,8 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Returns whether the operation has ended. A gloo transfer completes only while a thread waits for it: the
-        first call starts that thread.
+        """Returns whether the operation has ended. A gloo transfer completes only while a thread waits, so the first
+        call starts a thread.
         """
         work = self._work
         if work is None or self._error is not None:

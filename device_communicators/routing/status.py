@@ -92,7 +92,7 @@ class Status:
         """Start and length of the last wait that was logged."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
-        """None once start-up is complete."""
+        """Describes the start-up that this rank waits for; None once start-up is complete."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
