@@ -321,8 +321,8 @@ except (ImportError, AttributeError):
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Excludes the function from torch.compile, as torch.compiler.disable does, but without importing torch._dynamo (1
-    s).
+    """Excludes the function from torch.compile. torch.compiler.disable does the same, but imports torch._dynamo, which
+    takes 1 s.
     """
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)

@@ -61,8 +61,8 @@ class _Wakeup:
             return False
 
     def renew(self) -> None:
-        """Replaces the pipe. Needed after the program closed it, and in a forked child: the child's signals would wake
-        its parent.
+        """Replaces the pipe, after the program closed the pipe or in a forked child. The child's signals would
+        otherwise wake its parent.
         """
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino

@@ -1,7 +1,7 @@
 """Creates the backend of torch.distributed for one group.
 
-Ranks of several hosts connect at creation for collectives. Transfers between them use gloo, which connects two ranks at
-their first transfer.
+Ranks of several hosts connect when the group is created. Without connections between all ranks, transfers use gloo,
+which connects two ranks at their first transfer.
 """
 
 from __future__ import annotations

@@ -423,7 +423,7 @@ class Group:
         return self._create(backend_options(store, rank, size, timeout, name), world)
 
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
-        """Creates a group of the ranks that aren't `excluded`. Each of these calls this. A death in the old group
+        """Creates a group of the ranks that aren't `excluded`. Each of these ranks calls this. A death in the old group
         doesn't fail the new group.
 
         `renumber`: True if the new group's ranks get the global ranks 0, 1, and so on.

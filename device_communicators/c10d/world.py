@@ -69,8 +69,8 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns the watcher of these ranks, or None if the default group isn't of this backend or
-        lacks one of them.
+        """Returns the watcher of these ranks. Returns None if the default group isn't of this backend or doesn't
+        contain all these ranks.
         """
         with _LOCK:
             current = cls._current

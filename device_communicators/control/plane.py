@@ -130,8 +130,8 @@ class Member(NamedTuple):
 
 class Change(NamedTuple):
     kind: str
-    """"died", "left", "failed", "unreachable", or "stopped": the rank's process doesn't respond, but its host's kernel
-    does.
+    """One of "died", "left", "failed", "unreachable" and "stopped". Stopped: the rank's process doesn't respond, but
+    its host's kernel does.
     """
     rank: int
     text: str
@@ -140,8 +140,8 @@ class Change(NamedTuple):
 
 class Verdict(NamedTuple):
     kind: str
-    """"agreed": `values` has the ranks' values, in the order of the call's ranks. Otherwise "ended", "missing" or
-    "undecided", and `ranks` names these ranks.
+    """One of "agreed", "ended", "missing" and "undecided". If agreed, `values` has the ranks' values, in the order of
+    the call's ranks. Otherwise `ranks` names the ranks that ended, are missing, or are undecided.
     """
     values: list[bytes]
     ranks: list[int]

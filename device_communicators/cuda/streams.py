@@ -46,7 +46,7 @@ class SideStream:
         return self
 
     def finish(self, enqueue: Callable[[int], None]) -> Work:
-        """Calls `enqueue` with this stream and returns its work. Thread-safe."""
+        """Calls `enqueue` with this stream and returns a Work for all work so far on this stream. Thread-safe."""
         enqueue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
@@ -129,7 +129,9 @@ class CudaStreams:
 
 
 class StreamOrder:
-    """Orders calls on any streams that share a buffer. In a capture, the capturing program must order them."""
+    """Orders calls that use the same buffer on any streams. In a capture, the capturing program
+    must order the calls.
+    """
 
     def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams

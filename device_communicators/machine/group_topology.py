@@ -100,8 +100,8 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
-    """Returns this rank's paths to the other ranks' GPUs. None stands for its own GPU and for GPUs
-    of other machines.
+    """Returns this rank's paths to the other ranks' GPUs. None stands for this rank's own GPU and for GPUs of other
+    machines.
     """
     mine, facts = gpus[rank].uuid, ("nvlinks", "nvlink_problem", "peer_problem")
     paths = (topology.path(mine, other.uuid) if mine and other.uuid else None for other in gpus)

@@ -1,6 +1,7 @@
 """Runs calls over NCCL on the current stream. Calls that return a `Work` run on a side stream.
 
-8-bit floats are reduced in a wider dtype, because NCCL rounds after each addition. 16-bit floats are rounded that way.
+8-bit floats are reduced in a wider dtype, because NCCL rounds each partial sum. 16-bit floats are reduced by NCCL as
+they are.
 """
 
 from __future__ import annotations

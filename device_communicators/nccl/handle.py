@@ -99,8 +99,8 @@ class Handle:
         return made
 
     def split(self, context: GroupContext, color: int, key: int) -> Handle:
-        """Splits this communicator and returns this rank's blocking communicator, one for each color. Every rank of
-        this communicator calls `split` or `join_split`.
+        """Splits this communicator into one blocking communicator for each color, and returns this rank's. Every rank
+        of this communicator calls `split` or `join_split`.
 
         `context`: describes the new group. If the split fails, aborts this communicator and raises the errors of
         `meet`.

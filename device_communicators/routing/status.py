@@ -236,8 +236,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns, for each asked rank, a rank of its host that can watch its PID, except if this rank or another
-        helper can.
+        """Returns, for each asked rank, one rank that can watch the asked rank's PID. Omits asked ranks that this rank
+        or another helper can watch.
         """
         helpers: list[int] = []
         for rank in asked:

@@ -151,7 +151,7 @@ class WatchedByThread:
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
     """Waits until `ended(seconds)`, which can block for `seconds`, returns True. Raises RuntimeError at the timeout, or
-    PeerDiedError if a rank dies.
+    an error that names the rank if a rank dies.
     """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
