@@ -1,4 +1,4 @@
-"""The argument `out` of calls that receive a dict."""
+"""Checks and fills the tensors in the argument `out` of calls that receive a dict."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """autograd can't detect these writes."""
+    """Increments the buffers' version counters, because autograd can't detect these writes."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -78,7 +78,10 @@ def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Skips tensors that were received in place. Changes no buffer unless all fit."""
+    """Copies received tensors to their buffers, except those received in place. Raises if any doesn't fit.
+
+    No buffer is then changed.
+    """
     buffers, tensors = out.tensors, {}
     problem = None
     if isinstance(received, dict):

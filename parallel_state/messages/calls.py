@@ -37,7 +37,7 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Returns rank `src`'s object on every rank. It may contain tensors, at any depth."""
+        """Returns rank `src`'s object on every rank. The object can contain tensors, at any depth."""
         checks.check_rank(self.context, "broadcast_object", "src", src)
         if self._is_single_rank():
             return self._checked("broadcast_object", obj)
@@ -45,7 +45,10 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
-        """Fills every rank's `obj_list` with rank `src`'s objects; returns it. All lists must have the same length."""
+        """Fills every rank's `obj_list` with rank `src`'s objects and returns the list.
+
+        All lists must have the same length.
+        """
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
         # A mistake of `src` is raised below: the other ranks wait for it.
         if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
@@ -67,7 +70,7 @@ class MessageCalls(GroupFacts):
 
     @host_call(_OBJECTS)
     def all_sum(self, value: float) -> float:
-        """Returns the sum of all ranks' numbers: exact for ints, in rank order for floats."""
+        """Returns the sum of all ranks' numbers. Sums of ints are exact; floats are added in rank order."""
         if not isinstance(value, numbers.Number):
             raise InvalidArgumentError(
                 f"all_sum on {self.context} takes a number, but got a {type(value).__name__}; for tensors use "
@@ -85,27 +88,27 @@ class MessageCalls(GroupFacts):
     @host_call(_OBJECTS)
     @transfer("send_object")
     def send_object(self, obj: Any, dst: int | None = None) -> None:
-        """Sends an object to rank `dst` (default: the next)."""
+        """Sends an object to rank `dst` (default: the next rank)."""
         dst = self._destination("send_object", dst)
         self._messenger.send(self._messenger.post(obj, dst, waits=True), dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
     def recv_object(self, src: int | None = None) -> Any:
-        """Returns the object that rank `src` (default: the previous) sends."""
+        """Returns the object that rank `src` (default: the previous rank) sends."""
         return self._messenger.recv(self._source("recv_object", src))
 
     @host_call(_OBJECTS)
     @transfer("isend_object")
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
-        """Starts send_object. The tensors must not change before `wait()`."""
+        """Starts send_object. The object's tensors must not change before `wait()` returns."""
         dst = self._destination("isend_object", dst)
         return self._messenger.isend(self._messenger.post(obj, dst), dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
-        """Starts recv_object, whose result `wait()` returns. Handles receive objects in the order of their starts."""
+        """Starts recv_object; `wait()` returns the object. Handles receive in the order in which they were started."""
         return self._messenger.irecv(self._source("irecv_object", src))
 
     def broadcast_tensor_dict(
@@ -117,10 +120,10 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any]:
-        """Returns rank `src`'s dict on every rank; on `src` the dict itself.
+        """Returns rank `src`'s dict on every rank. Rank `src` gets its own dict back.
 
-        Arguments and errors are as in recv_tensor_dict. `src` passes no `out`. With `views` on two or more receivers,
-        only read the tensors.
+        Arguments and errors are as in recv_tensor_dict. Rank `src` must not pass `out`. With `views`, several receivers
+        can share memory, so they must not write to the tensors.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         self._check_options("broadcast_tensor_dict", spec=spec)
@@ -151,14 +154,14 @@ class MessageCalls(GroupFacts):
         *,
         spec: TensorDictSpec | None = None,
     ) -> dict[Any, Any] | None:
-        """Sends a dict of tensors, without gradients, and other values to rank `dst` (default: the next).
+        """Sends a dict of tensors and other values to rank `dst` (default: the next rank). Gradients are not sent.
 
-        Returns None; in a group of one rank the dict itself, as in vLLM.
+        Returns None; in a group of one rank, returns the dict itself, as vLLM does.
 
-        - `all_gather_group`: a group whose ranks all hold the same tensors. Each sends one slice of each tensor that
-          divides evenly. The receivers gather the slices over their own `all_gather_group`.
-        - `all_gather_tensors`: `{"residual": False}` excludes a tensor that differs between these ranks.
-        - `spec`: describes the dict in advance, on both sides. The call then compiles.
+        - `all_gather_group`: a group whose ranks all hold the same tensors. Each rank sends one slice of each tensor
+          that divides evenly. The receivers gather the slices over their own `all_gather_group`.
+        - `all_gather_tensors`: `{"residual": False}` sends that tensor whole. Needed if it differs between these ranks.
+        - `spec`: describes the dict in advance; the receiver passes an equal spec. The call can then be compiled.
         """
         self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -193,18 +196,20 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any] | Any:  # only a group of one rank has nothing to receive
-        """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as in vLLM.
+        """Returns the dict that rank `src` (default: the previous rank) sends.
 
-        CPU tensors are received on the CPU, others on the group's device.
+        CPU tensors are received on the CPU, others on the group's device. In a group of one rank, returns None, as vLLM
+        does.
 
         - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
-        - `out`: a tensor for each that is sent, with its shape, dtype and device type. The returned dict contains them.
-          After an error their content is undefined.
-        - `views`: allows views of shared memory of this host, which stay valid after the group or the sender has ended.
-          Small tensors, and a sender of whose views this rank keeps more than 256 MiB, give copies.
+        - `out`: tensors to receive into, one for each sent tensor, with equal shape, dtype and device type. The
+          returned dict contains them. After an error their content is undefined.
+        - `views`: tensors can be views of this host's shared memory. They stay valid after the group or the sender ends.
+          Small tensors are copied. While this rank keeps more than 256 MiB of a sender's views, large ones are copied,
+          too.
 
-        Raises CollectiveMismatchError if the sender of CPU tensors passed another spec, InvalidArgumentError for `out`
-        with `views`, and for an `out` that doesn't fit: without `spec` the dict is then lost.
+        Raises CollectiveMismatchError if the sender of CPU tensors passed another spec. Raises InvalidArgumentError for
+        `out` together with `views`, or if `out` doesn't fit the dict. Without `spec`, the dict is then lost.
         """
         self._check_options("recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
         buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
@@ -231,7 +236,7 @@ class MessageCalls(GroupFacts):
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> SendHandle:
-        """Starts send_tensor_dict; change the tensors only after `wait()`.
+        """Starts send_tensor_dict. Change the tensors only after `wait()`.
 
         In a group of one rank the result is an empty list of handles, as in vLLM.
         """
@@ -254,10 +259,10 @@ class MessageCalls(GroupFacts):
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> ReceiveHandle:
-        """Starts to receive a dict, which `wait()` returns. Every rank of an all-gather group must call `wait()`.
+        """Starts to receive a dict; the handle's `wait()` returns the dict.
 
-        `all_gather_tensors` has no effect. In a group of one rank `wait()` returns None, and unpacking the handle as in
-        vLLM gives None and two empty lists.
+        Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. In a group of one rank
+        `wait()` returns None, and the handle unpacks to None and two empty lists, as in vLLM.
         """
         self._check_options("irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
@@ -288,7 +293,7 @@ class MessageCalls(GroupFacts):
             )
 
     def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
-        """Raises if a larger group couldn't send `obj`."""
+        """Returns `obj`. Raises the error that a group of several ranks would raise when sending `obj`."""
         if must_be is not None and not isinstance(obj, must_be):
             what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
             raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")
@@ -310,7 +315,7 @@ class MessageCalls(GroupFacts):
         return src
 
     def _check_message(self, operation: str) -> None:
-        """Raises if a gloo group is missing: two ranks alone can't create it."""
+        """Raises if the group lacks a gloo group that messages need. Sender and receiver alone can't create one."""
         checks.check_no_transform(self.context, operation)
         self.context.check_cpu_group(operation)
 

@@ -31,7 +31,7 @@ class HandleOwner(Protocol):
 
 
 class SendHandle:
-    """A started send. Keeps the tensors alive until they are sent; change them only after `wait()`."""
+    """A started send. The handle keeps the tensors alive until they are sent; change them only after `wait()`."""
 
     def __init__(self, messenger: HandleOwner, parts: Sequence[Handle]) -> None:
         self._messenger = messenger
@@ -43,7 +43,7 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> None:
-        """Returns once the tensors may be changed. Raises the error of the send."""
+        """Waits until the tensors can be changed. Raises the send's error if it failed."""
         if self._parts:
             self._messenger.receive_meanwhile()
         for part in self._parts:
@@ -53,7 +53,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True once the tensors are no longer read, also after a failure."""
+        """Returns True once the send has completed or failed. The tensors are then no longer read."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -68,7 +68,7 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[SendHandle]:
-        """vLLM's callers expect a list of handles."""
+        """Yields this handle, because vLLM's callers expect a list of handles."""
         return iter((self,))
 
 
@@ -90,7 +90,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Returns True once the whole message has arrived. The first call starts a thread that receives it."""
+        """Returns True once the whole message has arrived. The first call starts a thread that receives the message."""
         if self._waiter is None and not self._arrived:
             self._waiter = HelperThread("receive", self.take_in)
             self._waiter.start()
@@ -98,7 +98,10 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Any:
-        """Returns the object. Raises the sender's error (RemoteError) or that of the transfer. May be repeated."""
+        """Waits for the object and returns it; can be called again.
+
+        Raises RemoteError if the sender sent an error, or the transfer's error.
+        """
         self.take_in()
         if self._error is not None:
             raise self._error
@@ -117,7 +120,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """Yields vLLM's `tensors, handles, postprocess`. Waiting for a handle fills the dict."""
+        """Yields `tensors, handles, postprocess`, as vLLM's callers expect. Waiting for the handle fills `tensors`."""
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 
@@ -138,7 +141,7 @@ class ReceiveHandle:
 
 
 class NoSend(SendHandle):
-    """An empty list of handles, as in vLLM."""
+    """A send in a group of one rank. Iterates like an empty list of handles, as in vLLM."""
 
     def __init__(self, messenger: HandleOwner) -> None:
         super().__init__(messenger, ())

@@ -1,4 +1,4 @@
-"""Carries messages by the compiled library, or as transfers. Device tensors are always transfers."""
+"""Carries messages through the compiled library, or as transfers. Device tensors are always transfers."""
 
 from __future__ import annotations
 
@@ -48,18 +48,19 @@ _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
-    """Carries messages to one rank or, in a broadcast (`call`), to all ranks."""
+    """Carries messages to one rank, or to all ranks if `call` is a broadcast."""
 
     takes_many: bool
-    """Many small CPU tensors cost no more than one of their total size."""
+    """True if many small CPU tensors cost no more than one tensor of their total size."""
     past_python: PastPython | None = None
 
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Returns True if the object was sent without a wait (or with one, if `waits`).
+        """Tries to send the object, and returns True if it was sent. Waits only if `waits` is set.
 
-        Otherwise returns its message or the started send's handle. False: the caller must encode the object.
+        Otherwise returns the encoded message, or the handle of a started send, or False: the caller must then encode
+        the object.
         """
         return False
 
@@ -80,7 +81,7 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Chooses alike on all ranks: they agreed on it when the group was made."""
+    """Returns the group's medium. All ranks choose the same, as they agreed when the group was made."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -96,7 +97,7 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """A message whose receive was started earlier has no spec."""
+    """Returns the number of the caller's method. During a call with a spec, an earlier started receive has no spec."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
@@ -126,7 +127,7 @@ class FakeMedium(Medium):
 
 
 class RouteMedium(Medium):
-    """Sends the head's frame, its rest and each non-empty tensor as one transfer each."""
+    """Sends a message's frame, the rest of its head, and each non-empty tensor as separate transfers."""
 
     takes_many = False
 
@@ -197,7 +198,7 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels`: None if only hosts' first ranks are connected. Messages to one rank are then transfers."""
+        """`channels` is None if only each host's first rank is connected. Messages to one rank are then transfers."""
         super().__init__(route)
         self.channels = channels
         self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
@@ -297,7 +298,7 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Orders a broadcast among the group's collectives. In a collective a rank doesn't read the queue."""
+        """Orders a broadcast among the group's collectives: a rank in a collective doesn't read the message queue."""
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)
 

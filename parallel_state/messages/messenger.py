@@ -42,7 +42,7 @@ _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
 _PACKED_BYTES = 64 << 10
-"""Smaller tensors that are transfers are packed into one."""
+"""Tensors that are sent as transfers are packed into one transfer if their total size is at most this."""
 
 _UNWAITED_S = 0.02
 """A background thread completes a send that isn't waited for within this time."""
@@ -73,10 +73,10 @@ class Messenger:
         self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
-        """By source rank, in order."""
+        """The started receives from each source rank, in the order of their starts."""
         self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
-        """Keeps the buffers of sends alive whose handles the caller has dropped."""
+        """Started sends. This list keeps their buffers alive when the caller drops the handles."""
         self._unwaited_lock = threading.RLock()
         self._releaser: threading.Thread | None = None
         route.attach_messenger(self)
@@ -94,9 +94,9 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends at once, if that needs no wait (or if `waits`), and returns None.
+        """Sends the object immediately if possible, and returns None. Waits only if `waits` is set.
 
-        Otherwise returns the message or the started send's handle, for `isend` or `send`.
+        Otherwise returns the encoded message, or the handle of a started send: pass the result to `isend` or `send`.
         """
         if self._unwaited:
             self._forget_sent()
@@ -110,7 +110,10 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Raises MessageEncodeError for an unencodable object, for which the receiver raises RemoteError."""
+        """Starts to send the result of `post`. Raises MessageEncodeError if the object can't be encoded.
+
+        The receiver then raises RemoteError.
+        """
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -124,7 +127,7 @@ class Messenger:
         return handle
 
     def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
-        """Returns once the tensors may be changed. Raises as `isend`."""
+        """Sends the result of `post`, and returns when the tensors can be changed. Raises the errors of `isend`."""
         if outgoing is None:
             return
         if self._pending:
@@ -180,8 +183,8 @@ class Messenger:
     def receive_meanwhile(self) -> None:
         """Completes started receives in threads, before this rank waits for a peer to receive.
 
-        Otherwise two ranks that each call irecv, then send, would wait for each other. A device's sends don't block the
-        host.
+        Otherwise two ranks that each call irecv, then send, would wait for each other. Does nothing in a group of GPUs,
+        because their sends don't block the host.
         """
         if self.route.context.device.type != "cpu":
             return
@@ -191,7 +194,7 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Beyond a limit, waits for the oldest send."""
+        """Keeps a started send until it ends. If there are too many, waits for the oldest."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -278,7 +281,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """`received`: the bytes after `frame`, then those of the tensors."""
+        """Decodes the object of rank `src`. `received`: the rest of the head, then the tensors' bytes."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -302,7 +305,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Raises CollectiveMismatchError for other tensors than the sender's."""
+        """Receives into `tensors`. Raises CollectiveMismatchError if the sender sent tensors of another spec."""
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
@@ -313,7 +316,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Returns views if the sender lends its memory. `form`: the address of a C++ `Form`."""
+        """Receives tensors, as views if the sender lends its memory. `form` is the address of a C++ `Form`."""
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
         return made
@@ -349,7 +352,7 @@ class Messenger:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        """Packs tensors if that saves transfers. All ranks decide alike."""
+        """Packs small tensors into one if that saves transfers. All ranks decide the same."""
         if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -396,11 +399,11 @@ class Messenger:
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """A communication error makes the group unusable."""
+        """Returns the error to raise. A communication error also makes the group unusable."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:
-        """Returns True once all sends that no caller waited for are complete; False after a few seconds."""
+        """Waits some seconds for sends that no caller waited for. Returns True if all of them are complete."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:

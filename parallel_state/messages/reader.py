@@ -1,4 +1,4 @@
-"""Builds a received object: a medium passes the head to `take_head`, fills its tensors, calls `build`."""
+"""Builds a received object. A medium passes the head to `take_head`, fills the tensors, and calls `build`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """`gathers`: gather slices as they arrive; otherwise `build` does it."""
+        """`gathers`: all-gather the slices of tensors as they arrive. If False, `build` gathers the slices."""
         self.src = src
         self._owner = owner
         self._group = group
@@ -56,16 +56,16 @@ class Reader:
         if out is not None and type(out.tensors) is dict:
             given = out.tensors
         self.wanted: tuple[Any, ...] = (settings.MAX_METADATA_BYTES.get(), slices, gather, given, views, None, 0)
-        """See `Received` in csrc/messages_api.cpp."""
+        """Arguments for C++, which `Received` in csrc/messages_api.cpp explains."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
-        """Returns the tensors to fill. Raises the sender's RemoteError.
+        """Reads a message's head and returns the tensors to fill. Raises RemoteError if the sender sent an error.
 
-        `tensor_bytes`: the bytes of CPU tensors that have arrived, if known.
+        `tensor_bytes`: the size of the CPU tensors that have arrived, if known.
         """
         owner, src, context = self._owner, self.src, self._owner.route.context
         if header.is_error:
@@ -120,7 +120,6 @@ class ListReader(Reader):
         made: Sequence[TensorMetadata] = (),
         form: int = 0,
     ) -> None:
-        """`form`: the address of a C++ `Form`."""
         super().__init__(owner, src)
         self._head = head
         self._given = tensors

@@ -1,4 +1,4 @@
-"""Sends tensor dicts that a spec describes on both sides: only its digest is sent.
+"""Sends tensor dicts that sender and receiver describe by equal specs. Only the spec's digest and tensors are sent.
 
     first = group.recv_tensor_dict()             # eager, with metadata
     spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ConstantEntry:
-    """A part of the spec, which isn't sent."""
+    """A constant in the spec. Constants must be equal on both sides, and are not sent."""
 
     key: str
     value: Any
@@ -75,7 +75,7 @@ class ConstantEntry:
 
 @dataclass(frozen=True)
 class TensorDictSpec:
-    """Keys, shapes, dtypes and constants of a flat tensor dict. Equal on both sides of an exchange."""
+    """Keys, shapes, dtypes and constants of a flat tensor dict. Sender and receiver must pass equal specs."""
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
@@ -88,7 +88,7 @@ class TensorDictSpec:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
-        """Returns the spec of a dict of tensors and constants: None, bool, number, str, bytes, tuple."""
+        """Returns the spec of a dict of tensors and constants (None, bool, int, float, str, bytes, tuple)."""
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
             if isinstance(key, str) and isinstance(value, Tensor) and dtype_refusal(value.dtype) is None:
@@ -103,7 +103,7 @@ class TensorDictSpec:
         return cls(tuple(entries))
 
     def check(self, tensors: Mapping[str, Any]) -> None:
-        """Raises InvalidArgumentError unless `tensors` fits this spec."""
+        """Raises InvalidArgumentError if `tensors` doesn't fit this spec."""
         if len(tensors) != len(self.entries):
             raise InvalidArgumentError(
                 f"a tensor dict must have the {len(self.entries)} keys of its spec, but has {len(tensors)}"
@@ -139,7 +139,7 @@ class _KnownForm(NamedTuple):
     can_be_lent: bool
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Compares constants only; C++ checks the tensors."""
+        """Returns True if `tensors` has the spec's constants. C++ checks the tensors."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False
@@ -313,7 +313,10 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Bypasses the registered op if it would add nothing. `began`: start of a call that C++ attempted before."""
+    """Sends or receives by the registered op. Eager calls with plain CPU tensors use the messenger directly.
+
+    `began`: the start time of this call, if C++ attempted the call before.
+    """
     if not _is_plain(pieces):
         op(pieces, group._token, spec.digest, peer, group._key)
         return
@@ -400,7 +403,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _same_constant(x: object, y: object) -> bool:
-    """Compares types too (1 is not True); nan equals nan."""
+    """Returns True if types and values are equal: 1 is not True, but nan equals nan."""
     if type(x) is not type(y):
         return False
     if isinstance(x, tuple) and isinstance(y, tuple):

@@ -1,7 +1,7 @@
 """The format of a message: a head (header and body), and the tensors.
 
 The body is the codec's metadata and one byte per tensor: 1 if only a slice is sent. If a value can't be encoded, the
-body is the error's text. Transfers split the head, because both sides must know a transfer's size:
+body is the error's text. Transfers split the head, because sender and receiver must know the size of each transfer:
 
     frame     [4096]   the head or its beginning
     rest      [n]      the remaining bytes of the head, if any
@@ -52,19 +52,19 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Larger received tensors use the group's memory: page faults of new memory cost more than the message."""
+"""Received tensors of this size use memory of the group: page faults in new memory cost more than the message."""
 LENT_BYTES = 128 << 10
-"""`Lender::kLeastBytes` in csrc/loans.h."""
+"""The smallest tensor that a sender lends. Equals `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
-"""`Outcome` in csrc/messages.h."""
+"""The values of `Outcome` in csrc/messages.h."""
 STARTED = 4
-"""`kStarted` in csrc/messages_api.cpp; STARTED + n: transfer number n was started."""
+"""Equals `kStarted` in csrc/messages_api.cpp. STARTED + n means that transfer number n was started."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
 
 
 class AllGatherGroup(Protocol):
-    """Its ranks hold equal tensors: each receives one slice and gathers the others."""
+    """A group whose ranks hold equal tensors. Each rank receives one slice of a tensor and gathers the other slices."""
 
     world_size: int
     rank_in_group: int
@@ -75,11 +75,11 @@ class AllGatherGroup(Protocol):
 class Header(NamedTuple):
     kind: int
     slices: int
-    """0 if no tensor is marked."""
+    """Number of slices of each sliced tensor; can be 0 if no tensor is sliced."""
     tensors: int
     body_bytes: int
     tensor_bytes: int
-    """Counts sliced tensors whole."""
+    """Total size of the tensors. A sliced tensor counts with its full size."""
 
     @property
     def is_error(self) -> bool:
@@ -91,7 +91,7 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """`Cut` of csrc/pack.h."""
+    """Selects this rank's slice and the tensors to send whole. Corresponds to `Cut` in csrc/pack.h."""
 
     slices: int = 0
     mine: int = 0
@@ -103,7 +103,7 @@ WHOLE = Cut()
 
 @dataclass(slots=True)
 class Outgoing:
-    """With `error` set, `head` contains its text."""
+    """A message to send. If `error` is set, `head` contains the error's text."""
 
     head: bytes
     tensors: list[Tensor]
@@ -142,7 +142,7 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Never raises: returns the message of an error."""
+    """Encodes a message. Never raises: after an error, returns a message with the error's text."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
         packed = None if part is None else codec_values.pack(obj, part)
@@ -171,7 +171,7 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns None for an invalid `group`, for which `encode` raises."""
+    """Returns this rank's slice, or None if `group` is invalid. `encode` then returns the error."""
     if group is None:
         return WHOLE
     size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
@@ -216,7 +216,7 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Raises MessageDecodeError, and RemoteError with the sender's error."""
+    """Reads the header in a frame. Raises MessageDecodeError if it is malformed, RemoteError for a sender's error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -227,7 +227,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """`head_bytes`: of header and body, if known."""
+    """Reads and checks a header. `head_bytes` is the size of header and body, if known."""
     if len(data) < _HEADER.size:
         raise not_a_message(f"it has {len(data)} bytes", context, src)
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
@@ -253,7 +253,10 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """`form`: equal on both sides. A digest is used unchanged, as in `write_list_head` of csrc/messages.h."""
+    """Returns the head for tensors of a spec. `form` is the spec's text or digest.
+
+    `write_list_head` in csrc/messages.h writes the same head.
+    """
     return head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
 
 
@@ -265,7 +268,7 @@ def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
 
 
 def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
-    """Raises CollectiveMismatchError unless the head is `expected`."""
+    """Raises CollectiveMismatchError if the received head differs from `expected`."""
     body = bytes(body)
     if head_of(header, body) == expected:
         return
@@ -311,7 +314,7 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Returns also which tensors are slices."""
+    """Decodes a body. Also returns, for each tensor, True if only a slice is sent."""
     if header.kind == _LIST:
         raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
@@ -357,7 +360,10 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy, and the ids of the tensors to send whole: dense ones, which the codec doesn't replace."""
+    """Returns a copy of the dict, and the ids of the tensors to send whole.
+
+    These tensors are made dense, because the codec would replace others by dense copies with another id.
+    """
     tensors = tensors.copy()
     whole = set()
     for key, gather in all_gather_tensors.items():
@@ -374,7 +380,7 @@ def head_of(header: Header, *body: bytes) -> bytes:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Works for contiguous CPU tensors, and without numpy, unlike torch's own method."""
+    """Returns the bytes of a contiguous CPU tensor. Unlike torch's method, works without numpy."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 
@@ -402,7 +408,7 @@ def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequen
 
 
 def device_for(device_type: str, own: torch.device) -> torch.device:
-    """Returns the CPU, or this rank's own device of the sender's type."""
+    """Returns the device to receive on: this rank's own device if that has the sender's device type."""
     if device_type == "cpu":
         return CPU
     return own if own.type == device_type else torch.device(device_type)

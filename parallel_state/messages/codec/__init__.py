@@ -1,1 +1,1 @@
-"""Encodes values of known types; limits what a peer's bytes may decode to."""
+"""Encodes values of known types, and limits what the bytes of a peer can decode to."""

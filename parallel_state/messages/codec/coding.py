@@ -4,7 +4,7 @@
     table    = nothing, or msgpack: one [dtype, shape, device type] per tensor
     body     = msgpack: the object
 
-Tensors are sent beside the metadata.
+Tensors are sent separately from the metadata.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Encoded(NamedTuple):
 
 
 def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
-    """Raises MessageEncodeError with the path of keys to a value that can't be sent.
+    """Encodes an object. Raises MessageEncodeError with the path of keys to a value that can't be sent.
 
-    Tensors are detached, not copied. With `allow_pickle`, values of unknown types and subclasses are pickled.
+    The returned tensors are detached, not copied. With `allow_pickle`, values of unknown types are pickled.
+    Subclasses of known types are unknown types.
     """
     try:
         try:
@@ -70,7 +71,7 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
 
 
 class Message:
-    """Checked metadata; `tensors` are to be received, in order, before `build`."""
+    """Metadata of a received object. The caller receives `tensors` in order, then calls `build`."""
 
     __slots__ = ("_allow_pickle", "_body", "_value", "tensors")
 
@@ -83,7 +84,7 @@ class Message:
         self._value = None if tensors else _decode(body, (), allow_pickle)
 
     def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """Call it once. Raises InvalidArgumentError unless `tensors` match `self.tensors`."""
+        """Returns the object; call this once. Raises InvalidArgumentError if `tensors` don't match `self.tensors`."""
         if len(tensors) != len(self.tensors):
             raise InvalidArgumentError(f"`tensors` must be {len(self.tensors)} tensors, but are {len(tensors)} instead")
         for index, (tensor, wanted) in enumerate(zip(tensors, self.tensors, strict=True)):
@@ -96,7 +97,10 @@ class Message:
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:
-    """Raises only MessageDecodeError, also for bytes of a hostile peer. `data` may be reused afterwards."""
+    """Checks a message's metadata. Raises only MessageDecodeError, even for bytes of a hostile peer.
+
+    The caller can reuse `data` afterwards.
+    """
     view = memoryview(data).cast("B")
     limit = settings.MAX_METADATA_BYTES.get()
     if len(view) > limit:

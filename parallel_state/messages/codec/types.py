@@ -1,4 +1,4 @@
-"""Encodes single values as plain parts. `coding` turns any error of decoding into MessageDecodeError."""
+"""Converts single values, such as tensors, to plain parts and back. `coding` turns errors into MessageDecodeError."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def register_type(cls: type[T], *, name: str | None = None) -> type[T]: ...
 @overload
 def register_type(cls: None = None, *, name: str | None = None) -> Callable[[type[T]], type[T]]: ...
 def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
-    """Allows values of a class in messages. A function or a decorator; call it on every rank.
+    """Allows values of a class in messages. Call this function, or use it as a decorator, on every rank.
 
     `cls` is a dataclass, an enum, a `msgspec.Struct` or a named tuple. Subclasses must be registered separately. `name`
     is by default `module.qualname`. A receiver sets the fields without calling `__new__`, `__init__` or
     `__post_init__`, and without checking their types. Only a Struct is built by its constructor.
 
-    Raises InvalidArgumentError for another kind of class and for a name that another class has.
+    Raises InvalidArgumentError for any other kind of class, and for a name that another class already has.
     """
     if cls is None:
         return functools.partial(register_type, name=name)
@@ -71,7 +71,7 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
 
 
 def is_registered(cls: type) -> bool:
-    """Returns True if `register_type` was called for this class itself."""
+    """Returns True if `register_type` was called for this class, not just for a base class."""
     return cls in _by_class
 
 
@@ -150,7 +150,7 @@ class TensorMetadata(NamedTuple):
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view if possible. Raises UnfitError."""
+    """Returns the values as a dense tensor, without a copy if possible. Raises UnfitError if they can't be sent."""
     if tensor.layout is not torch.strided:
         raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:
@@ -204,7 +204,7 @@ def _device_type(name: str) -> str:
 
 
 def read_device(text: str) -> torch.device:
-    """torch alone would truncate a large index."""
+    """Returns the named device. Raises MessageDecodeError for a large index, which torch would truncate."""
     device = torch.device(text)
     if str(device) != text:
         raise MessageDecodeError(f"{text[:40]!r} is not a device")
@@ -215,7 +215,7 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20
 
 
 def is_numpy(cls: type) -> bool:
-    """Returns True for numpy arrays and numpy's own scalars, but no subclass."""
+    """Returns True for numpy's array and scalar classes, but not for their subclasses in other packages."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
@@ -223,7 +223,7 @@ def is_numpy(cls: type) -> bool:
 
 
 def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
-    """Returns dtype, shape, order (`C` or `F`) and bytes. Raises UnfitError."""
+    """Returns a numpy value's dtype, shape, order (`C` or `F`) and bytes. Raises UnfitError if it can't be sent."""
     import numpy
 
     array = numpy.asarray(value)

@@ -1,6 +1,6 @@
-"""Encodes nested values by msgspec, and what msgpack lacks as an Ext.
+"""Encodes nested values with msgspec. Values that msgpack lacks become msgpack extensions (Ext).
 
-Subclasses and tuples are Exts, too: msgspec would decode them to another type.
+Subclasses and tuples also become Exts, because msgspec would decode them to another type.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 
 MOST_NUMBERS = 256
-"""Dicts with more keys other than str and bytes are decoded with a time limit, as an Ext."""
+"""A larger dict that has keys other than str and bytes is encoded as an Ext, to limit its decoding time."""
 _UNCHECKED_BYTES = 16 << 10
-"""Colliding keys in smaller bodies cost some milliseconds at most."""
+"""Smaller message bodies are decoded unchecked: keys with colliding hashes cost only some milliseconds there."""
 _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
 _S_PER_BYTE = 2e-7
-"""CPU time; regular sets and dicts take a tenth."""
+"""Limit of the CPU time to decode a message, per byte. Regular sets and dicts take a tenth of this."""
 
 Ext = msgspec.msgpack.Ext
 to_msgpack = msgspec.msgpack.Encoder().encode
@@ -72,7 +72,10 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Refuses keys that no encoder uses: they could collide, and msgspec can't be stopped."""
+    """Returns a check of all dict keys in a message: True if an encoder could have sent them.
+
+    Other keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
+    """
     from device_communicators.cpu import native
 
     try:
@@ -88,7 +91,7 @@ def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed 
 
 
 class RefusedError(Exception):
-    """Containers append their keys to `path`, innermost first."""
+    """A value can't be sent. Each container around the value appends its key to `path`, innermost first."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
@@ -103,7 +106,7 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """`careful` inspects each int and str, which is slower, for values that msgpack can't represent."""
+    """Packs values for msgpack. `careful` also checks, slowly, each int and str that msgpack might not represent."""
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
@@ -235,7 +238,7 @@ def _too_deep() -> RefusedError:
 
 
 def _label(key: object) -> str:
-    """Never raises: repr fails for very long ints."""
+    """Returns a short text for a key. Never raises, although repr fails for very long ints."""
     try:
         text = repr(key)
     except Exception:
@@ -303,7 +306,7 @@ _PACKERS = _Packers(
 
 
 class Decoder:
-    """Its methods may raise any exception, which the caller turns into MessageDecodeError."""
+    """Decodes values. The methods can raise any exception; the caller raises MessageDecodeError instead."""
 
     __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
@@ -314,7 +317,7 @@ class Decoder:
         self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
-        """MAX_DEPTH applies only within an Ext. Deeper plain lists raise RecursionError."""
+        """Decodes a message's body. MAX_DEPTH limits only Exts; plain lists nested too deep raise RecursionError."""
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
@@ -339,7 +342,7 @@ class Decoder:
         return made
 
     def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
-        """Limits the time: colliding items take quadratic time."""
+        """Adds the items to `made`, within a time limit: items with colliding hashes take quadratic time."""
         batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
         started = time.thread_time()
         left_s = self._left_s
