@@ -204,9 +204,9 @@ class MessageCalls(GroupFacts):
         - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
         - `out`: tensors to receive into, one for each sent tensor, with equal shape, dtype and device type. The
           returned dict contains them. After an error their content is undefined.
-        - `views`: tensors can be views of this host's shared memory. They stay valid after the group or the sender ends.
-          Small tensors are copied. While this rank keeps more than 256 MiB of a sender's views, large ones are copied,
-          too.
+        - `views`: tensors can be views of this host's shared memory. They stay valid after the group or the sender
+          ends. Small tensors are copied. While this rank keeps more than 256 MiB of a sender's views, large tensors of
+          that sender are copied, too.
 
         Raises CollectiveMismatchError if the sender of CPU tensors passed another spec. Raises InvalidArgumentError for
         `out` together with `views`, or if `out` doesn't fit the dict. Without `spec`, the dict is then lost.
