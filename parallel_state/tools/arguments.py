@@ -1,4 +1,4 @@
-"""The parser that all commands share. Imports no torch."""
+"""Creates the argument parser that all commands share. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command_parser(command: str, usage: str, description: str | None, **options:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps prose to the terminal's width, and keeps paragraphs with indented lines."""
+    """Wraps the prose of a help text to the terminal's width. Keeps paragraphs with indented lines as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (paragraph.strip("\n") for paragraph in text.split("\n\n"))

@@ -1,4 +1,6 @@
-"""`python -m parallel_state build`: compiles what a first use would compile, for images of containers."""
+"""`python -m parallel_state build`: compiles, for example in a container image, everything that the first use would
+compile.
+"""
 
 from __future__ import annotations
 

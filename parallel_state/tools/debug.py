@@ -40,7 +40,7 @@ class _View:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 without records."""
+    """Runs the command. Returns 0, or 2 if there are no records."""
     parser = command_parser(
         "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
     )  # fmt: skip
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Returns 0 if the result is as recorded, 1 if not, 2 on errors."""
+    """Replays a recorded decision. Returns 0 if the result is as recorded, 1 if the result differs, and 2 on errors."""
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:
@@ -94,7 +94,7 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:
-    """Keys: stem of a group's name, ranks, number of newer such groups."""
+    """Returns the ranks' records by group. A key is (stem of the group's name, ranks, number of newer such groups)."""
     newest: dict[int, dict[str, Any]] = {}  # of several processes of a rank, the newest
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)

@@ -26,7 +26,7 @@ tr.late td:first-child { box-shadow: inset 4px 0 #dc2626; } td:first-child { fon
 
 class DebugPage:
     fetch_timeout = 0.0
-    """Set by torch; the control planes have limits of their own."""
+    """Set by torch, and unused: the control planes have limits of their own."""
 
     def __init__(self) -> None:
         self._pid = str(os.getpid())
@@ -51,7 +51,7 @@ class DebugPage:
             return str(error.args[0])
 
     def html(self) -> str:
-        """The page reloads every 2 s."""
+        """Returns a page that reloads every 2 s."""
         try:
             body = _body(find(self._pid))
         except LookupError as error:

@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     call: str
     group: str
     missing: list[int]
-    """Empty if all ranks are in the call."""
+    """Ranks that haven't entered the call; empty if all ranks have."""
 
     def __str__(self) -> str:
         whom = f"for ranks {format_ranks(self.missing)}" if self.missing else "though all ranks are in it"
@@ -40,13 +40,13 @@ class Job(NamedTuple):
     world: list[int]
     states: dict[int, State]
     answers: dict[int, Any]
-    """Ranks of this host, by PID."""
+    """Answers of the ranks on this host, by PID."""
     others: list[int]
-    """PIDs of ranks in other worlds."""
+    """PIDs of ranks of the same job in other worlds."""
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Returns 0, or 2 if `target` names no rank of this host."""
+    """Prints the state of a job. Returns 0, or 2 if `target` names no rank of this host."""
     try:
         job = find(target)
     except LookupError as error:
@@ -67,7 +67,7 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
 
 
 def find(target: str) -> Job:
-    """`target`: PID of a rank or launcher here, or a job's id. Raises LookupError."""
+    """Finds a job by the PID of a rank or launcher on this host, or by the job's id. Raises LookupError."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:

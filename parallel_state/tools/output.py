@@ -21,7 +21,7 @@ def as_json(content: object) -> str:
 
 
 def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
-    """Exits with code 2 if the file can't be written."""
+    """Writes `text` to a file or stdout. Exits with code 2 if the file can't be written."""
     if path == STDOUT:
         sys.stdout.write(text)
         return
@@ -32,7 +32,7 @@ def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None) -> None:
-    """Exits with code 2 if a file can't be written."""
+    """Exits with code 2 if one of the files can't be written."""
     for path in (Path(path) for path in paths if path is not None and str(path) != STDOUT):
         is_new = not path.exists()
         try:

@@ -116,7 +116,7 @@ def _peers(topology: Topology) -> list[str]:
 
 
 def _peer_state(path: Path) -> str:
-    """Abbreviates the driver's reason as nvidia-smi does."""
+    """Returns nvidia-smi's abbreviation of the driver's reason."""
     return "/".join(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
 
 

@@ -18,7 +18,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """Ends when the last rank entered, or when this rank's call completed without it."""
+    """A rank's wait in a call: until the last rank entered, or until the call completed without the last rank."""
 
     seconds: float
     rank: int
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 without traces."""
+    """Runs the command. Returns 0, or 2 if there are no traces."""
     parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="folder that the ranks gave to `with parallel_state.trace(folder)`")
     parser.add_argument("--json", action="store_true", help="print the longest waits as JSON")
@@ -82,7 +82,10 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
 
 
 def _collectives(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Processes count their own groups: groups of the same stem and ranks are matched by order."""
+    """Yields the events of each collective, one per rank.
+
+    Each process numbers its own groups, so groups with the same stem and ranks are matched by their order.
+    """
     names: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event["ph"] == "X" and event["args"]["peer"] < 0:

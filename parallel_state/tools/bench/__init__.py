@@ -1,1 +1,1 @@
-"""Measures implementations (*candidates*) of an operation in turns: `bench`, and code for `tune` and `benchmarks/`."""
+"""Measures implementations (*candidates*) of an operation in turns, for `bench`, `tune` and `benchmarks/`."""

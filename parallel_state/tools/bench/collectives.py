@@ -1,4 +1,4 @@
-"""Collectives of this library and of torch.distributed as candidates."""
+"""Collectives of this library and of torch.distributed, as candidates of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 4
 
 
 class Exchange(NamedTuple):
-    """`call` takes a rank's input and returns its output."""
+    """A candidate: `call` takes a rank's input and returns the rank's output."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
@@ -32,13 +32,13 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """The candidates of one library; `worker` describes a team."""
+    """The candidates of one library. `bench/worker.py` describes the interface of a team."""
 
     rank: int
     size: int
     device = torch.device("cpu")
     only: Sequence[str] | None = None
-    """None: all candidates."""
+    """Names of the candidates to measure; None selects all."""
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         raise NotImplementedError
@@ -47,7 +47,7 @@ class TensorTeam:
         """Waits until the device is idle."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the same size in which the runtime adds elements of `dtype`."""
+        """Returns the dtype in which the runtime adds elements of `dtype`. Both dtypes have the same size."""
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -112,7 +112,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
-    """Returns the call, and its in-place form or None."""
+    """Returns the call of this library, and the call's in-place form or None."""
     rank = group.rank_in_group
 
     def barrier(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
 
 
 def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Repeats one period: an int64 ramp takes four times the memory."""
+    """Creates test values by repeating one short period: a whole int64 ramp takes four times the memory."""
     period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
     return period.repeat(-(-count // 7))[:count].contiguous()
 

@@ -71,7 +71,7 @@ def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> Non
 
 
 def complete(options: argparse.Namespace) -> str | None:
-    """Completes `options`. Returns what is wrong with them, or None."""
+    """Fills in missing `options`. Returns an error text if the options are wrong, else None."""
     if options.ranks is not None and not 2 <= options.ranks <= 64:
         return f"--ranks must be from 2 to 64, but is {options.ranks}"
     gpus = 0
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Shown:
-    """An interrupted run keeps its results: each operation rewrites the JSON."""
+    """Prints the rows and rewrites the JSON after each operation, so that an interrupted run keeps its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -138,7 +138,7 @@ def _width(head: str) -> int:
 
 
 def _of_the_best(row: Row) -> tuple[float | None, ...]:
-    """Returns p99, ratio to torch's median, algbw and busbw."""
+    """Returns p99, ratio to torch's median, algbw and busbw of this library's fastest candidate."""
     ours = [us for name, us in row.us.items() if name.startswith(OWN)]
     torchs = [us for name, us in row.us.items() if not name.startswith(OWN)]
     if not ours:

@@ -1,4 +1,4 @@
-"""Shared GPUs, clocks and CUDA graphs for benchmarks."""
+"""Helpers of the benchmarks: for GPUs that several ranks share, for timing, and for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from parallel_state.startup import environment
 
 
 def share_gpus() -> str:
-    """Must be called before CUDA starts. Returns a description, or ""."""
+    """Lets several ranks share a GPU if there are more ranks than GPUs. Call this before CUDA starts.
+
+    Returns a description, or "" if ranks don't share GPUs.
+    """
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     if gpus == 0 or ranks <= gpus:
@@ -43,7 +46,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 class Clock:
-    """Uses events on a GPU's current stream."""
+    """Measures durations; on a GPU by events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -68,10 +71,10 @@ class Clock:
 
 
 class Captured:
-    """`replay()` uses the inputs' current values and writes `outputs`."""
+    """A captured call. `replay()` uses the current values of the inputs and writes `outputs`."""
 
     standing_in = False
-    """True while the CPU makes a call in place of a graph. Tests read it."""
+    """True while the CPU makes a call in place of a graph. Tests read this flag."""
 
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs
@@ -89,9 +92,10 @@ class Captured:
 
 
 def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured:
-    """Captures `call` on `stream` of `graph_capture()` (None on the CPU).
+    """Captures `call` on `stream`, a stream of `graph_capture()` (None on the CPU).
 
-    Inputs must keep their addresses. Call it once on this stream before: first-use initializations can't be captured.
+    The inputs must keep their addresses. Make one call on this stream before, because initializations at first use
+    can't be captured.
     """
     if stream is None:
         Captured.standing_in = True

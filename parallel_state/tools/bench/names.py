@@ -1,8 +1,8 @@
-"""Names of operations and candidates. Imports no torch."""
+"""Names of operations and candidates. Doesn't import torch."""
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
 PING_PONG = "ping_pong"
-"""Rank 0 sends a tensor to rank 1, which sends it back."""
+"""Rank 0 sends a tensor to rank 1, and rank 1 sends the tensor back."""
 OBJECT = "object"
-"""Like PING_PONG, with the tensor in a dict."""
+"""Like PING_PONG, but the ranks send a dict that contains the tensor."""
 OWN, GLOO = "parallel_state", "gloo"

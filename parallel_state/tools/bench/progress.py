@@ -1,4 +1,4 @@
-"""Shows a bar on a terminal, else a line each 10 s."""
+"""Shows a progress bar on a terminal. Elsewhere prints a line every 10 s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LINE_S = 10.0
 
 
 class Progress:
-    """`total_s`: the expected duration of all steps."""
+    """Progress of a run. `total_s` is the expected duration of all steps."""
 
     def __init__(self, total_s: float, stream: TextIO | None = None) -> None:
         self.total_s, self.done_s = total_s, 0.0

@@ -1,4 +1,4 @@
-"""The candidates of `bench`, in the ranks of one program."""
+"""Measures the candidates of `bench` in the ranks of one program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupTeam(TensorTeam):
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Collective. Returns the results of all ranks."""
+        """Calls `method` on all ranks and returns all results. Every rank must call this."""
         mine = getattr(self, method)(*arguments)
         if isinstance(mine, Timing):
             return [Timing(elapsed_s) for elapsed_s in self.group.all_gather_object(mine.elapsed_s)]
@@ -84,7 +84,10 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
-    """Collective. Calls `show` on rank 0 after each operation. Returns True if a candidate failed."""
+    """Measures all operations, and calls `show` on rank 0 after each of them. Every rank must call this.
+
+    Returns True if a candidate failed.
+    """
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)
         progress = Progress(len(cases) * plan.case_s) if group.is_first_rank else None

@@ -1,4 +1,4 @@
-"""Formats measurements, and writes JSON with machine, commit and versions."""
+"""Formats measurements, and writes them as JSON with the machine, commit and versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
-"""busbw ÷ algbw for n ranks, from nccl-tests' doc/PERFORMANCE.md."""
+"""Operation -> function that returns busbw ÷ algbw for n ranks, from nccl-tests' doc/PERFORMANCE.md."""
 
 
 def p50(samples: Sequence[float]) -> float:
@@ -40,13 +40,13 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
-    """Returns 10⁹ B/s; `size_bytes` is that of `nccl_bytes`."""
+    """Returns algbw and busbw in 10⁹ B/s. `size_bytes` must be counted as in `nccl_bytes`."""
     algorithm = size_bytes / us / 1e3
     return algorithm, algorithm * BUS_FACTORS.get(operation, lambda n: 0.0)(ranks)
 
 
 def nccl_bytes(operation: str, given_bytes: int, ranks: int) -> int:
-    """nccl-tests count the output of all_gather."""
+    """Returns the size as nccl-tests count: for all_gather the size of the output, else `given_bytes`."""
     return given_bytes * ranks if operation == "all_gather" else given_bytes
 
 
@@ -90,7 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """A copied tree may be inside another repository: BENCHMARK_COMMIT comes first."""
+    """Returns BENCHMARK_COMMIT, or else git's commit. A copied tree sometimes lies inside another repository."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]

@@ -1,8 +1,8 @@
-"""Interface of a team: a method is called on all of its ranks at the same time.
+"""Defines the interface of a team. Each method is called on all ranks of the team at the same time.
 
 prepare(values) -> list[str]     returns the candidates for a case, the same on every rank
-check(name) -> str | None        makes one call of the candidate; returns the problem of its result
-run(name, calls) -> Timing       makes some untimed calls, then `calls` timed ones
+check(name) -> str | None        makes one call of the candidate; returns the result's problem, or None
+run(name, calls) -> Timing       makes some untimed calls, then `calls` timed calls
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """A library's candidates failed, or didn't answer in time."""
+    """Raised if a library's candidates fail, or don't answer in time."""
 
 
 def last_line(text: str) -> str:
@@ -21,9 +21,9 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """Totals, or each call's start or end in ns of the host's clock.
+    """The duration of all calls, or each call's start or end in ns of the host's clock.
 
-    Only one rank has starts; a call lasts until its last end on any rank.
+    Only one rank has starts. A call lasts from its start to its last end on any rank.
     """
 
     elapsed_s: float = 0.0
@@ -32,7 +32,7 @@ class Timing:
 
 
 class WrongAnswer(str):
-    """`elements`: the number of wrong ones."""
+    """A text about a wrong result. `elements` is the number of wrong elements."""
 
     elements = 0
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LEAST_S = 5.0
 _GRACE_S = 15.0
-"""A hanging rank exits this long after --timeout."""
+"""A rank that hangs exits this long after --timeout."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _exit_after(limit_s: float) -> None:
 
 
 def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Ranks that couldn't reach the others write to stderr, one per host."""
+    """Prints the report. Of the ranks that couldn't reach the others, one per host prints to stderr."""
     report = outcome.report
     if report is None:
         return

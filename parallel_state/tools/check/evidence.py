@@ -1,4 +1,4 @@
-"""All ranks' facts and measurements, which the rules of `check` judge."""
+"""Collects the facts and measurements of all ranks. The rules of `check` judge them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Ranks are numbered from 1 in the order of their arrival."""
+    """Facts and measurements of all ranks. Ranks are numbered from 1 in the order of their arrival."""
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -33,9 +33,9 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Arrival that stopped answering -> its last stage."""
+    """Number of an arrival that stopped answering -> that rank's last stage."""
     met: bool = True
-    """False: the only known arrival is this rank's own."""
+    """False if this rank reached no other rank and has only its own facts."""
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -43,7 +43,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Hosts with the same name get ` (2)` and so on."""
+        """Returns the facts of each host's ranks, by host name. Repeated names get ` (2)`, ` (3)` and so on."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -119,7 +119,7 @@ class Evidence:
 
 
 def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
-    """Knows block and cyclic distribution; returns "" if unknown."""
+    """Returns the host of a rank from SLURM's variables, or "" if unknown. Supports block and cyclic distribution."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
@@ -161,10 +161,11 @@ def networks_of(interface: Interface) -> set[str]:
 
 
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
-    """Yields key, value and median for values off by more than a factor of `ratio` and three standard deviations.
+    """Yields key, value and median for outliers: values off by a factor above `ratio` and above three standard
+    deviations.
 
-    The deviation is that of logarithms, from the median absolute deviation. Fewer than four values must be off by twice
-    the ratio. Of two values the better one is the reference.
+    The standard deviation is estimated from the median absolute deviation of the logarithms. With fewer than four
+    values, an outlier must be off by twice the ratio. Of two values, the better one counts as the median.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return
@@ -185,7 +186,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
-    """The most frequent value comes first."""
+    """Groups the keys of `items` by value. The most frequent value comes first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 
@@ -195,7 +196,7 @@ def core_times(evidence: Evidence, number: int) -> list[float]:
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns kind -> ranks of a group -> figures of its slowest rank."""
+    """Returns, for each kind, the ranks of each group with the figures of the group's slowest rank."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

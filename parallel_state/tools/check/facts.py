@@ -1,4 +1,4 @@
-"""Records that ranks exchange as JSON, and that `--json` writes."""
+"""Defines the records that ranks exchange as JSON, and that `--json` writes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Interface(msgspec.Struct):
     """`loopback`, `physical`, `infiniband`, `bridge`, `container` or `virtual`."""
     up: bool
     addresses: list[str] = []
-    """With prefix length, such as `10.0.0.7/16`."""
+    """Addresses with prefix length, such as `10.0.0.7/16`."""
     mtu: int = 0
     speed_mbit: int = 0
-    """0 if the driver doesn't report it."""
+    """Speed in Mbit/s; 0 if the driver doesn't report the speed."""
 
 
 class Place(msgspec.Struct):
@@ -32,12 +32,12 @@ class Place(msgspec.Struct):
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """Error in the environment; numbers are those that could be read."""
+    """Error in the environment variables; the numbers are those that could be read."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
     started_by: list[str] = []
-    """Ancestors' commands, the parent first."""
+    """Commands of the ancestor processes, the parent first."""
     variables: dict[str, str] = {}
 
 
@@ -59,14 +59,14 @@ class Versions(msgspec.Struct):
     torch: str = ""
     package: str = ""
     compiled: str = ""
-    """Digest of its sources; empty if it is missing."""
+    """Digest of the compiled library's sources; empty if the library is missing."""
     compiled_problem: str = ""
     nccl: str = ""
     driver: str = ""
 
 
 class Limits(msgspec.Struct):
-    """-1: no limit, or unknown."""
+    """Limits of the process. -1 means no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -81,10 +81,10 @@ class Cpu(msgspec.Struct):
     online: int = 0
     affinity: list[int] = []
     siblings: dict[str, list[int]] = {}
-    """With SMT: allowed core -> all threads of its physical core."""
+    """With SMT: core that this process can use -> all threads of the same physical core."""
     numa_nodes: dict[str, list[int]] = {}
     quota_cores: float = -1.0
-    """-1: none."""
+    """CPU quota in cores; -1 if there is none."""
     cgroup: str = ""
     threads: int = 0
 
@@ -108,14 +108,14 @@ class GpuPath(msgspec.Struct):
 class Gpus(msgspec.Struct):
     devices: list[GpuFact] = []
     visible: list[str] = []
-    """UUIDs, in CUDA's order."""
+    """UUIDs of the visible GPUs, in CUDA's order."""
     own: str = ""
     paths: list[GpuPath] = []
     problem: str = ""
     torch_cuda: bool = False
     remarks: list[str] = []
     device_files: int = 0
-    """The driver's files in /dev, independent of NVML."""
+    """Number of the driver's GPU files in /dev, counted without NVML."""
 
 
 class Facts(msgspec.Struct):
@@ -130,9 +130,9 @@ class Facts(msgspec.Struct):
     settings_unknown: list[str] = []
     settings_wrong: list[str] = []
     probe: list[str] = []
-    """Address, port and token of `links.Listener`; empty without one."""
+    """Address, port and token of this rank's `links.Listener`; empty if there is no listener."""
     late: dict[str, str] = {}
-    """Fact that couldn't be collected -> reason."""
+    """Name of a fact that couldn't be collected -> reason."""
 
     @property
     def host_key(self) -> str:
@@ -141,7 +141,7 @@ class Facts(msgspec.Struct):
 
 class Link(msgspec.Struct):
     source: int
-    """Number of the arrival, as `target` is."""
+    """Arrival number of the sending rank; `target` is that of the receiving rank."""
     target: int
     problem: str = ""
     kind: str = ""
@@ -164,7 +164,7 @@ class GroupTraffic(msgspec.Struct):
     """Kind of group, or `world`."""
     ranks: list[int]
     route: str
-    """Communicators, in the order of message sizes."""
+    """Names of the communicators that are used, in the order of message sizes."""
     latency_us: float = 0.0
     latency_mad_us: float = 0.0
     bytes_per_s: float = 0.0
@@ -177,7 +177,7 @@ class Traffic(msgspec.Struct):
     groups: list[GroupTraffic] = []
     start_s: float = 0.0
     problem: str = ""
-    """Empty if all succeeded."""
+    """First error; empty if all calls succeeded."""
     stage: str = ""
     cpu_ms: list[float] = []
 

@@ -1,7 +1,7 @@
 """Measures the links between hosts over TCP: reachability, speed, clock offsets.
 
-One rank of each host listens at gloo's address, on a port that the kernel chooses. So a firewall or a wrong interface
-has the same effect as in the job.
+One rank of each host listens at gloo's address, on a port that the kernel chooses. A firewall or a wrong interface
+therefore has the same effect as in the job.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """`entry`: address, port, token; empty if `problem` is set."""
+    """Answers measurements from other hosts. `entry` is address, port and token, and empty if `problem` is set."""
 
     def __init__(self, address: str) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -90,10 +90,10 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs of arrivals, given one arrival per host.
+    """Returns rounds of pairs of ranks that measure. `leaders` has one arrival number per host.
 
-    Up to 24 hosts: all pairs, by the circle method, so that a host is in at most one pair of a round. With more, each
-    host measures to those at distances 1, 2, 4, ….
+    Up to 24 hosts: all pairs, by the circle method, so that a host is in at most one pair of a round. With more hosts,
+    each host measures only to the hosts at distances 1, 2, 4, ….
     """
     count = len(leaders)
     if count < 2:
@@ -149,7 +149,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
 
 
 def _measure_latency(peer: socket.socket, link: Link) -> None:
-    """The fastest round trip gives the offset, as in NTP."""
+    """Measures round trips. The fastest round trip determines the clock offset, as in NTP."""
     trips, best_s = [], float("inf")
     for _ in range(40):
         before_s, started = time.time(), time.perf_counter()
@@ -164,7 +164,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Doubles the size until a run takes a quarter of the budget."""
+    """Measures bandwidth. Doubles the size until a run takes a quarter of the time budget."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):
@@ -182,7 +182,7 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Returns the better figures, or `two` if it failed."""
+    """Returns the better figures of two measurements of a link. Returns `two` if the second measurement failed."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two

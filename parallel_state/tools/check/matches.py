@@ -25,14 +25,18 @@ class Match:
         fix: str = "",
         **words: Any,
     ) -> None:
-        """`ranks` and `hosts` default to those of `group`, `severity` and `fix` to the rule's."""
+        """A group of ranks to which a rule applies.
+
+        `ranks` and `hosts` default to those of `group`, and `severity` and `fix` to those of the rule. `words` fill in
+        the rule's text.
+        """
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
 
 
 Predicate = Callable[[Evidence], Iterable[Match]]
 Test = Callable[[Evidence, Group], Words | bool | None]
-"""Returns words for the text, True if it needs none, or a false value without match."""
+"""Returns words for the rule's text, or True if the text needs no words. A false value means no match."""
 
 
 def hosts(test: Test) -> Predicate:
@@ -40,7 +44,7 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests ranks of one host with equal keys together, without those with None."""
+    """Tests ranks of one host together if they have equal keys. Ignores ranks whose key is None."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -55,7 +59,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests, for each key, all ranks that have it."""
+    """Applies `test`, for each key, to all ranks that have this key."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
@@ -66,7 +70,9 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Words: `description` (the first text), `more` (a count)."""
+    """Matches ranks for which `read` returns a text. Words: `description` (the first text), `more` (how many other
+    ranks).
+    """
 
     def find(evidence: Evidence) -> Iterator[Match]:
         group = [facts for facts in evidence.arrivals if read(facts)]
@@ -78,7 +84,7 @@ def described_by(read: Callable[[Facts], str]) -> Predicate:
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Matches ranks with rarer values."""
+    """Matches the ranks whose value isn't the most frequent one."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -105,7 +111,7 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Fields are words of the match, of `_WORDS`, or facts of the first rank."""
+    """Fills in the text `found`. Fields are words of the match, words in `_WORDS`, or facts of the first rank."""
     return _Formatter(evidence, match.group).vformat(found, (), match.words)
 
 

@@ -1,7 +1,7 @@
-"""Exchanges the facts of all ranks before any group is created, through the launcher's store or rank 0's.
+"""Exchanges the facts of all ranks before any group is created, through the launcher's store or rank 0's store.
 
-Ranks register as arrival 1, 2, …: duplicate and surplus ranks are detected. The leader serves the store, or is the
-first arrival.
+Ranks register as arrival 1, 2, …, which shows duplicate and surplus ranks. The leader is the rank that serves the
+store, or else the first arrival.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _HANDSHAKE_S = 3.0
 _OWN_NAME_S = 3.0
 _SETTLE_S = 0.2
 _LATE_S = 1.5
-"""Extra wait for further ranks if ranks or world sizes conflict."""
+"""If ranks or world sizes conflict, the leader waits this much longer for further ranks."""
 
 
 class NotMetError(Exception):
-    """This rank can't connect to the job's store, or serve it."""
+    """Raised if this rank can't connect to the job's store, or can't serve the store."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-        """Code of the finding."""
+        """Code of the finding that reports this error."""
 
 
 class Plan(msgspec.Struct):
-    """The leader's message when it stops waiting."""
+    """The message that the leader sends when the leader stops waiting for ranks."""
 
     arrivals: list[Facts]
-    """Arrival n is `arrivals[n - 1]`."""
+    """Facts of all ranks; arrival number n is `arrivals[n - 1]`."""
     links: list[list[tuple[int, int]]]
 
 
 class Meeting:
-    """Every method returns by its deadline."""
+    """Exchanges values through the store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """None: the first arrival leads."""
+        """If `leads` is None, the first arrival is the leader."""
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
         self._kept = store  # PrefixStore doesn't keep a store that is implemented in Python alive
         self.arrival = 0
@@ -79,9 +79,9 @@ class Meeting:
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Returns surplus arrivals, too.
+        """Waits for the ranks of the world, and returns all arrivals, even surplus ones.
 
-        Returns early if enough processes arrived but ranks or world sizes conflict: waiting can't fix that.
+        Returns early if enough processes arrived but ranks or world sizes conflict, because waiting can't fix that.
         """
         found: list[Facts] = []
         late_until = None
@@ -99,12 +99,12 @@ class Meeting:
             time.sleep(PAUSE_S)
 
     def settle(self, seen: list[Facts]) -> list[Facts]:
-        """Waits 0.2 s for surplus ranks."""
+        """Waits 0.2 s for surplus ranks, and returns all arrivals."""
         time.sleep(_SETTLE_S)
         return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
-        """Adds to a counter, and waits until it is `total`, or until the deadline."""
+        """Adds `amount` to a counter. Then waits until the counter is `total`, or until the deadline."""
         count = int(self._store.add(key, amount))
         for _ in looks(deadline):
             if count >= total:
@@ -115,7 +115,7 @@ class Meeting:
         self._store.set(key, msgspec.json.encode(value).decode())
 
     def get(self, key: str, deadline: float) -> bytes | None:
-        """Waits until another rank has put `key`."""
+        """Waits until another rank has stored `key`, and returns the value. Returns None at the deadline."""
         for _ in looks(deadline):
             if self._store.check([key]):
                 return bytes(self._store.get(key))
@@ -155,7 +155,7 @@ def open_meeting(place: Place, deadline: float) -> Meeting:
 
 
 def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist.Store, bool]:
-    """Returns False with the store of another rank 0."""
+    """Serves the store and returns (store, True). If another rank 0 serves the store, returns (that store, False)."""
     try:
         listener = listen_on(None, address[1], 1024)
     except OSError as error:

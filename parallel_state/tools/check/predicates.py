@@ -109,7 +109,7 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Needs agreement of all ranks, several hosts, and a store of rank 0."""
+    """Returns MASTER_ADDR, or "" if the address differs, there is only one host, or rank 0 doesn't serve the store."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""
@@ -251,11 +251,11 @@ _CLOCK_S = 1.0
 _SLOW = 4.0
 _LATENCY = 5.0
 _LATENCY_US = 300.0
-"""Smaller differences come from the hosts' load."""
+"""Smaller differences between latencies come from the hosts' load."""
 _NOMINAL = 0.1
 _GIGABIT = 0.9e9 / 8
 _LOSS = 0.012
-"""In both of two runs: a queue that overflows for a moment loses less."""
+"""Smallest share of lost packets, in two runs, that is reported. A queue that overflows for a moment loses less."""
 _FEW_SEGMENTS = 200
 
 
@@ -265,7 +265,7 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """`blocked`: any kind except `stranger` and `broken`."""
+    """Matches links whose problem has this kind. `blocked` is any kind except `stranger` and `broken`."""
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)
@@ -356,7 +356,7 @@ def _offset(offset_s: float) -> str:
 _OF_EACH_RANK = re.compile(
     r"(NCCL|GLOO)_SOCKET_IFNAME|NCCL_IB_HCA|NCCL_(DEBUG_FILE|TOPO_FILE|TOPO_DUMP_FILE|GRAPH_FILE|HOSTID|NODE_RANK)"
 )
-"""May differ between ranks or hosts."""
+"""Variables that rightly differ between ranks or hosts."""
 _COMPARED = re.compile(r"(NCCL|GLOO|TORCH_NCCL|PARALLEL_STATE)_\w+|OMP_NUM_THREADS")
 _CRIPPLING = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
@@ -365,7 +365,7 @@ _CRIPPLING = {
 
 
 def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
-    """`none`: matches only if no rank has the library."""
+    """Matches ranks whose compiled library differs. If `none`, matches only if no rank has the library."""
     looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     if any(facts.versions.compiled for facts in looked) or not looked:
         return [] if none else differing(_compiled)(evidence)
@@ -396,12 +396,12 @@ _SHM_BYTES = 512 << 20
 _SHM_FREE_BYTES = 128 << 20
 _MEMLOCK_BYTES = 1 << 30
 _MEMLOCK_LEAST_BYTES = 64 << 10
-"""Default limit of kernels before 5.16."""
+"""Default limit in kernels before 5.16."""
 _FILES = 1024
 
 
 def shm(state: str) -> Predicate:
-    """`state`: `missing`, `small` or `full`."""
+    """Matches ranks whose /dev/shm is in `state`: `missing`, `small` or `full`."""
     return matches.groups(
         lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
         lambda _, group: _shm_state(group[0].limits) == state,
@@ -443,7 +443,7 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """The smallest set of cores with more ranks than cores counts."""
+    """Finds the smallest set of cores to which more ranks than cores are bound."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):
@@ -481,7 +481,7 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Momentary load doesn't count: each core's best time does."""
+    """Matches ranks on slow cores. Compares each core's best time, which momentary load doesn't change."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
@@ -519,7 +519,7 @@ def far_from_gpu(evidence: Evidence) -> Iterator[Match]:
 
 _SLOW_GROUP = 5.0
 _SLOW_GROUP_US = 2_000.0
-"""Smaller differences come from the kernel's time slices."""
+"""Smaller differences between groups come from the kernel's time slices."""
 
 
 def failures(evidence: Evidence, starting: bool) -> Iterator[Match]:

@@ -1,6 +1,7 @@
-"""The rules of `check`, one row each; docs/check.md shows the table.
+"""Lists the rules of `check`, one row each; docs/check.md shows the table.
 
-`found` is a format over the facts of the matching ranks (`matches.text_of`). Rules only read the evidence.
+`found` is a format string over the facts of the matching ranks (`matches.text_of`). Rules read only the collected facts
+and measurements.
 """
 
 from __future__ import annotations
@@ -447,7 +448,7 @@ RULES: dict[str, Rule] = {
 def finding(
     code: str, found: str, ranks: Iterable[int] = (), hosts: Iterable[str] = (), *, severity: str = "", fix: str = ""
 ) -> Finding:
-    """`severity` and `fix` replace the rule's."""
+    """Creates a finding by rule `code`. `severity` and `fix` replace the values of the rule."""
     rule = RULES[code]
     where = sorted(set(ranks)), list(dict.fromkeys(hosts))
     return Finding(severity or rule.severity, code, found, rule.why, fix or rule.fix, *where)

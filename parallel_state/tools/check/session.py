@@ -31,10 +31,10 @@ from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
-"""The better one counts: other load passes, a slow link stays slow."""
+"""Number of measurements of a link. The better one counts, because only a slow link is slow both times."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
-"""Reserved for the report and its acknowledgement."""
+"""Time that is reserved for sending the report and for the acknowledgement."""
 MOST_RANKS = 64
 _START_S = 15.0
 
@@ -59,7 +59,7 @@ class Report(msgspec.Struct, dict=True):
     findings: list[Finding]
     hosts: dict[str, list[int]]
     ranks: list[Facts]
-    """Numbers in links, `measured` and `traffic` are positions from 1."""
+    """Facts of all ranks. Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
     measured: dict[int, Measured]
     traffic: dict[int, Traffic]
 
@@ -72,13 +72,13 @@ class Report(msgspec.Struct, dict=True):
 class Outcome:
     exit_code: int
     report: Report | None = None
-    """Set on the leader, and on a rank that couldn't reach it."""
+    """The report, on the leader and on a rank that couldn't reach the leader. None on other ranks."""
     met: bool = True
 
 
 @dataclass
 class Session:
-    """`run` ends at most `options.timeout_s` after `began`."""
+    """One rank's check. `run` ends at most `options.timeout_s` after `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -209,7 +209,7 @@ class Session:
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:
-        """Abandons the thread if it doesn't finish in time."""
+        """Sends the traffic in a thread. Abandons the thread if the traffic doesn't finish in time."""
         os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this check's store occupies the port
         stage = "nothing"
@@ -247,7 +247,7 @@ class Session:
 
 
 def _most_common(arrivals: list[Facts]) -> int:
-    """In a tie, the larger size counts."""
+    """Returns the most frequent world size. In a tie, returns the larger size."""
     sizes: Mapping[int, int] = Counter(each.place.world_size for each in arrivals)
     return max(sizes, key=lambda size: (sizes[size], size))
 
@@ -267,7 +267,7 @@ def ranks_for(sizes: dict[str, int], order: str | None) -> int:
 
 
 def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
-    """Returns exit code, whether the ranks met, and the report as JSON."""
+    """Runs the check. Returns the exit code, True if the ranks found each other, and the report as JSON."""
     outcome = Session(options).run()
     return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
 

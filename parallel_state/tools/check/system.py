@@ -1,7 +1,7 @@
 """Collects the facts of one process.
 
-Nothing waits for a peer; slow readers (name server, driver, compiler) get a deadline. A fact that can't be read is left
-out, with the reason.
+Nothing here waits for a peer. Slow sources (name server, driver, compiler) have a deadline. If a fact can't be read,
+the reason is recorded instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ VARIABLES = re.compile(
 
 
 def collect(deadline: float) -> Facts:
-    """Facts that aren't known by `deadline` (monotonic) are listed in `late`."""
+    """Returns the facts of this process. A fact that isn't known by `deadline` (monotonic) is listed in `late`."""
     found = Facts(place(), boot_id=host.boot_id(), pid=os.getpid())
     parts: dict[str, Callable[[], Any]] = {
         "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
@@ -97,7 +97,7 @@ def collect(deadline: float) -> Facts:
 
 
 def with_set_cores(found: Facts) -> None:
-    """PARALLEL_STATE_CORES, if set, will bind this rank."""
+    """Replaces the cores by those to which PARALLEL_STATE_CORES, if set, will bind this rank."""
     try:
         own = binding.cores_as_set(found.place.local_rank, found.place.local_world_size)
         found.cpu.affinity = found.cpu.affinity if own is None else own
@@ -188,7 +188,7 @@ def _program(words: list[str]) -> str:
 
 
 def network() -> Network:
-    """Needs no name look-up."""
+    """Returns the facts of the network, without looking up names."""
     found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
@@ -223,7 +223,7 @@ def read_interfaces() -> list[Interface]:
 
 
 def _folder_of(name: str) -> str:
-    """Returns "" if /sys shows another network namespace."""
+    """Returns the interface's folder in /sys, or "" if /sys shows another network namespace."""
     folder, address = f"/sys/class/net/{name}", host.interface_ioctl(name, _SIOCGIFHWADDR)
     seen = _text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
@@ -242,7 +242,7 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Follows NCCL's `ncclFindInterfaces` (src/misc/socket.cc)."""
+    """Returns the interface that NCCL would choose. Follows `ncclFindInterfaces` (NCCL's src/misc/socket.cc)."""
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
     ]
@@ -294,7 +294,7 @@ def versions() -> Versions:
 
 
 def compiled_part() -> tuple[str, str]:
-    """Returns a digest and a problem. Compiles the library if the job would."""
+    """Returns a digest of the compiled library and a problem, if any. Compiles the library if the job would."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -334,7 +334,7 @@ def _read_shared_memory(found: Limits) -> None:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Supports v2 and v1; the innermost comes first."""
+    """Returns this process's cgroup folders, the innermost first. Supports cgroup v2 and v1."""
     for line in _text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -350,7 +350,7 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def cpu_quota() -> tuple[float, str]:
-    """Returns the tightest quota in cores (-1: none), and its cgroup."""
+    """Returns the tightest CPU quota in cores (-1 if there is none), and the cgroup that has this quota."""
     tightest, where = -1.0, ""
     for folder in _cgroup_folders("cpu"):
         words = _text(folder / "cpu.max").split()
@@ -376,7 +376,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> float:
-    """Returns the best milliseconds of a fixed piece of work."""
+    """Returns the shortest time in ms for a fixed piece of work."""
     wall_ms = []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
@@ -387,7 +387,7 @@ def run_cpu(repeats: int = 25) -> float:
 
 
 def gpus() -> Gpus:
-    """Creates no CUDA context. `with_own_gpu` sets `own`."""
+    """Returns the facts of the GPUs without creating a CUDA context. `with_own_gpu` sets `own`."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 

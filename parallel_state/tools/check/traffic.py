@@ -1,6 +1,6 @@
-"""Sends traffic through all groups of the layout: checks results of all routes, then measures.
+"""Sends traffic through all groups of the layout. Checks the results of all routes, then measures.
 
-All groups of a kind work at the same time. Small integers in float32 have exact sums in any order.
+All groups of a kind work at the same time. Values are small integers in float32, whose sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
 SIZES = (256, 1 << 14, 1 << 18, 1 << 20)
-"""Elements, below and above the sizes at which routes change."""
+"""Numbers of elements, below and above the sizes at which the route changes."""
 QUICK_SIZES = (256, 1 << 17)
 _LARGE = 1 << 21
 _QUICK_LARGE = 1 << 19
@@ -31,7 +31,7 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Collective. `left_s` must be equal on all ranks."""
+    """Creates the groups, and sends traffic through them. Every rank must call this, with the same `left_s`."""
     found = Traffic()
 
     def enter(stage: str) -> None:
@@ -65,7 +65,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """All ranks yield kinds in the same order."""
+    """Yields the groups of this rank with their kinds. The order of kinds is the same on all ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -103,7 +103,7 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
-    """Returns µs, without a first call that may include set-up."""
+    """Returns the times of `repeats` calls in µs. An additional first call, which can include set-up, is dropped."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 
@@ -131,7 +131,10 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Even ranks, except the last, send first: otherwise all ranks could wait."""
+    """Sends to the next rank and receives from the previous one.
+
+    Even ranks, except the last rank, send first, because otherwise all ranks could wait for each other.
+    """
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and rank != size - 1

@@ -1,4 +1,4 @@
-"""`python -m parallel_state plan`. The exit code is 2 for invalid options and for sizes that don't fit, else 0."""
+"""`python -m parallel_state plan`. The exit code is 2 for invalid options or sizes that don't fit, and otherwise 0."""
 
 from __future__ import annotations
 

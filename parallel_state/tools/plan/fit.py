@@ -1,4 +1,7 @@
-"""Finds the smallest change that makes sizes fit: the product of the ratios of new and old values."""
+"""Finds the smallest change that makes sizes fit.
+
+The size of a change is the product of the ratios of new and old values.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from parallel_state.layout.ranks import divisors, split_order
 from parallel_state.tools.plan.groups import Request
 
 MAX_TRIES = 200
-"""200 tries take about 0.2 s with 16,384 ranks."""
+"""The search stops after this many tries: 200 tries take about 0.2 s with 16,384 ranks."""
 MAX_VALUES = 12
-"""Per size when two sizes change."""
+"""Largest number of values that are tried for each size when two sizes change."""
 MAX_MULTIPLES = 16
 _TABLE = tuple(axis.name for axis in AXES)
 DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.experts and axis.within is None)
@@ -24,7 +27,9 @@ DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.exp
 
 @dataclass(frozen=True)
 class Change:
-    """Option without dashes (`tp`, `world-size`, `order`) -> new value; None: leave it out."""
+    """Maps an option without dashes (`tp`, `world-size`, `order`) to its new value. None means that the option is left
+    out.
+    """
 
     values: Mapping[str, int | str | None]
     before: Mapping[str, int | str | None]
@@ -38,7 +43,7 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """The smallest comes first; empty if none of one or two values fits."""
+    """Returns changes that fit, the smallest first. Returns [] if no change of one or two values fits."""
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
@@ -74,7 +79,7 @@ def _orders(request: Request) -> Iterator[Change]:
 
 
 def _insert(names: Sequence[str], name: str) -> list[str]:
-    """Inserts `name` at its place in AXES."""
+    """Inserts `name` in front of the names that come later in AXES."""
     if name in names:
         return list(names)
     later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]
@@ -131,7 +136,7 @@ def _by_option(values: Mapping[str, int | None]) -> dict[str, int | str | None]:
 
 
 def _worlds(request: Request) -> list[Change]:
-    """World sizes fill whole nodes, unless one node is enough."""
+    """Returns changes of the world size. The new sizes fill whole nodes, or are less than one node."""
     known = _product(request.sizes)
     step = known if max(known, request.world_size) < request.gpus_per_node else lcm(known, request.gpus_per_node)
     down = (request.world_size - 1) // step

@@ -1,6 +1,6 @@
 """Computes the groups of a layout, and estimates the memory of their communicators.
 
-The figures were published by others and differ by GPU, NCCL version and settings, so the estimate is a range.
+The estimate is a range, because the cited figures differ by GPU, NCCL version and settings.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Kind:
     axis: Axis
     count: int
     size: int
-    """Ranks in a group."""
+    """Number of ranks in a group."""
     groups: Groups = field(repr=False, compare=False)
     nodes: int
     crossing: int
     same_as: tuple[str, ...]
     made: bool
-    """False: created on demand."""
+    """True if groups are created at start, False if on demand."""
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Plan:
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
     def process_group(self, kind: Kind) -> str:
-        """Returns "own", "world", "none", or the name of an earlier kind."""
+        """Returns "own", "world", "none", or the name of an earlier kind whose process group this kind uses."""
         if kind.size == 1:
             return "none"
         if kind.size == self.world_size:
@@ -91,7 +91,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """`stride`: distance of neighbours, in ranks."""
+    """An axis of a group. `stride` is the distance of neighbours on this axis, in ranks."""
 
     axis: str
     size: int
@@ -124,7 +124,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind that is divided into those groups, or None."""
+    """Returns the kind whose groups are divided into groups `name`, or None."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
@@ -136,14 +136,17 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:
-    """Returns axes of more than one rank, fastest first. A part has the axes of the whole."""
+    """Returns axes of group `name` that have more than one rank, fastest-varying first.
+
+    If the group is a part of another group, returns the axes of that whole group.
+    """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
     return [Steps(axis, grid.size(axis), grid.stride(axis)) for axis in axes if grid.size(axis) > 1]
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Returns positions on axes of more than one rank."""
+    """Returns the rank's positions on the axes that have more than one rank."""
     found: dict[str, int] = {}
     for grid in layout.grids:
         here = grid.coordinates(rank - layout.rank_offset)
@@ -154,7 +157,10 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """Returns `0–7`, `0–7 128–135 …`, `0:8:2 16:24:2`, or the first three and the last."""
+    """Formats ranks as `0–7`, `0–7 128–135 …` or `0:8:2 16:24:2`.
+
+    Lists without such a pattern are shortened to the first three ranks and the last.
+    """
     ranks = list(ranks)
     if len(ranks) < 3:
         return " ".join(map(str, ranks)) or "none"
@@ -198,21 +204,23 @@ BASIS = "cited, not measured here"
 @dataclass(frozen=True)
 class Communicators:
     made: tuple[tuple[str, ...], ...]
-    """Per set, the kinds that share it."""
+    """For each set of ranks that has a communicator, the kinds of groups with this set."""
     all_kinds: tuple[tuple[str, ...], ...]
     groups_made: int
-    """In the whole world; torch creates each on every rank."""
+    """Number of groups in the whole world. torch creates each of them on every rank."""
     groups_of_all_kinds: int
     all_to_all: bool
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """An all-to-all may connect every pair of ranks."""
+        """Returns the least and the most memory. The most includes an all-to-all, which can connect every pair of
+        ranks.
+        """
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
 
 
 def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
-    """Rank 0 has the most: only first stages have both embedding groups."""
+    """Counts the communicators of a rank. Rank 0 has the most, because only first stages have both embedding groups."""
     made = [kind for kind in plan.kinds if kind.made]
     return Communicators(
         made=_sets_of(plan, rank, made),

@@ -1,6 +1,6 @@
 """Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, a panel for one rank.
 
-`page.js` computes groups from the axes, as `layout.Grid` does. It sets text only, never HTML.
+`page.js` computes groups from the axes, as `layout.Grid` does. The script inserts texts as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel_state.tools.plan.remarks import Remark
 
 MAX_RANKS = 16384
 _COLORS = 12
-"""Classes `c0` to `c11` of `page.css`."""
+"""Number of colors: `page.css` has the classes `c0` to `c11`."""
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
@@ -64,14 +64,14 @@ max="{plan.world_size - 1}" value="0"></form>
 
 
 def for_script(text: str) -> str:
-    """JSON must not close its script element."""
+    """Escapes JSON, so that a text in the JSON can't end the script element."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """The script computes the groups from `grids` and axes.
+    """Returns the data from which `page.js` computes the groups: grids, axes and kinds.
 
-    Ends of pipelines have `places`, parts of groups `parts`: positions in the whole group.
+    Ends of pipelines have `places`, and parts of groups have `parts`: positions in the whole group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {

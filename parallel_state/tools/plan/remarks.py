@@ -1,4 +1,4 @@
-"""Warnings (problems to fix) and notes on a layout, a function each."""
+"""Finds problems of a layout (warnings) and other remarks (notes), by one function each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel_state.tools.plan.groups import Kind, Plan, steps_of
 
 @dataclass(frozen=True)
 class Remark:
-    """`code` stays the same across versions."""
+    """A warning or note. Its `code` stays the same across versions."""
 
     level: str
     code: str
@@ -19,7 +19,7 @@ class Remark:
 
 
 def remarks_on(plan: Plan) -> list[Remark]:
-    """Returns warnings first."""
+    """Returns all remarks on a plan, warnings first."""
     found = [remark for check in CHECKS for remark in check(plan)]
     return sorted(found, key=lambda remark: remark.level != "warning")
 

@@ -1,5 +1,5 @@
 """The command `tune`: measures which kernel is fastest for which size on this machine."""
 
 SIZES = tuple(1 << power for power in range(10, 27))
-"""Bytes per rank."""
+"""Measured sizes, in bytes per rank."""
 PROOF_CALLS = 100_000

@@ -1,4 +1,4 @@
-"""Measures kernels, chooses their size limits, proves the choice, and writes a row."""
+"""Measures kernels, chooses the sizes for which each is used, tests the choice, and writes a row of thresholds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from parallel_state.tools.bench.rounds import measure
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
 OTHER, TORCHS = "other", "torch's"
-"""The communicator without peer memory; torch's group, if that is another one."""
+"""The communicator without peer memory, and torch's group if that is another communicator."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -45,7 +45,7 @@ ORDERS = {
 }
 CALLS_IN_A_GRAPH = 20
 HIDDEN = 4096
-"""Largest row length of a norm."""
+"""Largest row length in the measured norm."""
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _MOST: dict[str, Any] = dict.fromkeys(_BOUNDS, 1 << 40)
 UNBOUNDED = Thresholds("any", 8, **_MOST, measured=False, source="for measurements only")
@@ -60,11 +60,11 @@ class Plan(CasePlan):
 
 
 class TuneError(RuntimeError):
-    """Nothing can be measured, or a result was wrong."""
+    """Raised if nothing can be measured, or if a result is wrong."""
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """The norm itself isn't checked: its last bits vary, and group creation proved it."""
+    """Returns the sum, not the norm. The norm's last bits vary, and group creation has already checked the norm."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -90,10 +90,10 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
 
 
 class Tuning:
-    """All ranks of the group must make the same calls."""
+    """Measures and chooses kernels on one group. All ranks of the group must make the same calls."""
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
-        """`peers`: the peer-memory communicator, admitted with UNBOUNDED thresholds."""
+        """`peers` is the peer-memory communicator, created with UNBOUNDED thresholds."""
         self.group, self.plan = group, plan or Plan()
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
         self._peers = peers
@@ -101,7 +101,7 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Raises TuneError on all ranks or on none."""
+        """Measures, chooses and tests. Returns the row of thresholds. Raises TuneError on all ranks or on none."""
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
@@ -133,14 +133,14 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Returns candidate -> median of the slowest rank's µs."""
+        """Returns candidate -> median time in µs. Each sample is the slowest rank's time."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
 
     @torch.inference_mode()
     def prove(self, chosen: Thresholds) -> None:
-        """Delays ranks at random. Raises TuneError on all ranks or on none."""
+        """Tests the choice by calls of random sizes, with random delays. Raises TuneError on all ranks or on none."""
         same, own = random.Random(self.size), random.Random(self.rank * 1000 + self.size)
         cases = [(operation, size) for operation in ORDERS for size in self._proof_sizes(operation, chosen)]
         calls = {operation: self._by(CALLS[operation], chosen) for operation in ORDERS}
@@ -165,7 +165,7 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Input elements are `number` larger than in `bench`."""
+        """Returns an input and the expected output. The input's elements are `number` larger than in `bench`."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -203,7 +203,7 @@ class Candidates(GroupTeam):
         return {name: Exchange(call) for name, call in self._candidates.items()}
 
     def check(self, name: str) -> str | None:
-        """Captures the candidate in a graph if the result is right on all ranks."""
+        """Checks the candidate. Captures the call in a graph if the result is right on all ranks."""
         problem = super().check(name)
         call, x = self._prepared[name]
         if any(self.group.all_gather_object(problem is not None)) or call in self._graphs:
@@ -226,7 +226,7 @@ class Candidates(GroupTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the graph for at least `calls` calls, and scales the time."""
+        """Replays the graph for at least `calls` calls. Returns the time of `calls` calls."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
@@ -263,7 +263,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
 
 
 def write(row: Thresholds, path: Path) -> None:
-    """Replaces a row with the same conditions."""
+    """Adds a row to the file. Removes an existing row that has the same conditions."""
     names = [field.name for field in fields(peer_thresholds.Conditions)]
     key = [getattr(row, name) for name in names]
     others = load(path).rows if path.exists() else ()
@@ -274,7 +274,7 @@ def write(row: Thresholds, path: Path) -> None:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Collective. Returns the row on the first rank, else None."""
+    """Measures and returns the row on the first rank, else None. Every rank must call this."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     # The peer-memory communicator is created below, with UNBOUNDED thresholds.
@@ -306,10 +306,12 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
-    """Returns candidate -> largest size in bytes for which it is used (0: none), without the last of `order`.
+    """Returns candidate -> largest size in bytes for which the candidate is used (0: none). Omits the last one of
+    `order`.
 
-    `order` goes from the smallest sizes to the largest. The division with the smallest product of times wins, so that
-    every size has the same weight. A candidate without a time isn't used.
+    `order` goes from candidates for small sizes to candidates for large ones. Of all divisions of the sizes, the one
+    with the smallest product of times is chosen, so that every size has the same weight. A candidate without a time
+    isn't used.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
