@@ -256,7 +256,7 @@ def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, An
 
 
 def differences(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[str]:
-    """In words: what is neither the same nor explained in `module.NOTES` or `module.MISSING`."""
+    """Describes names that are neither the same nor explained in `module.NOTES` or `module.MISSING`."""
     return [
         f"{row.name} {row.state}"
         for row in rows(module, references, also)

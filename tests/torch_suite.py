@@ -163,7 +163,7 @@ def _on_host(host_pid: int, target: Any, *args: Any, **more: Any) -> None:
 
 
 def _make_groups_of(backend: str) -> None:
-    """Where a test requests gloo's world."""
+    """Replaces gloo's world in tests that request it."""
     import torch.distributed as dist
 
     made = dist.init_process_group

@@ -237,7 +237,7 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Whether every answer was right and, on the first rank, the rows and left-out modes."""
+    """Returns the correctness of all answers and, on the first rank, the rows and left-out modes."""
     config = dynamo().config  # takes seconds, which `--help` doesn't need
     for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it
         if hasattr(config, name):

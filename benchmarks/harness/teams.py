@@ -112,7 +112,7 @@ class Team:
         self._store: TCPStore | None = None
         self._processes: list[subprocess.Popen[bytes] | Fork] = []
         self._log = Path(self._folder.name) / "stderr"
-        """What started processes write to stderr: launchers add a banner to each error. Forks inherit stderr."""
+        """Holds the stderr of started processes: launchers add a banner to each error. Forks inherit stderr."""
         address = str(Path(self._folder.name) / "socket")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(address)

@@ -1,4 +1,4 @@
-"""What ranks conclude from their exchanged GPU facts; one process simulates all ranks."""
+"""One process simulates all ranks and the conclusions from their GPU facts."""
 
 from __future__ import annotations
 

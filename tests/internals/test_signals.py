@@ -1,4 +1,4 @@
-"""Which signals interrupt waits of the main thread, and when that takes the interpreter lock."""
+"""Signals that interrupt waits of the main thread, and the cases that take the interpreter lock."""
 
 from __future__ import annotations
 
