@@ -106,8 +106,8 @@ def test_row_46_as_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: 
 
 
 def _in_a_chain(joined: bool, folder: str) -> tuple[Told, float] | None:
-    """Each rank waits for the next one in another group; rank 3 dies. `joined`: rank 2 waits in one of our own
-    groups."""
+    """Each rank waits for the next one in another group; rank 3 dies. With `joined`, rank 2 waits in one of
+    our groups."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         pairs = [dist.new_group([first, first + 1]) for first in range(3)]
         if joined:
@@ -171,7 +171,6 @@ def test_row_46_as_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: 
 
 @pytest.mark.parametrize("of_calls", [False, True], ids=["set on the group", "of each call"])
 def test_row_46_as_row_15_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, of_calls: bool) -> None:
-    """The first deadline ends the call on all ranks, which name the stopped rank, not the one that gave up."""
     check_row_15(ranks, tmp_path, OVER_TORCH, all_but(3), of_calls)
 
 
@@ -192,11 +191,11 @@ def _after_a_failure() -> dict[str, float]:
         backend = backend_of(world.group, torch.device("cpu"))
         if hasattr(backend, "get_error"):  # torch 2.13 has it in C++ only
             assert backend.get_error() == torch._C._distributed_c10d.ErrorType.REMOTE_ERROR  # type: ignore[attr-defined]
-        first = attempt((pair if world.rank < 2 else other).barrier)  # its first call
+        first = attempt((pair if world.rank < 2 else other).barrier)
         assert (first.kind, first.suspect_ranks) == ("PeerDiedError", (3,)), first
         found = {}
         for name, again in calls_of_all(world).items():
-            if name not in HERE or "MiB" in name:  # their tensors alone take as long
+            if name not in HERE or "MiB" in name:
                 continue
             outcomes = [attempt(again) for _ in range(5)]
             assert {outcome.kind for outcome in outcomes} == {"GroupFailedError"}, (name, outcomes)

@@ -114,7 +114,6 @@ def _one_leaves_the_loop(route: str, folder: str, longer_s: Sequence[float], of_
 
 
 WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
-"""Each rank's group, the rank it waits for, and that rank's group."""
 
 
 def _latest(told: list[Told]) -> float:
@@ -127,7 +126,7 @@ def _latest(told: list[Told]) -> float:
 def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, route: str, call: str) -> None:
     def trial(folder: Path) -> float:
         told = ranks.run(_across_groups, route, str(folder), call, timeout_s=DEADLINE_S)
-        if _latest(told) >= WITHIN_S:  # too busy to gather the states
+        if _latest(told) >= WITHIN_S:
             return _latest(told)
         for rank, (outcome, log) in enumerate(told):
             group, awaited, other = WAITS_FOR[rank]
@@ -152,7 +151,6 @@ def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) 
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
 def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
-    """The first deadline ends the call on all ranks, which name the missing rank."""
     _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0))
 
 

@@ -65,12 +65,10 @@ def test_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path, rout
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("first", [0, 1, 3], ids="rank {} is the first".format)
 def test_row_15_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str, first: int) -> None:
-    """The first deadline ends the call on all ranks, which name the stopped rank, not the one that gave up."""
     check_row_15(ranks, tmp_path, route, all_but(first))
 
 
 def all_but(first: int) -> list[float]:
-    """Returns how much longer each rank waits than rank `first`."""
     return [0.0 if rank == first else 4.0 + rank for rank in range(4)]
 
 
