@@ -1,4 +1,4 @@
-"""SGLang's `get_parallel()`: sizes, groups and this rank's positions. SGLang reads and overrides these values."""
+"""SGLang's `get_parallel()`: the sizes, this rank's positions and the groups. SGLang reads and overrides them."""
 
 from __future__ import annotations
 
