@@ -74,8 +74,9 @@ class Grid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Returns the groups of ranks that differ in these axes only, ordered by first rank. The ranks of a group
-        ascend.
+        """Returns the groups of ranks that differ in these axes only, ordered by first rank.
+
+        The ranks of a group ascend.
         """
         inside, outside = self.offsets(axes), self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
@@ -103,8 +104,8 @@ class Grid:
 class Layout:
     """The ranks of every group; `resolve_layout` creates a layout.
 
-    A group's name is that of an axis (`tp`), or of a group that spans axes (`dp`). Several names refer to the group
-    that spans all these axes. Ranks are global, starting at `rank_offset`.
+    A group's name is that of an axis (`tp`), or of a group that spans axes (`dp`). Several names together refer to the
+    group that spans all their axes. Ranks are global, starting at `rank_offset`.
     """
 
     grids: tuple[Grid, ...]
@@ -114,8 +115,7 @@ class Layout:
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
     """Group name -> (kind of the containing group, function that picks ranks of the containing group)."""
     parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Group name -> (kind of group that is split, number of pieces). A piece has consecutive ranks of the split group.
-    """
+    """Group name -> (kind of group that is split, number of pieces). The ranks of a piece are consecutive."""
     missing: Mapping[str, str] = field(default_factory=dict)
     rank_offset: int = 0
     is_sharded: bool = False
@@ -131,7 +131,7 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the number of ranks of such a group. Returns the largest number if groups differ."""
+        """Returns the number of ranks of the named group. If such groups differ in size, returns the largest number."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -158,7 +158,7 @@ class Layout:
     def groups(self, *names: str) -> list[list[int]]:
         """Returns the ranks of all groups of this kind. Each list ascends, and the lists are ordered by first rank.
 
-        The lists contain every rank once, except that groups of `ends` omit ranks.
+        The lists contain every rank once, except for kinds in `ends`, whose groups omit some ranks.
         """
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]

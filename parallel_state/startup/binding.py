@@ -29,8 +29,9 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds this process to its cores in PARALLEL_STATE_CORES, and returns the previous cores. Returns None if the
-    variable is unset.
+    """Binds this process to its cores in PARALLEL_STATE_CORES, and returns the previous cores.
+
+    Returns None if the variable is unset.
     """
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
@@ -48,13 +49,14 @@ def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | N
 
 
 def cores_to_share() -> str:
-    """Returns this process's cores, such as `0-3,8`, if PARALLEL_STATE_CORES is `share`, else ""."""
+    """Returns this process's cores, such as `0-3,8`, if PARALLEL_STATE_CORES is `share`. Otherwise returns ""."""
     return cores.spans(cores.usable_cores()) if settings.CORES.get() == () else ""
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Finds a host whose ranks are allowed different cores. Returns [host, cores, ranks, other cores, their ranks], or
-    [].
+    """Finds a host whose ranks are allowed different cores.
+
+    Returns [host, cores, ranks, other cores, their ranks], or [] if there is no such host.
     """
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):

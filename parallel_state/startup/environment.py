@@ -86,8 +86,9 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """Returns the environment of a given rank. If `local_rank` is -1, uses the launcher's variable (such as
-    LOCAL_RANK), or else `rank`.
+    """Returns the environment of a given rank.
+
+    If `local_rank` is -1, uses the launcher's variable (such as LOCAL_RANK), or else `rank`.
     """
     env = os.environ if environ is None else environ
     if local_rank < 0:
@@ -155,8 +156,9 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Returns the hosts of a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`. Raises SettingError for invalid
-    syntax.
+    """Returns the hosts of a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`.
+
+    Raises SettingError for invalid syntax.
     """
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(

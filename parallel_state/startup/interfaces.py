@@ -64,7 +64,10 @@ class Address(NamedTuple):
 
 
 def whereabouts() -> Address:
-    """Returns this process's Address, with all fields for the network. Blocks until the host's name is resolved."""
+    """Returns this process's Address with host name, IP address and interface.
+
+    Blocks until the host's name is resolved.
+    """
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
     address = gloo_address()
@@ -86,8 +89,9 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Finds an address that two hosts announce. Returns the address, then name, interface and ranks of each host, or
-    [].
+    """Finds an address that two hosts announce.
+
+    Returns the address, then name, interface and ranks of each host, or [].
     """
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():

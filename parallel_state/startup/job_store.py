@@ -16,8 +16,9 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Replaces the store. Closes the previous one, but keeps the object, because an abandoned process group can
-        still refer to it.
+        """Replaces the store.
+
+        Closes the previous one, but keeps the object, because an abandoned process group can still refer to it.
         """
         before, self._store = self._store, store
         if before is not None:

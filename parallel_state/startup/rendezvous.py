@@ -72,8 +72,7 @@ _ANSWER_S = 1.2
 _DOUBT_S = 1.0, 10.0  # when rank 0 accepts a repeated complaint
 
 _WORLD, _COMPLAINT = "world", "complaint"
-"""Keys of the launcher's store. Two more keys there are `_VERDICT` and `_HEARD`, each with the world's name appended.
-"""
+"""Keys of the launcher's store. Two more are `_VERDICT` and `_HEARD`, with the world's name appended."""
 _LATE = "late"
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
@@ -101,7 +100,7 @@ class Met(NamedTuple):
     deadline: float
     watcher: Watcher
     group_store: BoundedStore
-    """Store that groups use. If a launcher serves this store, the store outlives rank 0."""
+    """The store that the world's groups use. If a launcher serves this store, the store outlives rank 0."""
     served: list[Any]
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
@@ -137,7 +136,7 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 _LINGERING: dict[int, contextlib.ExitStack] = {}
-"""Resources of failed starts, by PID: a forked child must not close its parent's stores."""
+"""Stores of failed starts that are still open, by PID. A forked child must not close its parent's stores."""
 
 
 def end_linger() -> None:
@@ -157,7 +156,7 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank must call this.
 
-    If `over_gloo`, each rank needs an address that other hosts can reach. Raises RendezvousError if the ranks don't
+    With `over_gloo`, each rank needs an address that other hosts can reach. Raises RendezvousError if the ranks don't
     find each other, and PeerDiedError if a rank exits. Raises ConfigMismatchError if world sizes differ, and
     InvalidArgumentError for an unknown `init_method`.
     """
@@ -202,12 +201,11 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 
 
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
-    """Finds the ranks of the next world over the control plane of the `old` world. Returns None if that has no control
-    plane.
+    """Finds the ranks of the next world over the control plane of the `old` world.
 
-    Each of `ranks`, the remaining ranks, must call this. `ranks`, `rank` and `own_place` are those of the old world.
-    Raises PeerDiedError if a rank exits. Raises RendezvousError if a rank doesn't call this, or can't listen on a
-    second port.
+    Returns None if the old world has no control plane. Each of `ranks`, the remaining ranks, must call this. `ranks`,
+    `rank` and `own_place` are those of the old world. Raises PeerDiedError if a rank exits. Raises RendezvousError if a
+    rank doesn't call this, or can't listen on a second port.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -308,8 +306,9 @@ class _Meeting:
         return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
 
     def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
-        """Opens the world's store. `name` is the endpoint of rank 0's control plane, or else a prefix in the launcher's
-        store.
+        """Opens the world's store.
+
+        `name` is the endpoint of rank 0's control plane, or else a prefix in the launcher's store.
         """
         if not name.startswith("["):
             return launcher.prefixed(name)
@@ -487,7 +486,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """If a start failed before this rank entered, raises the error of that start, but only once."""
+        """If an earlier start failed before this rank entered, raises the error of that start, but only once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -508,7 +507,7 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision. Returns False if this world is of an earlier round or has another size."""
+        """Waits for rank 0's decision. Returns False if this world belongs to an earlier start or has another size."""
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
@@ -536,7 +535,7 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later round has opened another world. Rank 0 of this world is then about to exit."""
+        """Returns True if a later start has opened another world. Rank 0 of this world is then about to exit."""
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
@@ -558,8 +557,9 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises the error that rank 0 published. Without such an error, raises PeerDiedError after 0.8 s of refused
-        connections.
+        """Raises the error that rank 0 published.
+
+        Without such an error, raises PeerDiedError after 0.8 s of refused connections.
         """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error
@@ -698,8 +698,9 @@ def _try_get(store: BoundedStore, key: str) -> str:
 
 
 def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
-    """Returns the ranks without an entry in the world's store. Bisects: finding one missing rank of 1,000 takes 20
-    requests.
+    """Returns the ranks without an entry in the world's store.
+
+    Bisects: finding one missing rank of 1,000 takes 20 requests.
     """
     if not ranks or world.check([_key(rank) for rank in ranks]):
         return []

@@ -95,8 +95,9 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields before each poll of a server that `ranks` ranks poll. Yields at least once, and a last time at the
-    deadline.
+    """Yields before each poll of a server, with pauses that grow with the number of ranks that poll.
+
+    Yields at least once, and a last time at the deadline.
     """
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
@@ -217,8 +218,9 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns the address to listen on. Returns None (all interfaces) for a name, because other hosts can resolve the
-    name differently.
+    """Returns the address to listen on.
+
+    Returns None (all interfaces) for a name, because other hosts can resolve the name differently.
     """
     if host == "localhost":
         return host
@@ -268,7 +270,7 @@ def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.s
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make` in a thread and returns its result. Raises TimeoutError at the deadline, or `grace_s` later."""
+    """Runs `make` in a thread and returns its result. Raises TimeoutError `grace_s` after the deadline."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -307,7 +309,7 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
 _LINES = b"\r\n\r\n"
-"""Bytes that make a line-based service answer. A TCPStore reads them as part of a PING."""
+"""Bytes that make a line-based service answer. A TCPStore reads these bytes as part of a PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.3
@@ -318,9 +320,9 @@ _SHOWN_BYTES = 48
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered. Without a store, torch's client would block in C++ for its whole timeout.
 
-    Sends VALIDATE, a magic number, and PING with a random number, which a store returns (torch 2.3 to 2.15). Raises
-    ForeignServiceError if another service answers. Raises OSError if nothing answers, because a store shuts down, or a
-    proxy's server hasn't started.
+    Sends VALIDATE, a magic number, and PING with a random number; a store returns this number (torch 2.3 to 2.15).
+    Raises ForeignServiceError if another service answers. Raises OSError if nothing answers, because a store shuts
+    down, or a proxy's server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)

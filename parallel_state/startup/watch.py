@@ -28,10 +28,10 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Runs `call(is_abandoned)` in a thread and returns its result. An abandoned call continues, and must undo its
-    work.
+    """Runs `call(is_abandoned)` in a thread and returns its result.
 
-    Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes.
+    Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes. The abandoned
+    call continues in its thread, and must undo its work.
     """
     ranks = list(ranks)
     abandoned = threading.Event()
@@ -51,7 +51,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a thread. The process can exit while `call` runs."""
+    """Runs `call` in a thread, and returns a Future of the result. The process can exit while `call` runs."""
     future: Future[T] = Future()
 
     def run() -> None:
