@@ -1,5 +1,6 @@
-"""Copies the launcher's umask, cores, limits and signal mask to the ranks, which otherwise have those of the fork
-server.
+"""Copies the launcher's umask, cores, limits and signal mask to the ranks.
+
+Otherwise the ranks would have the values of the fork server.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def launch(
     `start_method="spawn"`.
 
     Raises LaunchError with the rank, exit code or signal, and traceback of the earliest failure. After the `timeout`,
-    the error has the stacks of up to 8 ranks. All workers have exited by then. Also raises KeyboardInterrupt,
-    InvalidArgumentError, and RendezvousError if the port is taken.
+    the error has the stacks of up to 8 ranks. All workers have exited when an error is raised. Also raises
+    KeyboardInterrupt, InvalidArgumentError, and RendezvousError if the port is taken.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(
@@ -152,7 +152,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """Returns the cores of each rank. The launcher computes them, because the fork server can have other cores."""
+    """Returns the cores of each rank. The launcher computes the cores, because the fork server can have other ones."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 

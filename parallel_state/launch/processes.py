@@ -156,7 +156,10 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if file descriptors are short. The fork server would otherwise exit with a traceback."""
+        """Raises OSError if there are too few file descriptors.
+
+        The fork server would otherwise exit with a traceback.
+        """
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
@@ -286,8 +289,9 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """Returns True if process `pid` exits soon. Waits, because the kernel closes a child's sockets before it reports
-    the exit.
+    """Returns True if process `pid` exits soon.
+
+    Waits, because the kernel closes a child's sockets before it reports the exit.
     """
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -307,8 +311,9 @@ def _detects_exits() -> bool:
 
 
 def start_fork_server() -> None:
-    """Starts the fork server, which imports torch and this library first. Keeps a preload list that the program has
-    set.
+    """Starts the fork server, which imports torch and this library first.
+
+    Keeps a preload list that the program has set.
     """
     ours = ["__main__", "torch", *_AT_INIT, "parallel_state.launch.preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)

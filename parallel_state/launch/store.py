@@ -1,7 +1,7 @@
 """Serves the store through which ranks find each other, on the node that has rank 0.
 
-A control plane's `World` serves the store and requires the job's secret. Torch's TCPStore, which accepts every client,
-serves instead without the compiled library, or on several nodes without a secret.
+A control plane's `World` serves the store and requires the job's secret. Without the compiled library, or on several
+nodes without a secret, torch's TCPStore serves instead. TCPStore accepts every client.
 """
 
 from __future__ import annotations
@@ -184,8 +184,9 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 
 
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
-    """Listens on the preferred port, or on any port if the preferred one is taken. Without a preferred port, uses
-    master_port.
+    """Listens on the preferred port, or on any port if the preferred one is taken.
+
+    Without a preferred port, uses master_port.
     """
     address, port = config.master_addr, config.preferred_port or config.master_port
     try:
