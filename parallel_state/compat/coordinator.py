@@ -16,7 +16,7 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """A group with an engine's names. The view and the group share one `__dict__`."""
+    """A group whose methods have an engine's names. The view and this library's group share one `__dict__`."""
 
     _made: GroupCoordinator
 

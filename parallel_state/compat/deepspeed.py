@@ -37,7 +37,7 @@ _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
     "sequence_parallel": ("cp", _USUAL),
     "sequence_data_parallel": ("dp_cp", _USUAL),
 }
-"""DeepSpeed's name of a group -> this library's name, and the facts that have a getter."""
+"""DeepSpeed's name of a group -> (this library's name, facts for which DeepSpeed has getters)."""
 
 NOTES: dict[str, str] = {
     "get_model_parallel_rank": "the rank in tp × pp, as in DeepSpeed's grid; Megatron's is the rank in tp",

@@ -18,7 +18,7 @@ class InitializedError(AlreadyInitializedError, AssertionError):
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Error for wrong sizes. Callers of Megatron catch either RuntimeError or AssertionError."""
+    """Error for wrong sizes. Has both types that Megatron raises in this case, RuntimeError and AssertionError."""
 
 
 @contextmanager

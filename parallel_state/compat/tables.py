@@ -11,8 +11,9 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Collects names of modules. `table` maps a module to names; `*` is all of the module's public functions and
-    classes.
+    """Returns name -> object for an engine's module.
+
+    `table` maps modules to names; `*` stands for all public functions and classes of the module.
     """
     found: dict[str, Any] = {}
     for module, names in table.items():
@@ -54,8 +55,9 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 
 
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
-    """Creates a function that calls `method` of the object that `find` returns. `of` describes this object in the
-    docstring.
+    """Creates a function that calls `method` of the object that `find` returns.
+
+    `of` describes this object in the docstring.
     """
 
     @functools.wraps(method)

@@ -56,8 +56,8 @@ def __getattr__(name: str) -> Any:
 def install() -> None:
     """Makes later imports of `megatron.core.parallel_state` in this process return this module. Idempotent.
 
-    Raises UnsupportedError without megatron-core. Raises AlreadyInitializedError if Megatron's own module is imported
-    already.
+    Raises UnsupportedError if megatron-core isn't installed. Raises AlreadyInitializedError if Megatron's own module is
+    imported already.
     """
     ours = sys.modules[__name__]
     if sys.modules.get(_NAME) not in (None, ours):

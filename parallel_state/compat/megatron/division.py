@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Creates a second group of this kind. Its calls don't wait for calls of the first group."""
+    """Creates a second group with the ranks of `kind`. Calls of the second group don't wait for calls of the first."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -230,8 +230,9 @@ def create_all_gather_groups(
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
-    """Sets the timeout of `pg`, or of all groups, and runs a barrier. All ranks of `pg` (or of the world) must call
-    this.
+    """Sets the timeout of `pg`, or of all groups, and runs a barrier.
+
+    All ranks of `pg` (or of the world) must call this.
     """
     groups = [pg]
     if pg is None:

@@ -228,7 +228,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets this rank's virtual pipeline stage, here and in `parallel_state`'s groups if they have this stage."""
+    """Sets this rank's virtual pipeline stage, also in `parallel_state`'s groups if these have such a stage."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None
@@ -252,7 +252,10 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True on the first stage. With `ignore_virtual=False`, `vp_stage` must be the first virtual stage, too."""
+    """Returns True on the first pipeline stage.
+
+    With `ignore_virtual=False`, `vp_stage` must also be the first virtual stage.
+    """
     return _is_stage(False, ignore_virtual, vp_stage)
 
 

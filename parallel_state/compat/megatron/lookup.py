@@ -19,7 +19,7 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Options of the last init. `dp_cp_ag` is the all-gather group of the kind of this name."""
+"""Options of the last initialize_model_parallel. The key `dp_cp_ag` has the all-gather group of that kind."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -44,8 +44,9 @@ VARIABLES = {
     for name, kind in kinds.items()
 }  # fmt: skip
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""Kind -> its first variable. The other variables are for the axis `gtp_remat` of Megatron's main branch, which has one
-rank here.
+"""Kind -> the first variable of this kind.
+
+The other variables are for the axis `gtp_remat` of Megatron's main branch, which has one rank here.
 """
 
 

@@ -27,8 +27,9 @@ def generate_masked_orthogonal_rank_groups(
 
 
 class RankGenerator:
-    """Numbers ranks by axes, fastest first. Megatron has one such object for dense layers (`ep` is 1), one for experts
-    (`cp` is 1).
+    """Numbers ranks by axes, fastest first.
+
+    Megatron has one such object for dense layers (`ep` is 1), and one for experts (`cp` is 1).
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns True for each axis of `order` that `token` names, such as `tp-dp`. Raises ValueError for unknown
-        axes.
+        """Returns True for each axis of `order` that `token` names, such as `tp-dp`.
+
+        Raises ValueError for unknown axes.
         """
         names, wanted = order.split("-"), token.split("-")
         unknown = [name for name in wanted if name not in names]

@@ -74,8 +74,9 @@ class ParallelContext:
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
-        """Sets values until `clear_stamp` is called. If a value is invalid, sets none and raises InvalidArgumentError
-        or LayoutError.
+        """Sets values until `clear_stamp` is called.
+
+        If a value is invalid, sets none and raises InvalidArgumentError or LayoutError.
         """
         saved = self._stamp
         self._stamp = {**saved, **_known(values)}

@@ -1,5 +1,6 @@
-"""SGLang's GroupCoordinator: a view of one of this library's groups. Objects of unregistered types are pickled, as in
-SGLang.
+"""SGLang's GroupCoordinator: a view of one of this library's groups.
+
+Objects of unregistered types are pickled, as in SGLang.
 """
 
 # mypy: disable-error-code="override"
@@ -138,7 +139,7 @@ class GroupCoordinator(GroupView):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> tuple[Tensor, ...] | None:
-        """Returns None, as SGLang does without ROCm: callers then quantize themselves."""
+        """Returns None, as SGLang does without ROCm. The caller then quantizes the result."""
         return None
 
     def all_gather(
@@ -170,8 +171,9 @@ class GroupCoordinator(GroupView):
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Sums `input` over all ranks and writes this rank's part of the sum. `input` has `world_size` times the
-        elements of `output`.
+        """Sums `input` over all ranks and writes this rank's part of the sum.
+
+        `input` has `world_size` times the elements of `output`.
         """
         self._copy(output, self.group.reduce_scatter(input.reshape(self.world_size, -1), 0))
 
@@ -279,7 +281,10 @@ def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Creates functions that call a method of a group. `table` maps each function to both, such as `tp.all_reduce`."""
+    """Creates functions that call a method of a group.
+
+    `table` maps each function's name to group and method, such as `tp.all_reduce`.
+    """
 
     found = {}
     for name, call in table.items():

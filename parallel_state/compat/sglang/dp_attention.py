@@ -56,7 +56,9 @@ def get_dp_tp_group() -> GroupCoordinator:
 
 
 def is_enable_moe_cp_allgather() -> bool:
-    """Returns True if tokens are gathered over attention's cp group before the experts."""
+    """Returns True if attention's cp group is larger than the experts' dp group: tokens are then gathered before
+    experts.
+    """
     return bool(get_parallel().attn_cp_size > get_parallel().moe_dp_size)
 
 
@@ -92,6 +94,9 @@ _GETTERS = {
     "get_attention_dp_rank": ("attn_dp_rank",),
     "get_attention_dp_size": ("attn_dp_size",),
 }
-"""Names of getters -> fields of `get_parallel()`. "moe_cp" is SGLang's name for the experts' dp group."""
+"""Name of a getter -> field of `get_parallel()`.
+
+SGLang calls the experts' dp group "moe_cp". This group is attention's cp group if attention's cp group is larger.
+"""
 globals().update(of_groups(__name__, _CALLS))
 globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})

@@ -213,8 +213,9 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys all groups, and torch's default group even if the program created that. Every rank must call this.
-    Idempotent.
+    """Destroys all groups and torch's default group, even a default group that the program created.
+
+    Every rank must call this. Idempotent.
     """
     destroy_model_parallel()
     state.destroy_distributed_environment()
@@ -223,7 +224,7 @@ def destroy_distributed_environment() -> None:
 
 
 def abort_distributed_environment() -> None:
-    """Destroys all groups without contacting other ranks. Logs errors, and raises none."""
+    """Destroys all groups without contacting other ranks. Logs errors instead of raising them."""
     if not dist.is_initialized():
         return
     world = state.try_get_world_group()
@@ -276,9 +277,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Sets this rank's gather slot in SGLang's flags, because SGLang would compute a wrong slot from the replaced
-    sizes.
-    """
+    """Sets this rank's gather slot in SGLang's flags. SGLang would compute a wrong slot from the replaced sizes."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:

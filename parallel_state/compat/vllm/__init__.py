@@ -204,7 +204,7 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Creates the groups. The ranks that these sizes leave over are data parallel."""
+    """Creates the groups. The data-parallel size is the number of ranks divided by these sizes."""
     _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 

@@ -71,14 +71,13 @@ for _name in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "redu
     setattr(Communicator, _name, _of_group(_name))
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
-"""torch's default group -> a coordinator that detects exits of all ranks, and the communicators that use the
-coordinator.
-"""
+"""torch's default group -> (coordinator that detects exits of all ranks, communicators that use the coordinator)."""
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """Returns the coordinator of all ranks for `member`. vLLM's first communicator, which has all ranks, creates the
-    coordinator.
+    """Adds `member` to the coordinator of all ranks, and returns the coordinator.
+
+    vLLM's first communicator has all ranks, and creates this coordinator.
     """
     everyone = dist.group.WORLD
     if everyone not in _outer:

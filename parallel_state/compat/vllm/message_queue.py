@@ -304,10 +304,10 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """Creates a queue from `writer_rank`, a rank in the group, to all other ranks. Every rank of the group must
-        call this.
+        """Creates a queue from `writer_rank`, a rank in the group, to all other ranks.
 
-        With `external_writer_handle`, another process is the writer, and `writer_rank` is a reader, too.
+        Every rank of the group must call this. With `external_writer_handle`, another process is the writer, and
+        `writer_rank` is a reader, too.
         """
         queue, handle = None, external_writer_handle
         _check_local(same := in_the_same_node_as(pg, writer_rank))

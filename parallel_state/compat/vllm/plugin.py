@@ -89,7 +89,10 @@ def install() -> str | None:
 
 
 def queue_class(theirs: Any) -> Any:
-    """Returns a replacement of vLLM's queue class. If some readers are on other hosts, vLLM's own queue is made."""
+    """Returns a replacement of vLLM's queue class.
+
+    If some readers are on other hosts, this class makes vLLM's own queue.
+    """
 
     class Queue(MessageQueue):
         def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **kwargs: Any) -> Any:

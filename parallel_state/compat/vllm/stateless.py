@@ -93,8 +93,9 @@ class StatelessProcessGroup(StoreGroup):
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, for each rank, True if that rank is on the host of `source_rank`. Every rank of the group must call
-    this.
+    """Returns, for each rank, True if that rank is on the host of `source_rank`.
+
+    Every rank of the group must call this.
     """
     if isinstance(pg, StatelessProcessGroup):
         return pg.same_node(source_rank)
