@@ -1,6 +1,4 @@
-"""`python -m parallel_state build`: compiles, for example in a container image, everything that the first use would
-compile.
-"""
+"""`python -m parallel_state build`: compiles in advance what the first use would compile, for container images."""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Replays a recorded decision. Returns 0 if the result is as recorded, 1 if the result differs, and 2 on errors."""
+    """Replays the recorded events of a control plane, and prints the result.
+
+    Returns 0 if the result is as recorded, 1 if the result differs, and 2 on errors.
+    """
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:

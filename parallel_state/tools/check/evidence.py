@@ -161,11 +161,11 @@ def networks_of(interface: Interface) -> set[str]:
 
 
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
-    """Yields key, value and median for outliers: values off by a factor above `ratio` and above three standard
-    deviations.
+    """Yields key, value and median of outliers.
 
-    The standard deviation is estimated from the median absolute deviation of the logarithms. With fewer than four
-    values, an outlier must be off by twice the ratio. Of two values, the better one counts as the median.
+    An outlier is off by a factor of more than `ratio` and by more than three standard deviations. The standard
+    deviation is estimated from the median absolute deviation of the logarithms. With fewer than four values, an outlier
+    must be off by twice the ratio. Of two values, the better one counts as the median.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return

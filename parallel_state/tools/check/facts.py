@@ -141,7 +141,7 @@ class Facts(msgspec.Struct):
 
 class Link(msgspec.Struct):
     source: int
-    """Arrival number of the sending rank; `target` is that of the receiving rank."""
+    """Arrival number of the rank that measures; `target` is the arrival number of the measured rank."""
     target: int
     problem: str = ""
     kind: str = ""

@@ -34,7 +34,7 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """Answers measurements from other hosts. `entry` is address, port and token, and empty if `problem` is set."""
+    """Answers measurements from other hosts. `entry` has address, port and token; [] if `problem` is set."""
 
     def __init__(self, address: str) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -92,8 +92,8 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Returns rounds of pairs of ranks that measure. `leaders` has one arrival number per host.
 
-    Up to 24 hosts: all pairs, by the circle method, so that a host is in at most one pair of a round. With more hosts,
-    each host measures only to the hosts at distances 1, 2, 4, ….
+    For up to 24 hosts, returns all pairs, by the circle method; a host is in at most one pair of a round. With more
+    hosts, each host measures only to the hosts at distances 1, 2, 4, ….
     """
     count = len(leaders)
     if count < 2:

@@ -70,8 +70,9 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Matches ranks for which `read` returns a text. Words: `description` (the first text), `more` (how many other
-    ranks).
+    """Matches ranks for which `read` returns a text.
+
+    The words for the rule's text are `description` (the first text) and `more` (how many other ranks).
     """
 
     def find(evidence: Evidence) -> Iterator[Match]:

@@ -27,8 +27,9 @@ DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.exp
 
 @dataclass(frozen=True)
 class Change:
-    """Maps an option without dashes (`tp`, `world-size`, `order`) to its new value. None means that the option is left
-    out.
+    """Maps an option without dashes (`tp`, `world-size`, `order`) to its new value.
+
+    None means that the option is left out.
     """
 
     values: Mapping[str, int | str | None]

@@ -124,7 +124,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind whose groups are divided into groups `name`, or None."""
+    """Returns the kind whose groups contain the groups of kind `name`, or None if there is no such kind."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
@@ -212,8 +212,9 @@ class Communicators:
     all_to_all: bool
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Returns the least and the most memory. The most includes an all-to-all, which can connect every pair of
-        ranks.
+        """Returns the least and the most memory.
+
+        The most includes an all-to-all, which can connect every pair of ranks.
         """
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra

@@ -71,7 +71,7 @@ def for_script(text: str) -> str:
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the data from which `page.js` computes the groups: grids, axes and kinds.
 
-    Ends of pipelines have `places`, and parts of groups have `parts`: positions in the whole group.
+    Kinds for ends of pipelines have `places`, and kinds that divide groups have `parts`: positions in the whole group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {

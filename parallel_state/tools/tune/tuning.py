@@ -306,12 +306,11 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
-    """Returns candidate -> largest size in bytes for which the candidate is used (0: none). Omits the last one of
-    `order`.
+    """Returns candidate -> largest size in bytes for which the candidate is used (0: none).
 
-    `order` goes from candidates for small sizes to candidates for large ones. Of all divisions of the sizes, the one
-    with the smallest product of times is chosen, so that every size has the same weight. A candidate without a time
-    isn't used.
+    Omits the last one of `order`. `order` goes from candidates for small sizes to candidates for large ones. Of all
+    divisions of the sizes, the one with the smallest product of times is chosen, so that every size has the same
+    weight. A candidate without a time isn't used.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
