@@ -1,4 +1,4 @@
-"""Errors that also have the type which an engine's callers catch, such as AssertionError."""
+"""Errors that callers of an engine can catch as that engine's type, such as AssertionError."""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ def process() -> Address:
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Finds loopback addresses in a world of several hosts. Returns a host's name, its address and the ranks, or []."""
+    """Finds ranks that announce a loopback address in a world of several hosts.
+
+    Returns the host's name, the address and the ranks, or [] if there are none.
+    """
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -91,7 +94,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 def shared_address(places: dict[int, Address]) -> list[str]:
     """Finds an address that two hosts announce.
 
-    Returns the address, then name, interface and ranks of each host, or [].
+    Returns the address, then name, interface and ranks of each of the two hosts, or [].
     """
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
@@ -106,7 +109,10 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Finds a rank whose control plane other ranks can't reach. Returns the rank, its Address and the reason, or []."""
+    """Finds a rank whose control plane other ranks can't reach.
+
+    Returns this rank, the rank's Address and the reason, or [].
+    """
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]

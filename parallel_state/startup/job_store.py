@@ -18,7 +18,7 @@ class JobStore:
     def put(self, store: ControlStore | None) -> None:
         """Replaces the store.
 
-        Closes the previous one, but keeps the object, because an abandoned process group can still refer to it.
+        Closes the previous store, but keeps the object, because an abandoned process group can still use the object.
         """
         before, self._store = self._store, store
         if before is not None:

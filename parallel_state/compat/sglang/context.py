@@ -91,7 +91,10 @@ class ParallelContext:
 
     @contextmanager
     def override(self, **kwargs: Any) -> Iterator[ParallelContext]:
-        """Sets values for a `with` block, which can be nested. Raises the errors of override_permanently."""
+        """Sets values for the duration of a `with` block. Blocks can be nested.
+
+        Raises the errors of override_permanently.
+        """
         saved = self._overrides
         self._overrides = {**saved, **_known(kwargs)}
         try:
@@ -138,7 +141,7 @@ _PARALLEL = ParallelContext()
 
 
 def get_parallel() -> Any:
-    """Returns SGLang's own context if its module is imported, else ours."""
+    """Returns SGLang's own context if SGLang's module is imported, else this library's context."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     return _PARALLEL if theirs is None else theirs.get_parallel()
 

@@ -47,7 +47,7 @@ class TensorTeam:
         """Waits until the device is idle."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the runtime adds elements of `dtype`. Both dtypes have the same size."""
+        """Returns the dtype in which the runtime adds elements of `dtype`. The returned dtype has the same size."""
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

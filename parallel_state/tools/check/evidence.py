@@ -1,4 +1,4 @@
-"""Collects the facts and measurements of all ranks. The rules of `check` judge them."""
+"""Collects the facts and measurements of all ranks, which the rules of `check` then judge."""
 
 from __future__ import annotations
 

@@ -443,7 +443,7 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """Finds the smallest set of cores to which more ranks than cores are bound."""
+    """Finds the smallest set of cores that has fewer cores than ranks that are bound to these cores."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):
@@ -481,7 +481,7 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Matches ranks on slow cores. Compares each core's best time, which momentary load doesn't change."""
+    """Matches ranks on slow cores. Compares the best time of each core: momentary load doesn't change the best time."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):

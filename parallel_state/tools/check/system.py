@@ -97,7 +97,7 @@ def collect(deadline: float) -> Facts:
 
 
 def with_set_cores(found: Facts) -> None:
-    """Replaces the cores by those to which PARALLEL_STATE_CORES, if set, will bind this rank."""
+    """Replaces the rank's cores by those to which PARALLEL_STATE_CORES will bind the rank, if the variable is set."""
     try:
         own = binding.cores_as_set(found.place.local_rank, found.place.local_world_size)
         found.cpu.affinity = found.cpu.affinity if own is None else own
